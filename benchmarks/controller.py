@@ -36,7 +36,6 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
-    CohortJob,
     Evaluated,
     Event,
     JobEnded,
@@ -48,7 +47,6 @@ from retrain.campaign.running.protocol import (
     event_to_json,
     job_from_json,
 )
-from retrain.campaign.running.session import BEAT_SECONDS
 from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.campaign.worker import POLL_SECONDS
@@ -57,6 +55,8 @@ from retrain.config import load
 from retrain.files import dumps
 from retrain.records.observer import SpecLike
 from retrain.records.schema.base import Values
+from retrain.training.inputs import CohortJob
+from retrain.util.session import BEAT_SECONDS
 from retrain.verdicts import pooling, report
 
 CONDITIONS = (("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"))

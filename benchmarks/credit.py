@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, Algorithm
+from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT
+from retrain.algorithms.algorithm import Algorithm
 from retrain.algorithms.credit.group_advantage import GroupAdvantage, SpreadAdvantage
 from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
 from retrain.algorithms.credit.uncertainty import TokenUncertainty

@@ -18,10 +18,9 @@ import workload
 from workload import ALPHA, LR, RANK, Measured, Setting
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.assemble import assemble
-from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
 from retrain.records.observer import NullObserver
+from retrain.training.assemble import assemble
 from retrain.types import RewardResult
 
 FIVE = (("grpo", "none"), ("maxrl", "none"), ("maxrl", "gtpo"), ("maxrl", "gtpo_hicra"), ("maxrl", "gtpo_sepa"))
@@ -98,7 +97,7 @@ def cohort(
         model = workload.model_directory(models, setting.shape)
         (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device, dtype))
         plan = Plan.of(load(folder / "bench.toml"), folder / "out")
-        made = assemble(CohortJob.of(plan, plan.specs), NullObserver(), lambda: False, stack)
+        made = assemble(plan.job(plan.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             run.environments["train"].grader = Alternating()  # pyright: ignore[reportAttributeAccessIssue]
             run.publish_to(made.engine)

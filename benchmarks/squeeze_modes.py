@@ -79,12 +79,12 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
-    from retrain.campaign.controller import execute
-    from retrain.campaign.planning.continuing import continued_plan
+    from retrain.adapters.continuing import continuation
+    from retrain.campaign.controller import launch
     from retrain.records.observer import NullObserver
 
     before = run / f"checkpoints/step_{steps - last:06d}"
-    outcome = execute(continued_plan(before, 1, last, out), NullObserver())
+    outcome = launch(*continuation(before, 1, last, out), NullObserver())
     return read_run(outcome.directory, outcome.summary["runs"][0])
 
 

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.errors import DeviceLost, RetrainError, UsageError
+from retrain.errors import DeviceLost, RetrainError, UsageError, plural
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +142,34 @@ def lost(error: BaseException | None) -> DeviceLost | None:
             return DeviceLost(str(error).strip().splitlines()[0])
         error = error.__cause__ or error.__context__
     return None
+
+
+def visible_gpus() -> list[tuple[str, str]]:
+    """Return all GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
+
+
+def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the GPUs that [backend] ``devices`` means, of which ``names`` are named there, as ``visible_gpus`` does;
+    none for a CPU. In a process that has been given its GPUs, these are all that it sees."""
+    own = bool(os.environ.get(OWN_GPU))
+    if devices == "cpu":
+        return []
+    there = visible_gpus()
+    count = len(there)
+    if not count and (own or not names):
+        if devices == "all":
+            raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
+        resolve_device("auto")  # says why, where there is one that cannot be used
+        return []
+    meant = (not own and names) or [name for name, _ in there]
+    if missing := [name for name in meant if int(name.removeprefix("gpu:")) >= count]:
+        raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
+    return [there[int(name.removeprefix("gpu:"))] for name in meant]
 
 
 def resolve_device(devices: str) -> torch.device:

@@ -166,6 +166,28 @@ def append_bytes(path: Path, data: bytes) -> int:
     return begin
 
 
+class GrowingFile:
+    """Reads the JSON lines that another process has appended to a file since the last time. The file is opened anew for
+    every look, because another machine sees through NFS what was there when its writer last closed it."""
+
+    def __init__(self, path: Path, from_end: bool = False):
+        self.path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return the whole lines since the last time. Half a line is waited for, and so is one of which the length has
+        arrived and not yet the bytes, which NFS shows as zeros."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read().partition(b"\0")[0]
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 def iter_jsonl(path: Path) -> Iterator[Any]:
     """Yield all complete rows; a torn last line (killed while writing) is left out.
 

@@ -19,18 +19,17 @@ import torch
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.campaign.planning.plan import Plan, base_key
-from retrain.campaign.running.assemble import DoesNotFit, assemble
-from retrain.campaign.running.protocol import CohortJob
-from retrain.campaign.running.trial import Messages
 from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
-from retrain.policy.local import LocalPolicy
+from retrain.policy.local import DoesNotFit, LocalPolicy
+from retrain.records.observer import Messages
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds
+from retrain.training.assemble import assemble
 from retrain.training.bases import Bases
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
@@ -58,7 +57,7 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
         raise UsageError(f"--batches {batches} is too few for an interval: type --batches {LEAST_BATCHES} or more")
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-probe-")))
-        job = CohortJob.of(replace(plan, directory=aside), [_untracked(spec) for spec in specs])
+        job = replace(plan, directory=aside).job([_untracked(spec) for spec in specs])
         try:
             cohort = assemble(job, _Observer(progress), lambda: False, stack, bases)
         except DoesNotFit as short:

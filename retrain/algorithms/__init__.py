@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
+from retrain.algorithms.algorithm import Algorithm, CreditStep
 from retrain.algorithms.credit.entropy_mask import EntropyMask
 from retrain.algorithms.credit.gae import GaeAdvantage, RewardKL
 from retrain.algorithms.credit.group_advantage import (
@@ -57,21 +57,6 @@ from retrain.policy.objective import (
     ValueTerm,
 )
 from retrain.tokenizer import Tokenizer
-
-__all__ = [
-    "GROUP_ADVANTAGES",
-    "TOKEN_CREDIT",
-    "Algorithm",
-    "CreditStep",
-    "Modes",
-    "StepContext",
-    "build_algorithm",
-    "build_loss",
-    "grpo",
-    "load_detector",
-    "load_modes",
-    "objective_of",
-]
 
 Stream = tuple[int | str, ...]
 

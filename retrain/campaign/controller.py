@@ -3,6 +3,8 @@
 The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -20,32 +22,15 @@ from retrain.campaign.planning.manifest import (
     freeze,
     read_plan,
     recorded_entries,
+    restored_when_refused,
     summary,
     write_plan,
 )
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
-from retrain.campaign.running.in_process import InProcess, Sequential
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.mirror import Mirror, uploading
-from retrain.campaign.running.protocol import (
-    CohortJob,
-    Guard,
-    JobEnded,
-    JobObserver,
-    JobRunner,
-    SqueezeJob,
-    allow_all,
-    report,
-)
-from retrain.campaign.running.scheduler import Scheduler, Work
-from retrain.campaign.running.session import (
-    ENDINGS,
-    DirectoryLock,
-    StopRequest,
-    restored_when_refused,
-    wait_for_writers,
-)
+from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, Work
+from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
@@ -60,6 +45,9 @@ from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
+from retrain.training.inputs import CohortJob, Guard, allow_all
+from retrain.util.mirror import Mirror, uploading
+from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
 
 
 @dataclass
@@ -91,7 +79,7 @@ def resume(
 
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    executor: JobRunner | InProcess | None = None,
+    executor: CampaignWorkers | InProcess | None = None,
 ) -> Outcome:  # fmt: skip
     """Train what was planned and checked; a directory that already holds some of it is continued.
 
@@ -122,7 +110,7 @@ def execute(
         return Controller(plan, manifest, observer, approval, lock, executor).carry_out(retry_failed)
 
 
-def executor_of(plan: Plan, guard: Guard = allow_all) -> JobRunner | InProcess:
+def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
     ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
@@ -172,16 +160,6 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     return manifest
 
 
-@dataclass(frozen=True)
-class Campaign:
-    """Context of the tasks of one campaign: plan, manifest, the user's approvals, and the observer of its jobs."""
-
-    plan: Plan
-    manifest: Manifest
-    approval: Approval
-    observer: JobObserver
-
-
 @dataclass(eq=False)
 class CohortWork:
     """Runs that train together. What is left of them is asked when their turn has come: the interim analysis may have
@@ -190,14 +168,14 @@ class CohortWork:
     ``again``: all of them had failed, and each goes on from its own newest checkpoint.
     """
 
-    campaign: Campaign
+    controller: Controller
     specs: Sequence[RunSpec]
     again: bool = False
-    names: frozenset[str] = field(init=False)
     trains: bool = field(default=True, init=False)
 
-    def __post_init__(self) -> None:
-        self.names = frozenset(spec.run_id for spec in self.specs)
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(spec.run_id for spec in self.specs)
 
     def left(self) -> list[RunSpec]:
         """The runs of the next job; none when all have ended.
@@ -215,42 +193,38 @@ class CohortWork:
         if not specs:
             return None
         failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
-        plan = self.campaign.plan
-        return CohortJob(
-            plan.directory,
-            plan.folder,
+        return self.controller.plan.job(
             specs,
-            plan.longest,
             failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
             together=not self.again,
-            accepted=list(self.campaign.approval.accepted),
+            accepted=list(self.controller.approval.accepted),
         )
 
     def give_up(self, reason: str) -> None:
         for spec in self.specs:
             if self._entry(spec)["state"] not in ENDED:
-                self.campaign.observer.run_finished(spec, "failed", reason)
+                self.controller.recording.run_finished(spec, "failed", reason)
 
     def _entry(self, spec: RunSpec) -> dict[str, Any]:
-        return self.campaign.manifest.run(spec.run_id)
+        return self.controller.manifest.run(spec.run_id)
 
 
 @dataclass(eq=False)
 class SqueezeWork:
     """The analysis of a finished run's adapter, ``place`` below the campaign's directory."""
 
-    campaign: Campaign
+    controller: Controller
     spec: RunSpec
     place: str
     names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
-        plan = self.campaign.plan
-        return SqueezeJob(plan.directory, plan.folder, self.spec, plan.longest, self.place)
+        plan = self.controller.plan
+        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.place)
 
     def give_up(self, reason: str) -> None:
-        self.campaign.observer.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
+        self.controller.recording.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
 
 
 class Controller:
@@ -258,7 +232,7 @@ class Controller:
 
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
-        executor: JobRunner | InProcess,
+        executor: CampaignWorkers | InProcess,
     ):  # fmt: skip
         self.plan, self.manifest, self.observer = plan, manifest, observer
         self.approval, self.executor = approval, executor
@@ -268,18 +242,15 @@ class Controller:
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by place; one that fails is not tried again."""
-        recording = CampaignObserver(manifest, observer)
-        self.campaign = Campaign(plan, manifest, approval, recording)
-        if isinstance(executor, InProcess):
-            self.scheduler = Sequential(executor, recording, self._after, self.stop.is_due)
-        else:
-            hear = partial(report, observer=recording, specs={spec.run_id: spec for spec in plan.specs})
-            restarts = plan.specs[0].config.campaign.max_restarts
-            # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
-            # not be trained; with lanes = "auto" that is given out after it only.
-            may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
-            room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
-            self.scheduler = Scheduler(executor, hear, self._after, self.stop.is_due, restarts, room)
+        self.recording = CampaignObserver(manifest, observer)
+        hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
+        restarts = plan.specs[0].config.campaign.max_restarts
+        runner = JobsHere(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
+        # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
+        # not be trained; with lanes = "auto" that is given out after it only.
+        may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
+        room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
+        self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
         """Train what is left to do, analyse and compare; how it ended."""
@@ -291,7 +262,7 @@ class Controller:
             self.interim.update()  # killed between the last run of the interim analysis and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
-        with closing(self.executor), self.stop.listening(observer):
+        with closing(self.executor), self.stop.listening(observer.message):
             try:
                 whole = self._train(self._cohorts(retry_failed) if todo else [])
             except KeyboardInterrupt:
@@ -338,10 +309,10 @@ class Controller:
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
             states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
-            works.append(CohortWork(self.campaign, group))
+            works.append(CohortWork(self, group))
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
-                works.append(CohortWork(self.campaign, failed, again=True))
+                works.append(CohortWork(self, failed, again=True))
         manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
         return [work for work in works if work.left()]
 
@@ -399,7 +370,7 @@ class Controller:
         cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         self.manifest.files.flush()
-        return [CohortWork(self.campaign, part, work.again) for part in parts]
+        return [CohortWork(self, part, work.again) for part in parts]
 
     def _squeezes(self) -> list[Work]:
         """What rank would have been enough, of each adapter of which it is to be known and is not yet.
@@ -409,31 +380,28 @@ class Controller:
         ends first: with several workers that is a matter of the clock.
         """
         works: list[Work] = []
-        for spec, place in self._due_analyses():
+        for place, spec in self._due_analyses().items():
             if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
                 # else a backend of the user's that trains something else than a LoRA adapter
                 self._squeezed[place] = spec
-                works.append(SqueezeWork(self.campaign, spec, place))
+                works.append(SqueezeWork(self, spec, place))
         return works
 
-    def _due_analyses(self) -> list[tuple[RunSpec, str]]:
-        """Return the runs whose adapters are to be analysed and are not yet, each with its place; they may still
-        train."""
-        content = self.manifest.content
-        over = ("failed", "stopped")
+    def _due_analyses(self) -> dict[str, RunSpec]:
+        """Return by place the runs whose adapters are to be analysed and are not yet; they may still train."""
+        content, over = self.manifest.content, ("failed", "stopped")
         hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:
-            return []
+            return {}
         of_condition = {spec.label: spec for spec in reversed(hoped)}
         first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
-        known = set(content.get("squeezes") or ())
-        due = [] if content.get("squeeze") else [(of_condition[first], "squeeze")]
+        due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
         if hoped[0].config.squeeze.runs == "one per condition":
-            others = [label for label in of_condition if label not in {first, *known}]
-            due += [(of_condition[label], f"squeeze/{label}") for label in others]
+            known = {first, *(content.get("squeezes") or ())}
+            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
         return due
 
 

@@ -8,30 +8,25 @@ lives that could add one. On SIGTERM it finishes its step and saves; as a Slurm 
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
-    CohortJob,
     Evaluated,
     Event,
     Facts,
-    Guard,
     Job,
-    JobEnded,
-    JobObserver,
     JobStarted,
     Message,
     RunEnded,
@@ -41,18 +36,20 @@ from retrain.campaign.running.protocol import (
     WorkerFault,
     event_to_json,
     job_from_json,
-    specs_of,
 )
-from retrain.campaign.running.session import DirectoryLock, LeaseWatch, wait_for_writers
-from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, append, events_of, home_of, newest
-from retrain.campaign.running.team import OtherRank, Team
+from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
+from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
 from retrain.engines.server.fleet import Told
-from retrain.errors import NotOurs, RetrainError, UsageError
+from retrain.errors import RetrainError, UsageError
+from retrain.files import GrowingFile
 from retrain.ownership import Owner, owner_of, remove_leftovers
 from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.schema.base import Values
 from retrain.records.schema.layout import SERVER_NEWS
+from retrain.training.inputs import CohortJob
+from retrain.util.processes import end_with_parent
+from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
@@ -61,18 +58,6 @@ WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
 KILL_SECONDS = 120.0
 """Seconds that a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed and
 not requeue it."""
-PR_SET_PDEATHSIG = 1
-
-
-class JobTrainer(Protocol):
-    """Trains jobs; implemented by ``InProcess``."""
-
-    guard: Guard
-    team: Team | OtherRank | None
-
-    def do(self, job: Job, observer: JobObserver, stop: Callable[[], bool]) -> JobEnded: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -141,9 +126,9 @@ class Worker:
         self._stopped: frozenset[str] = frozenset()
         self._controller = LeaseWatch(options.directory, PATIENCE_SECONDS)
         self._writing = threading.Lock()
-        self._server_news = EventFile(options.directory / WORKERS / SERVER_NEWS)
+        self._server_news = GrowingFile(options.directory / WORKERS / SERVER_NEWS)
 
-    def run(self, trainer: JobTrainer) -> int:
+    def run(self, trainer: InProcess) -> int:
         """Claim and train tasks until none is left; return the exit status."""
         self.write({"up": self.options.name, "process": os.getpid()})
         self._read_server_news(first=True)
@@ -189,13 +174,17 @@ class Worker:
         """Return the job with the directories of this machine."""
         return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
-    def _do(self, trainer: JobTrainer, task: str, job: Job) -> None:
-        config = specs_of(job)[0].config
+    def _do(self, trainer: InProcess, task: str, job: Job) -> None:
+        config = job.runs[0].config
         if trainer.team is None and config.backend.shard != "none":
             trainer.team = Team(config)
         runs = [spec.run_id for spec in job.runs] if isinstance(job, CohortJob) else []
         self.send(task, JobStarted(task, self.options.name, runs))
-        with _leases(job, self.owner) as locks:
+        places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]
+        with leases_of(places) as locks:
+            analysed = [job.directory / job.place] if isinstance(job, SqueezeJob) else []
+            for directory in [*locks, *analysed]:  # what a killed worker left half-written
+                remove_leftovers(directory)
 
             def stop() -> bool:
                 for lock in (self.lock, *locks.values()):
@@ -226,36 +215,6 @@ class Worker:
                 self.servers.record(line["message"], line["level"])
 
 
-@contextmanager
-def _leases(job: Job, owner: Owner) -> Iterator[dict[Path, DirectoryLock]]:
-    """Hold the leases of all runs of a job once they are free, and remove what a killed worker left half-written."""
-    places = [(run_directory(job.directory, spec), owner.at(run_place(spec))) for spec in specs_of(job)]
-    while True:
-        wait_for_writers([directory for directory, _ in places])
-        with ExitStack() as stack:
-            try:
-                locks = {place: stack.enter_context(DirectoryLock(place, owner=mine)) for place, mine in places}
-            except UsageError as error:
-                if isinstance(error, NotOurs):
-                    raise
-                continue  # taken in this moment
-            for directory in [directory for directory, _ in places] + (
-                [job.directory / job.place] if isinstance(job, SqueezeJob) else []
-            ):
-                remove_leftovers(directory)
-            yield locks
-            return
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when ``parent`` has ended (Linux only)."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
 """Slurm's notice. It may reach every process of the task: it is blocked before any thread begins, so that graders and
 tools, which inherit that, are not ended by it, and heard by one thread."""
@@ -277,7 +236,7 @@ def listen(worker: Worker, options: Options) -> None:
         end_with_parent(options.parent)
 
 
-def main(make_trainer: Callable[[Told], JobTrainer] = lambda servers: InProcess(servers=servers)) -> int:
+def main(make_trainer: Callable[[Told], InProcess] = lambda servers: InProcess(servers=servers)) -> int:
     """Run a worker in this process; return the exit status."""
     options = Options.parse()
     if options.requeue:
@@ -288,9 +247,8 @@ def main(make_trainer: Callable[[Told], JobTrainer] = lambda servers: InProcess(
         return UsageError.exit_status
     home = home_of(options.directory, options.slot)
     try:
-        with ExitStack() as stack:
-            lock = _slot_lock(home, owner, stack)
-            worker = Worker(options, newest(home) + 1, lock, owner)
+        with leases_of([(home, owner.at(f"{WORKERS}/{home.name}"))]) as locks:
+            worker = Worker(options, newest(home) + 1, locks[home], owner)
             listen(worker, options)
             status = worker.run(make_trainer(worker.servers))
             _hand_back(worker)
@@ -298,18 +256,6 @@ def main(make_trainer: Callable[[Told], JobTrainer] = lambda servers: InProcess(
         print(error, file=sys.stderr)
         return error.exit_status
     return status
-
-
-def _slot_lock(home: Path, owner: Owner, stack: ExitStack) -> DirectoryLock:
-    """Take the lease of a slot once its previous worker has ended."""
-    while True:
-        wait_for_writers([home])
-        try:
-            return stack.enter_context(DirectoryLock(home, owner=owner.at(f"{WORKERS}/{home.name}")))
-        except UsageError as error:
-            if isinstance(error, NotOurs):
-                raise
-            time.sleep(POLL_SECONDS)
 
 
 def _hand_back(worker: Worker) -> None:

@@ -24,12 +24,12 @@ from retrain.commands.output import count, duration, print_table, size
 from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
-    from retrain.campaign.planning.estimate import Device, Memory, Work
     from retrain.campaign.planning.plan import Plan
     from retrain.commands.problems import Problems
     from retrain.config import Config
     from retrain.config.runs import RunSpec
     from retrain.models.layers import Architecture
+    from retrain.training.estimate import Device, Memory, Work
 
 CONDITION_COLUMNS = (
     "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
@@ -60,8 +60,8 @@ def explain(
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print the conditions and seeds of a file's plan, what can be detected, and what it takes."""
-    from retrain.campaign.planning.estimate import work_of
     from retrain.commands import formulas
+    from retrain.training.estimate import work_of
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -133,7 +133,7 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
 
 
 def print_sets(config: Config, problems: Problems) -> None:
-    from retrain.campaign.planning.estimate import held_out_sets
+    from retrain.training.estimate import held_out_sets
 
     for i, each in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
         source = each.data.eval_source or each.data.source
@@ -158,7 +158,7 @@ def print_design(plan: Plan, pilot: Path | None, detect: float | None) -> None:
 
 
 def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> None:
-    from retrain.campaign.planning.estimate import sampled_evaluations, work_of
+    from retrain.training.estimate import sampled_evaluations, work_of
 
     def training_words(config: Config) -> str:
         training, work = config.training, work_of(config)
@@ -184,8 +184,8 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
 
 
 def evaluation_words(config: Config, problems: Problems) -> str:
-    from retrain.campaign.planning.estimate import held_out_sets, work_of
     from retrain.config.evaluation import part_evaluations, whole_evaluations
+    from retrain.training.estimate import held_out_sets, work_of
 
     training, evaluation = config.training, config.evaluation
     work, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
@@ -204,7 +204,7 @@ def evaluation_words(config: Config, problems: Problems) -> str:
 
 
 def print_squeeze_plan(config: Config, problems: Problems) -> None:
-    from retrain.campaign.planning.estimate import verified_ranks
+    from retrain.training.estimate import verified_ranks
 
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
@@ -251,8 +251,8 @@ def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> Non
 
 def device_of(config: Config) -> tuple[Device, int]:
     """Return what a process would compute on, and how many GPUs of this machine there are for it."""
-    from retrain.campaign.planning.estimate import Device
     from retrain.device import nvidia_gpus, usable_gpu
+    from retrain.training.estimate import Device
 
     gpus = nvidia_gpus() if config.backend.devices != "cpu" and usable_gpu() else []
     if gpus:
@@ -309,7 +309,7 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
 
 
 def model_words(config: Config, architecture: Architecture) -> str:
-    from retrain.campaign.planning.estimate import trained_parameters
+    from retrain.training.estimate import trained_parameters
 
     adapter, critic = trained_parameters(config, architecture)
     trained = f"{count(adapter)} trained in the adapter (rank {config.model.lora_rank})"
@@ -321,7 +321,7 @@ def model_words(config: Config, architecture: Architecture) -> str:
 def memory_words(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    from retrain.campaign.planning.estimate import cohort_memory, number_bytes, run_memory
+    from retrain.training.estimate import cohort_memory, number_bytes, run_memory
 
     known: dict[str, Memory] = {}  # by label: runs of a condition take the same
     for group in groups:
@@ -356,8 +356,8 @@ def memory_words(
 
 def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
-    from retrain.campaign.planning.estimate import sampled_evaluations
-    from retrain.campaign.planning.pace import recorded_pace
+    from retrain.commands.pace import recorded_pace
+    from retrain.training.estimate import sampled_evaluations
 
     config = plan.specs[0].config
     places = dict.fromkeys([plan.directory.parent, Path("logs")])

@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from retrain.campaign.planning.estimate import ASSUMED_PROMPT_TOKENS
 from retrain.commands.output import visible
 from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import RetrainError, plural
+from retrain.training.estimate import ASSUMED_PROMPT_TOKENS
 
 if TYPE_CHECKING:
     from retrain.config import Config

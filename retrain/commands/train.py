@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
     """Do the work under a console, print how it ended, exit with its status."""
-    from retrain.campaign.running.session import ENDINGS
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
+    from retrain.util.session import ENDINGS
 
     started = time.time()
     with lasting_streams():  # a closed terminal ends no training
@@ -155,7 +155,7 @@ def resume(
 
     place = Path(directory)
     if "://" in directory:
-        from retrain.campaign.running.mirror import Mirror
+        from retrain.util.mirror import Mirror
 
         place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
         Mirror(directory, place).fetch()
@@ -221,11 +221,10 @@ def squeeze(
     if steps is not None:
         if to is None or as_json:
             raise UsageError("--continue trains at the rank of --to and prints as it trains: type --to RANK, no --json")
-        from retrain.campaign.controller import execute
-        from retrain.campaign.planning.continuing import continued_plan
-        from retrain.campaign.planning.references import check
+        from retrain.adapters.continuing import continuation
+        from retrain.campaign.controller import launch
 
-        finish(False, lambda observer: execute(check(continued_plan(directory, to, steps, out)), observer))
+        finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
     report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))

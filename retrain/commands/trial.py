@@ -31,7 +31,7 @@ def try_(
     """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
-    from retrain.campaign.running.trial import others, trial
+    from retrain.commands.trial_run import others, trial
     from retrain.config.campaign import condition_name
 
     plan = Plan.of(read(file, sets))

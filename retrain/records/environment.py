@@ -25,7 +25,8 @@ from pathlib import Path
 
 from retrain import __version__
 from retrain.config import Config
-from retrain.config.root import flat
+from retrain.config.base import is_plugin
+from retrain.config.root import flat, value_at
 from retrain.device import nvidia_gpus
 from retrain.files import sha256, write_bytes, write_json
 from retrain.models.directory import files_digest, find_file, local_directory
@@ -58,6 +59,17 @@ FOREIGN_VARIABLES = frozenset({
     "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX",
 })  # fmt: skip
 """Variables that git sets for its hooks; here every repository is found by its path."""
+KEYS = (
+    "algorithm.advantage_mode",
+    "algorithm.transform_mode",
+    "algorithm.uncertainty_kind",
+    "algorithm.loss",
+    "planning.detector",
+    "backend.backend",
+)
+"""Keys that name code which runs in the training process."""
+SOURCES = ("data.source", "data.eval_source")
+SET_SOURCE = "evaluation.sets.{}.source"
 
 
 def run_facts(config: Config, **facts: object) -> Row:
@@ -110,6 +122,20 @@ def module_hashes(config: Config, folder: Path) -> dict[str, str]:
                 hashes[name] = sha256(path)
                 break
     return hashes
+
+
+def named_code(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, ``module:function``) of all code besides rewards that a configuration names."""
+    for key in (*KEYS, *SOURCES):
+        if is_plugin(value := value_at(config, key)):
+            yield key, value
+    for index, each in enumerate(config.evaluation.sets):
+        if each.source is not None and is_plugin(each.source):
+            yield SET_SOURCE.format(index), each.source
+
+
+def is_source(key: str) -> bool:
+    return key in SOURCES or key.startswith("evaluation.sets.")
 
 
 def _texts(tree: object, key: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Observers of runs: consoles, tests, anything that follows a campaign from inside the process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from retrain.records.schema.base import Values
@@ -44,9 +44,22 @@ class Observer(Protocol):
     def message(self, text: str, level: str = "info") -> None:
         """Called with a line for the user; ``level`` is info, warning or error."""
 
+    def note(self, facts: Values) -> None:
+        """Called with keys of the campaign's manifest that have changed, by a run or analysis."""
+
     def close(self) -> None:
         """Called last."""
 
 
 class NullObserver(Observer):
     """Ignores everything."""
+
+
+class Messages(NullObserver):
+    """Passes on messages alone."""
+
+    def __init__(self, tell: Callable[[str], None]):
+        self.tell = tell
+
+    def message(self, text: str, level: str = "info") -> None:
+        self.tell(text)

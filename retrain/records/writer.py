@@ -1,7 +1,6 @@
 """Files written by a thread: training hands its records over and goes on.
 
-``Thread`` does pieces of work in order; ``RecordFiles`` is the files of one directory behind such a thread, and
-``DirectoryIdentity`` finds out when another directory has taken its place.
+``Thread`` does pieces of work in order; ``RecordFiles`` is the files of one directory behind such a thread.
 """
 
 import queue
@@ -10,9 +9,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from retrain.errors import LeaseLost, NotReadable, RunFailed, StorageError
-from retrain.files import append_jsonl, fsync, read_json_if_present, writing
-from retrain.ownership import MARK
+from retrain.errors import LeaseLost, RunFailed, StorageError
+from retrain.files import append_jsonl, fsync, writing
+from retrain.util.session import DirectoryIdentity
 
 WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
 UNSYNCED = 256
@@ -82,55 +81,6 @@ class Thread:
                 task()
             except Exception as error:  # reported by whoever owns the thread
                 self.error = self.error or error
-
-
-class DirectoryIdentity:
-    """The directory that this process has begun to write.
-
-    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
-    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
-    been put in its place.
-    """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._mark, self._inode = self._read_mark(), _inode_of(directory)
-
-    def check(self) -> None:
-        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
-        try:
-            inode = _inode_of(self.directory)
-        except FileNotFoundError as error:
-            raise StorageError(self.directory, "the directory has vanished") from error
-        except OSError as error:
-            raise StorageError(self.directory, error) from error
-        if inode != self._inode:
-            raise LeaseLost(
-                f"{self.directory} is another directory than the one that this process began to write: it was moved or "
-                "replaced meanwhile. This process stops without writing"
-            )
-        try:
-            mark = self._read_mark()
-        except NotReadable as error:
-            raise StorageError(self.directory, str(error)) from error
-        if mark != self._mark:
-            raise LeaseLost(
-                f"{self.directory / MARK} is missing or names another run: the files in this directory were replaced "
-                "while this process wrote it. This process stops without writing"
-            )
-
-    def _read_mark(self) -> object:
-        """Return the content of the mark, which nothing changes while the directory is written."""
-        path = self.directory / MARK
-        try:
-            return None if path.is_symlink() else read_json_if_present(path)
-        except PermissionError as error:
-            raise NotReadable(path, error) from error
-
-
-def _inode_of(directory: Path) -> tuple[int, int]:
-    status = directory.stat()
-    return status.st_dev, status.st_ino
 
 
 class RecordFiles:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from retrain.algorithms import Algorithm
-from retrain.algorithms.algorithm import samples_of, scores_by_rollout
+from retrain.algorithms.algorithm import Algorithm, samples_of, scores_by_rollout
 from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
 from retrain.config import Config
 from retrain.config.runs import RunSpec

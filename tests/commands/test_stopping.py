@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from retrain.campaign.running.session import StopRequest
 from retrain.commands.console import PlainConsole
 from retrain.records.observer import NullObserver
+from retrain.util.session import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_request_is_haste_and_hangups_are_none(number):
     stop = StopRequest()
-    with stop.listening(NullObserver()):
+    with stop.listening(NullObserver().message):
         for sent in (signal.SIGHUP, signal.SIGHUP, number, signal.SIGHUP):  # of kernel, shell and service manager
             os.kill(os.getpid(), sent)
             assert stop.signal == signal.SIGHUP
@@ -27,7 +27,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         stop = StopRequest()
-        with stop.listening(NullObserver()):
+        with stop.listening(NullObserver().message):
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.signal is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -74,7 +74,7 @@ def test_a_signal_in_the_middle_of_a_write_is_heard_and_answered():
     """A handler that wrote to the same stream would begin a buffered write within itself, which ended the run."""
     raw, stop = Interrupting(), StopRequest()
     observer = PlainConsole(io.TextIOWrapper(io.BufferedWriter(raw)))
-    with stop.listening(observer):
+    with stop.listening(observer.message):
         observer.message("step 1")
         deadline = time.monotonic() + 20
         while b"finishing" not in raw.written and time.monotonic() < deadline:

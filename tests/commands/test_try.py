@@ -8,8 +8,8 @@ from helpers.records import HOSTILE
 from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import trial as trying
 from retrain.cli import app
+from retrain.commands import trial_run as trying
 from retrain.commands.output import print_record
 from retrain.commands.trial import print_trial
 from retrain.config import load
@@ -94,7 +94,7 @@ def test_the_bundled_model_in_lines():
 @pytest.mark.parametrize(("function", "reason"), [("broken", "RuntimeError: no such"), ("hangs", "longer than 1 s")])
 def test_a_reward_that_always_fails_is_found(home, function, reason, monkeypatch):
     """Exit status 1 with the reason once and how often; one that hangs is not waited for answer by answer."""
-    monkeypatch.setattr(trying, "PATIENCE_S", 1.5)
+    monkeypatch.setattr("retrain.adapters.talk.PATIENCE_S", 1.5)
     result = run("try", file(home, function), "--problems", "2")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("the reward graded none of 8 answers: ")

@@ -17,12 +17,12 @@ import pytest
 from retrain.campaign.controller import execute, launch
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.session import LEASE
 from retrain.config import load
 from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.ownership import process_start
 from retrain.records.catalogue import METRICS
 from retrain.records.observer import NullObserver
+from retrain.util.session import LEASE
 
 from .models import TWO_CONDITIONS, campaign_head, qwen3_directory
 

@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-from retrain.campaign.running.protocol import CohortJob, JobEnded, allow_all
+from retrain.campaign.running.protocol import JobEnded
 from retrain.campaign.worker import main
 from retrain.errors import DeviceLost, StorageError
+from retrain.training.inputs import CohortJob, allow_all
 
 NAMES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "RETRAIN_OWN_GPU", "RETRAIN_MEMORY_SHARE")
 

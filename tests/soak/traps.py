@@ -49,7 +49,7 @@ def set_trap(place: str, moment: float) -> None:
     _place = place
 
     import retrain.campaign.planning.manifest as manifest
-    import retrain.campaign.running.scheduler as scheduler
+    import retrain.campaign.running.jobs as jobs
     import retrain.files as files
     import retrain.policy.local as policy
     import retrain.policy.lora as lora
@@ -101,7 +101,7 @@ def set_trap(place: str, moment: float) -> None:
         "after rename": lambda: at(checkpoints, "publish", 6, after=True, when=_is_step),
         "before line": lambda: at(checkpoints.Checkpoints, "_record_save", 6),
         "final": lambda: at(checkpoints, "publish", 2, after=late, when=lambda *paths: not _is_step(*paths)),
-        "event": lambda: at(scheduler.Scheduler, "_take", 60, after=late),
+        "event": lambda: at(jobs.Scheduler, "_take", 60, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(checkpoints, "prune", 4),
         "resuming": lambda: at(checkpoints, "forget_after", 2, after=late),

@@ -15,15 +15,16 @@ from typing import Any
 import psutil
 
 from retrain.campaign.planning.plan import plan
-from retrain.campaign.running.protocol import CohortJob, JobEnded, Message, StepDone, Tick
+from retrain.campaign.running.protocol import JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import parse_dict
 from retrain.environments.build import Longest
 from retrain.files import read_json, read_jsonl
+from retrain.training.inputs import CohortJob
 
 TESTS = Path(__file__).parents[1]
 STUB = (str(TESTS / "programs/stubworker.py"),)
-"""For ``launching.PROGRAM``: workers that train nothing."""
+"""For ``protocol.PROGRAM``: workers that train nothing."""
 SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 import retrain.campaign.executors.slurm as slurm
-import retrain.campaign.running.launching as launching
+import retrain.campaign.running.protocol as protocol
 import retrain.campaign.running.workers as waiting
 from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import WorkerDevice
-from retrain.campaign.running.session import DirectoryLock
+from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
 from retrain.ownership import claim
+from retrain.util.session import DirectoryLock
 from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
 
 
@@ -50,7 +50,7 @@ def stub_workers(request, tmp_path, out, monkeypatch):
     """Makes executors of workers that train nothing, for the directory ``out``."""
     out.mkdir()
     claim(out)
-    monkeypatch.setattr(launching, "PROGRAM", STUB)
+    monkeypatch.setattr(protocol, "PROGRAM", STUB)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
     locked: list[DirectoryLock] = []

@@ -12,9 +12,8 @@ from retrain.campaign.controller import execute
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.campaign.running.in_process import InProcess
+from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
-    CohortJob,
     JobEnded,
     JobStarted,
     RunEnded,
@@ -29,6 +28,7 @@ from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
 from retrain.records.observer import NullObserver
+from retrain.training.inputs import CohortJob
 
 
 def planned(folder: Path, model: Path, **settings) -> Plan:
@@ -37,14 +37,14 @@ def planned(folder: Path, model: Path, **settings) -> Plan:
 
 def test_a_job_of_one_run_knows_the_longest_completions_of_the_plan(tmp_path, model):
     plan = planned(tmp_path, model, condition='"training.max_tokens" = 40')
-    assert {CohortJob.of(plan, [spec]).longest.training for spec in plan.specs} == {40}
+    assert {plan.job([spec]).longest.training for spec in plan.specs} == {40}
     assert {spec.config.training.max_tokens for spec in plan.specs} == {10, 40}
 
 
 def test_a_job_that_was_written_as_json_is_the_same(tmp_path, model):
     plan = planned(tmp_path, model)
-    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[0], plan.longest, "squeeze/one")
-    for job in (CohortJob.of(plan, plan.specs, failed_at={"grpo+none_s1": 3}, accepted=["data: a → b"]), squeeze):
+    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[:1], plan.longest, "squeeze/one")
+    for job in (plan.job(plan.specs, failed_at={"grpo+none_s1": 3}, accepted=["data: a → b"]), squeeze):
         assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
 
 
@@ -92,7 +92,7 @@ class Player:
         if isinstance(job, CohortJob):
             self.begun.append({spec.seed for spec in job.runs})
         else:
-            self.analysed.append((job.place, job.run.run_id))
+            self.analysed.append((job.place, job.runs[0].run_id))
         name = str(len(self.begun) + len(self.analysed))
         self.jobs.append((name, job))
         return SimpleNamespace(id=name, stop=lambda: None)

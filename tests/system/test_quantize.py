@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from retrain.adapters.provenance import provenance
 from retrain.campaign.controller import launch
-from retrain.campaign.planning.estimate import base_bytes
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
@@ -26,6 +25,7 @@ from retrain.policy.base import BaseModel, load_weights, look_at
 from retrain.policy.lora import Lanes
 from retrain.policy.quantized import QuantizedLinear
 from retrain.records.observer import NullObserver
+from retrain.training.estimate import base_bytes
 
 KINDS = ["int8", "nf4"]
 SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[2] / "models" / "smollm2"))

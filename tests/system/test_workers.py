@@ -10,12 +10,10 @@ from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import WorkerDevice
-from retrain.campaign.running.protocol import JobStarted, StepDone
-from retrain.campaign.running.team import gpus_of
+from retrain.campaign.running.protocol import JobStarted, StepDone, WorkerDevice
 from retrain.cli import app
 from retrain.config import load, parse_dict
-from retrain.device import resolve_device
+from retrain.device import gpus_of, resolve_device
 from retrain.errors import StorageError, UsageError
 from retrain.ownership import process_start
 from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids
@@ -123,7 +121,7 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
 @pytest.fixture
 def slots(monkeypatch):
     """The slots of a campaign on a machine with ``gpus`` GPUs and 8 cores."""
-    monkeypatch.setattr("retrain.campaign.executors.table.cores", lambda: 8)
+    monkeypatch.setattr("retrain.campaign.executors.table.usable_cpus", lambda: 8)
 
     def slots(gpus: int, devices, workers="auto", ranks=None, **campaign):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
@@ -192,7 +190,7 @@ def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3")
     campaign = {"executor": "processes", "gpus_per_cohort": 2}
     config = parse_dict({"campaign": campaign, "backend": {"devices": "gpu:0-7", "shard": "dp"}})
-    assert gpus_of(config) == [("gpu:0", "6"), ("gpu:1", "3")]
+    assert gpus_of(config.backend.devices, config.backend.named_gpus) == [("gpu:0", "6"), ("gpu:1", "3")]
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of, end_words, with_imports
-from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerDevice, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS
-from retrain.errors import StorageError
+from retrain.util.processes import end_words, start_logged, with_imports
 
 END_SECONDS = 5.0
 
@@ -26,20 +25,8 @@ class Local:
     def start(self, slots: Sequence[int]) -> None:
         for slot in slots:
             device, log = self.devices[slot - 1], self._log(slot)
-            command = command_of(launching.PROGRAM, self.directory, slot, device.device)
-            try:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with open(log, "ab") as output:
-                    self._processes[slot] = subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        env=with_imports(device.environment),
-                        start_new_session=True,  # Ctrl-C reaches the controller only
-                    )
-            except OSError as error:
-                raise StorageError(log, error) from error
+            command = command_of(protocol.PROGRAM, self.directory, slot, device.device)
+            self._processes[slot] = start_logged(command, log, with_imports(device.environment))
 
     def look(self, slot: int) -> WorkerEnd | None:
         process = self._processes.get(slot)

@@ -22,14 +22,14 @@ from typing import Any
 from retrain.campaign.executors.ray_connection import connect, last_line, ray_module, sees
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import WorkerDevice, command_of, end_words
-from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerDevice, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
+from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
@@ -80,12 +80,8 @@ class WorkerHost:
         environment = place.environment | {"OMP_NUM_THREADS": request.threads, "PYTHONPATH": os.pathsep.join(path)}
         home = home_of(directory, request.slot)
         log, before = directory / WORKERS / f"worker_{request.slot}.log", newest(home)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                command_of(request.program, directory, request.slot, place.device, *more),
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
+        command = command_of(request.program, directory, request.slot, place.device, *more)
+        self.process = start_logged(command, log, environment)
         status = self.process.wait()
         words = end_words(status)
         if newest(home) > before:
@@ -131,19 +127,16 @@ class RayExecutor:
         memory = min(1.0, self.gpus) if self.gpus else 1.0
         for slot in slots:
             request = WorkerRequest(
-                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, launching.PROGRAM,
+                slot, str(self.plan.directory), str(self.plan.folder), os.getcwd(), self.owner, protocol.PROGRAM,
                 threads, memory,
             )  # fmt: skip
             self._remove(slot)
-            options = {"num_gpus": self.gpus, "num_cpus": self.cpus, "scheduling_strategy": "SPREAD"}
-            detached = {
-                "name": self._name(slot),
-                "namespace": NAMESPACE,
-                "lifetime": "detached",
-                "get_if_exists": False,
-            }
-            restart = {"max_restarts": -1, "max_task_retries": -1, "concurrency_groups": {"end": 1}}
-            handle = ray.remote(**options, **detached, **restart)(WorkerHost).remote()
+            host = ray.remote(
+                num_gpus=self.gpus, num_cpus=self.cpus, scheduling_strategy="SPREAD", name=self._name(slot),
+                namespace=NAMESPACE, lifetime="detached", get_if_exists=False, max_restarts=-1, max_task_retries=-1,
+                concurrency_groups={"end": 1},
+            )(WorkerHost)  # fmt: skip
+            handle = host.remote()
             self._actors[slot] = WorkerActor(handle, handle.run.remote(request), time.monotonic())
 
     def look(self, slot: int) -> WorkerEnd | None:
@@ -196,7 +189,7 @@ class RayExecutor:
             self.kill(slot)
             self._remove(slot)
         if self.ours:
-            ray_module().shutdown()
+            ray.shutdown()
 
     def _remove(self, slot: int) -> None:
         """Let go of a slot's actor, also of one that an earlier controller has made."""
@@ -240,7 +233,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
     workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
-    everything = _resources(nodes)
+    everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
     left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
     if not gpus and config.campaign.gpus_per_cohort != 1:
@@ -257,20 +250,19 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
             f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
             "say how many workers: --workers 4"
         )
-    count = sum(_room(each, config, gpus) for each in left)
-    if not count and left is not everything and any(_room(each, config, gpus) for each in everything):
+    if count := sum(_room(each, config, gpus) for each in left):
+        return count, gpus
+    what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
+    if left is not everything and any(_room(each, config, gpus) for each in everything):
         raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {_resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)} "
-            "([ray] cpus, [backend] devices): add a node, or give the servers less ([ray] server_gpus, server_cpus)"
+            f"for a worker, which asks for {what} ([ray] cpus, [backend] devices): add a node, or give the servers "
+            "less ([ray] server_gpus, server_cpus)"
         )
-    if not count:
-        what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
-        raise UsageError(
-            f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
-            "where nodes come when they are asked for, say how many workers: --workers 4"
-        )
-    return count, gpus
+    raise UsageError(
+        f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
+        "where nodes come when they are asked for, say how many workers: --workers 4"
+    )
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
@@ -309,7 +301,3 @@ def _resource_words(cpus: int, gpus: float) -> str:
 
 def _count(count: float, kind: str) -> str:
     return f"{count:g} of a {kind}" if count % 1 else plural(int(count), kind)
-
-
-def _resources(nodes: list[dict[str, Any]]) -> list[dict[str, float]]:
-    return [node["Resources"] for node in nodes if node["Alive"]]

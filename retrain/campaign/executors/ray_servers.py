@@ -57,9 +57,8 @@ class ServerHost:
         """Return where it listens (``url``), for how many seconds it has answered (``answered_s``), its messages since
         the last call (``said``), and why it ``gave_up``, if it has."""
         said, self.said = self.said, []
-        if self.server is None:
+        if (server := self.server) is None:
             return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": said}
-        server = self.server
         return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": said}
 
     def close(self) -> None:

@@ -24,15 +24,15 @@ from typing import Any
 import jinja2
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running import launching
-from retrain.campaign.running.launching import command_of, end_words, with_imports
-from retrain.campaign.running.protocol import Message, WorkerEnd
+from retrain.campaign.running import protocol
+from retrain.campaign.running.protocol import Message, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers, has_living_worker
 from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
 from retrain.files import existing_file, read_json_if_present, write_json, write_text, writing
+from retrain.util.processes import end_words, start_logged, with_imports
 
 LOOK_SECONDS = 30.0  # Seconds between `sacct` queries for the states of all tasks
 WAIT_SECONDS = 20.0  # Seconds after which the number of running workers is reported, unless all run
@@ -102,7 +102,8 @@ class Slurm:
             log = Path(str(self._log(folder)).replace("%A", task.partition("_")[0]).replace("%a", str(slot)))
             self._tasks[slot] = SlurmTask(task, log, newest(self._home(slot)))
             if not self.is_slurm:
-                self._tasks[slot].process = self._run_here(script, slot, log)
+                environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
+                self._tasks[slot].process = start_logged(["bash", str(script)], log, environment)
         self._asked, self._looked = time.monotonic(), 0.0
         self._record(closed=False)
 
@@ -188,14 +189,6 @@ class Slurm:
             raise UsageError(f"Slurm takes no job: {words_of_slurm}; its script is {script}, see [slurm]")
         return match[1]
 
-    def _run_here(self, script: Path, slot: int, log: Path) -> subprocess.Popen[bytes]:
-        environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
-        with writing(log), open(log, "ab") as output:
-            return subprocess.Popen(
-                ["bash", str(script)],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True,
-            )  # fmt: skip
-
     def _script(self, slots: Sequence[int], folder: Path) -> str:
         slurm, path = self.config.slurm, Path(__file__).with_name("slurm.sh.j2")
         if slurm.template is not None:
@@ -205,7 +198,7 @@ class Slurm:
             threads = threads or max(1, self.cores // self.slots)
         device = "gpu" if self.has_gpu() else "cpu"
         more = ["--requeue"] if self.is_slurm else []
-        command = shlex.join(command_of(launching.PROGRAM, self.directory, "SLOT", device, *more))
+        command = shlex.join(command_of(protocol.PROGRAM, self.directory, "SLOT", device, *more))
         try:
             return jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined).from_string(
                 path.read_text()

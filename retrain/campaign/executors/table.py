@@ -1,25 +1,28 @@
 """The executors that train in workers, and on which devices these compute."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.launching import WorkerDevice
-from retrain.campaign.running.team import gpus_of, visible_gpus
+from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
-from retrain.engines.server.fleet import Fleet, Launches, Tell
+from retrain.device import gpus_of, visible_gpus
+from retrain.engines.server.fleet import Launches
 from retrain.errors import UsageError, plural
+from retrain.records.environment import usable_cpus
 
 
 def slots_of(config: Config) -> list[WorkerDevice]:
     """Return a device for each worker: GPUs, a share of one, or an equal share of this machine's cores and
     memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
-    gpus, size = _left_by_servers(config, gpus_of(config)), config.gpus_per_worker
+    cores = usable_cpus() or 1
+    size = config.gpus_per_worker
+    gpus = _left_by_servers(config, gpus_of(config.backend.devices, config.backend.named_gpus))
     if not gpus:
         if share != 1:
             raise UsageError(
@@ -27,7 +30,7 @@ def slots_of(config: Config) -> list[WorkerDevice]:
                 "type --set campaign.gpus_per_cohort=1"
             )
         count = 1 if asked == "auto" else asked
-        return [WorkerDevice("cpu", max(1, cores() // count), memory=1 / count)] * count
+        return [WorkerDevice("cpu", max(1, cores // count), memory=1 / count)] * count
     groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
     if not groups:
         raise UsageError(
@@ -42,8 +45,8 @@ def slots_of(config: Config) -> list[WorkerDevice]:
             f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: {has}"
             f"{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers {most}"
         )
-    threads, memory = max(1, cores() // count), min(1.0, share)
-    return [WorkerDevice(_named(group), threads, _seen(group), memory) for group in (groups * each)[:count]]
+    threads, memory = max(1, cores // count), min(1.0, share)
+    return [WorkerDevice.of(group, threads, memory) for group in (groups * each)[:count]]
 
 
 def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -77,33 +80,15 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
     return left
 
 
-def _fleet(plan: Plan) -> Callable[[Tell], Fleet] | None:
-    config = plan.specs[0].config
-    if config.inference.launch is None:
-        return None
-    return lambda tell: Launches(config, plan.directory, tell)
-
-
-def _named(gpus: Sequence[tuple[str, str]]) -> str:
-    return "gpu:" + ",".join(name.removeprefix("gpu:") for name, _ in gpus)
-
-
-def _seen(gpus: Sequence[tuple[str, str]]) -> str:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` for these GPUs."""
-    return ",".join(visible for _, visible in gpus)
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _local(plan: Plan) -> CampaignWorkers:
-    return CampaignWorkers(Local(slots_of(plan.specs[0].config), plan.directory), plan.directory, _fleet(plan))
+    config, directory = plan.specs[0].config, plan.directory
+    launch = None if config.inference.launch is None else partial(Launches, config, directory)
+    return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
     "processes": _local,
     "ray": ray_workers,
-    "slurm": lambda plan: slurm_workers(plan, cores()),
+    "slurm": lambda plan: slurm_workers(plan, usable_cpus() or 1),
 }
 """Who starts the workers of a campaign, by the executor's name in the file."""

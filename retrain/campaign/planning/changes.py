@@ -4,23 +4,21 @@ Compared is what a run directory recorded with what is there now: the resolved c
 that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.config.root import flat
 from retrain.config.runs import RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
 from retrain.records.schema.layout import CONFIG
+from retrain.training.inputs import change_line
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
 EXTENSION = "training.max_steps"
-BASE_WEIGHTS = "weights of the base model"
 MISSING = "(not recorded)"
 
 
@@ -53,63 +51,34 @@ class Approval:
             self.tell(f"changed since the last start: {line}")
 
 
-def line(name: str, old: Any, new: Any) -> str:
-    texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in (old, new)]
-    return f"{name}: {' → '.join(texts)}"
-
-
-def version_changes(run_directory: Path, spec: RunSpec, folder: Path) -> list[str]:
+def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Differences in retrain's code, plug-ins and packages between what a run recorded and now.
 
     A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
     """
-    reader = RunReader(run_directory)
+    reader = RunReader(home)
     facts = reader.intact_config()
     if not facts:
         begun = reader.checkpoint_directories()
-        return [f"{run_directory / CONFIG} is lost: what made the checkpoints is not known"] if begun else []
+        return [f"{home / CONFIG} is lost: what made the checkpoints is not known"] if begun else []
     lines = []
     code, now = facts.get("code") or {}, code_version()
     if code.get("sha256") != now["sha256"]:
         old = f"{code.get('version')} ({str(code.get('sha256'))[:12]})" if code else MISSING
-        lines.append(line("retrain's code", old, f"{now['version']} ({now['sha256'][:12]})"))
+        lines.append(change_line("retrain's code", old, f"{now['version']} ({now['sha256'][:12]})"))
     modules, hashes = facts.get("modules") or {}, module_hashes(spec.config, folder)
     for name in sorted({*modules, *hashes}):
         if modules.get(name) != hashes.get(name):
             old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
             kind = "files of the reward model" if name in spec.config.reward_models else "code of"
-            lines.append(line(f"{kind} {name}", old, new))
+            lines.append(change_line(f"{kind} {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
     for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):
         if packages.get(name) != installed.get(name):
-            lines.append(line(f"package {name}", *(each.get(name, "(absent)") for each in (packages, installed))))
+            lines.append(
+                change_line(f"package {name}", *(found.get(name, "(absent)") for found in (packages, installed)))
+            )
     return lines
-
-
-def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what has to be loaded to be known: weights and tokenizer of the base, the teacher, and the data.
-
-    ``now`` is nested as in config.json.
-    """
-    names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
-    return _differences(facts, now, names | {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data"})
-
-
-def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what only rounding depends on, which no one need accept: device and what drives it, number format,
-    threads. The same kind of GPU at another index is none."""
-    names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
-    names |= {"gpu.driver": "GPU driver", "gpu.cuda": "CUDA", "gpu.cudnn": "cuDNN"}
-    return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})
-
-
-def _differences(facts: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    before, after = dict(flat(facts)), dict(flat(now))
-    return [
-        line(name, before[key], after[key])
-        for key, name in names.items()
-        if key in before and key in after and before[key] != after[key]
-    ]
 
 
 def settings_changes(
@@ -135,8 +104,8 @@ def settings_changes(
                 "give another directory with --out"
             )
         if steps:
-            extensions.append(line(EXTENSION, *steps))
-        lines = [line(key, *pair) for key, pair in sorted(changed.items())]
+            extensions.append(change_line(EXTENSION, *steps))
+        lines = [change_line(key, *pair) for key, pair in sorted(changed.items())]
         if lines and entry["state"] == "done" and not (steps and steps[1] > entry["step"]):
             raise UsageError(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "

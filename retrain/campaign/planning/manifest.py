@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,15 +21,16 @@ from retrain.config.campaign import DECIDING_KEYS, Campaign
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, run_directory
-from retrain.errors import UsageError, plural
-from retrain.files import dumps, write_json, write_text
+from retrain.errors import NotReadable, RetrainError, UsageError, plural
+from retrain.files import dumps, stamp_of, write_bytes, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
-from retrain.records.schema.layout import FINAL, LOG, MANIFEST, METRICS, PLAN
+from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
+from retrain.util.session import LEASE, LOCK
 
 HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
@@ -37,6 +39,9 @@ HOW = (
 """Keys that say how the runs of a campaign are carried out, not which there are."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that hold only until one of its runs goes on."""
+RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
+"""Files of a campaign or run that are written before its first run begins."""
+CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -151,8 +156,8 @@ class Manifest:
     from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
     waits as well. Each event also raises StorageError when an earlier one could not be written.
 
-    An event costs the same whatever the number of runs: at most one write waits, which takes what all events up to its
-    turn have changed, and makes only that into text anew.
+    An event costs the same whatever the number of runs: it makes only what it changes into text anew, and at most one
+    write waits, which takes what all events up to its turn have changed.
     """
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
@@ -160,9 +165,9 @@ class Manifest:
         self.files = RecordFiles(directory, guard)
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
-        """Held while the entries of runs change, and while the writing thread copies those that have changed."""
-        self._pieces = _JsonPieces()
-        self._changed_runs, self._changed_facts = set(self._by_id), set(content)
+        """Held while texts change, and while the writing thread joins them."""
+        self._run_texts = {run_id: _indented(run, 4) for run_id, run in self._by_id.items()}
+        self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
 
     def __enter__(self) -> Manifest:
@@ -225,22 +230,17 @@ class Manifest:
     def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
         """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
         self._change(run_id, changes, without)
-        self._write_changes()
+        self._write_facts({})
 
     def note(self, **facts: Any) -> None:
-        """Set facts of the whole campaign (squeeze, comparison, …) and write. The values are written by another thread:
-        they must not be changed in place any more."""
-        with self._lock:
-            self.content.update(facts)
-            self._changed_facts.update(facts)
-        self._write_changes()
+        """Set facts of the whole campaign (squeeze, comparison, …) and write."""
+        self._write_facts(facts)
 
     def write(self) -> None:
         """Have the file replaced by all that ``content`` says now."""
-        with self._lock:
-            self._changed_runs.update(self._by_id)
-            self._changed_facts.update(self.content)
-        self._write_changes()
+        for run_id in self._by_id:
+            self._change(run_id, {})
+        self._write_facts(self.content)
 
     def _change(self, run_id: str, changes: Mapping[str, Any], without: Sequence[str] = ()) -> None:
         with self._lock:
@@ -248,27 +248,36 @@ class Manifest:
             entry.update(changes)
             for key in without:
                 entry.pop(key, None)
-            self._changed_runs.add(run_id)
+            self._run_texts[run_id] = _indented(entry, 4)
 
-    def _write_changes(self) -> None:
+    def _write_facts(self, facts: Mapping[str, Any]) -> None:
         """Have the file replaced, also after a failure, which the new one may make good."""
         with self._lock:
-            self.content["updated"] = time.time()
-            self._changed_facts.add("updated")
+            self.content |= {**facts, "updated": time.time()}
+            for key in (*facts, "updated"):
+                if key != "runs":
+                    self._fact_texts[key] = _fact_text(key, self.content[key])
             waits, self._waits = self._waits, True
         if not waits:
             self.files.write(self._replace, always=True)
         self.files.check()
 
     def _replace(self) -> None:
+        """Write the file as ``files.dumps`` with an indent of 2 would."""
         with self._lock:
             self._waits = False
-            content = dict(self.content)
-            facts = {key: content[key] for key in self._changed_facts if key in content and key != "runs"}
-            runs = {run_id: dict(self._by_id[run_id]) for run_id in self._changed_runs}
-            self._changed_facts, self._changed_runs = set(), set()
-        self._pieces.change(facts, runs)
-        write_text(self.directory / MANIFEST, self._pieces.text(content, self._by_id))
+            runs = ",\n    ".join(self._run_texts.values())
+            facts = self._fact_texts | {"runs": f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'}
+            text = "{\n  " + ",\n  ".join([facts[key] for key in [*self.content] if key in facts]) + "\n}\n"
+        write_text(self.directory / MANIFEST, text)
+
+
+def _fact_text(key: str, value: Any) -> str:
+    return f"{dumps(key)}: {_indented(value, 2)}"
+
+
+def _indented(value: Any, by: int) -> str:
+    return dumps(value, indent=2).replace("\n", "\n" + " " * by)
 
 
 class CampaignObserver(NullObserver):
@@ -370,30 +379,47 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))
 
 
-class _JsonPieces:
-    """Indented JSON of a mapping whose key ``runs`` lists mappings, as ``files.dumps`` writes it, byte by byte.
+@contextmanager
+def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
+    """Restore the records in ``directory`` when the command is refused before any of its runs has begun.
 
-    It is held in pieces, one for each fact and run: what has not changed is not serialised again.
+    The plan has to be on the disk before a worker starts, and some faults are only found once model, data and
+    checkpoints are loaded. A refusal is an error with exit status 2. A run has begun when its ``run.log`` has changed.
     """
+    before = {name: _content(directory / name) for name in RECORDS}
+    is_new = not (directory / MARK).exists()
+    logs = [run_directory(directory, spec) / LOG for spec in specs]
+    stamps = [stamp_of(log) for log in logs]
+    try:
+        yield
+    except (RetrainError, PermissionError) as error:
+        is_refusal = error.exit_status == 2 if isinstance(error, RetrainError) else True
+        if is_refusal and [stamp_of(log) for log in logs] == stamps:
+            for name, content in before.items():
+                if content is None:
+                    (directory / name).unlink(missing_ok=True)
+                elif content != _content(directory / name):
+                    write_bytes(directory / name, content)
+            for folder in {log.parent for log in logs} - {directory}:
+                _remove_claim(folder)
+            if is_new:
+                with suppress(OSError):
+                    (directory / "runs").rmdir()
+                _remove_claim(directory)
+        raise
 
-    def __init__(self) -> None:
-        self._facts: dict[str, str] = {}
-        self._runs: dict[str, str] = {}
 
-    def change(self, facts: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Make these facts, by key, and entries of runs, by run id, into text."""
-        for key, value in facts.items():
-            self._facts[key] = f"{dumps(key)}: {_indented(value, 2)}"
-        for run_id, entry in runs.items():
-            self._runs[run_id] = _indented(entry, 4)
-
-    def text(self, keys: Iterable[str], run_ids: Iterable[str]) -> str:
-        """The whole, with the facts and runs in this order; facts never given to ``change`` are left out."""
-        runs = ",\n    ".join([self._runs[run_id] for run_id in run_ids])
-        whole = f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'
-        facts = [whole if key == "runs" else self._facts[key] for key in keys if key == "runs" or key in self._facts]
-        return "{\n  " + ",\n  ".join(facts) + "\n}\n"
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except PermissionError as error:
+        raise NotReadable(path, error) from error
 
 
-def _indented(value: Any, by: int) -> str:
-    return dumps(value, indent=2).replace("\n", "\n" + " " * by)
+def _remove_claim(directory: Path) -> None:
+    """Remove a directory that holds nothing but this process's claim."""
+    if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
+        for name in CLAIM:
+            (directory / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            directory.rmdir()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrain.config import Condition, Config, Loaded, parse_dict
 from retrain.config.base import Role
@@ -21,6 +21,7 @@ from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
+from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Plan:
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded)
+
+    def job(self, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
+        """Return the job of these runs; ``how`` are the fields that have defaults."""
+        return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
@@ -112,15 +117,13 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
     """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
     groups: list[list[RunSpec]] = []
-    base = ""
     for spec in specs:
-        own = base_key(spec)
-        fits = groups and len(groups[-1]) < lanes and (across_seeds or groups[-1][0].seed == spec.seed)
-        if fits and own == base:
-            groups[-1].append(spec)
+        last = groups[-1] if groups else []
+        fits = last and len(last) < lanes and (across_seeds or last[0].seed == spec.seed)
+        if fits and base_key(last[0]) == base_key(spec):
+            last.append(spec)
         else:
             groups.append([spec])
-            base = own
     return groups
 
 

@@ -12,14 +12,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.planning.teaching import teacher_fault
 from retrain.config import Config, Loaded
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
 from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
-from retrain.config.root import value_at
 from retrain.config.runs import RunSpec, run_directory, run_place
 from retrain.config.tasks import Data, Grader
 from retrain.data import Dataset, load_data
@@ -33,20 +31,11 @@ from retrain.models.directory import find_file, model_fault, reward_model_fault
 from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_layers, target_mistakes
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
+from retrain.policy.teaching import teacher_fault
+from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 
-KEYS = (
-    "algorithm.advantage_mode",
-    "algorithm.transform_mode",
-    "algorithm.uncertainty_kind",
-    "algorithm.loss",
-    "planning.detector",
-    "backend.backend",
-)
-"""Keys that name code which runs in the training process."""
-SOURCES = ("data.source", "data.eval_source")
-SET_SOURCE = "evaluation.sets.{}.source"
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
 NOBODY = Owner("")
@@ -138,7 +127,9 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
     if fault := model_fault(model.model, trust_remote_code=model.trust_remote_code):
         yield _problem_at(loaded, "model.model", model.model, f'is "{model.model}": {fault}')
         return
-    if not fits_a_cpu(config) and (fault := build_fault(config.backend.device)):
+    architecture = architecture_of(model.model, model.revision)
+    is_small = architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
+    if not is_small and (fault := build_fault(config.backend.device)):
         yield _problem_at(
             loaded, "backend.devices", config.backend.devices, f"is {toml(config.backend.devices)}: {fault}"
         )
@@ -152,7 +143,6 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
         if context and tokens >= context:
             message = f"is {tokens}, and {model.model} has a context of {context} tokens, which the prompt is part of"
             yield _problem_at(loaded, key, tokens, message, f"max_tokens = {max(1, context // 2)}")
-    architecture = architecture_of(model.model, model.revision)
     widest = max(map(max, architecture.linear_shapes.values())) if architecture else 0
     if architecture and model.lora_rank > widest:
         message = f"is {model.lora_rank}, and no linear layer of {model.model} has more than {widest} inputs or outputs"
@@ -174,12 +164,6 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
         if own or held_out.sampling.max_tokens != training:
             lengths[key] = held_out.sampling.max_tokens
     return list(lengths.items())
-
-
-def fits_a_cpu(config: Config) -> bool:
-    """Whether the model is so small that nobody misses a GPU."""
-    architecture = architecture_of(config.model.model, config.model.revision)
-    return architecture is not None and 4 * architecture.parameters() <= SMALL_MODEL_BYTES
 
 
 class CustomCode(NamedTuple):
@@ -256,7 +240,9 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
 def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
-    local = [key for key, value in sources.items() if _is_local(value, folder) and key not in absent]
+    asked = {key: value for key, value in sources.items() if value != "arithmetic"}
+    remote = {key for key, value in asked.items() if is_plugin(value) or on_hub(value, folder)}
+    local = [key for key in sources if key not in absent | remote]
     fault = None
     try:
         if len(local) == len(sources):
@@ -270,10 +256,6 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
-
-
-def _is_local(source: str, folder: Path) -> bool:
-    return source == "arithmetic" or not (is_plugin(source) or on_hub(source, folder))
 
 
 def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
@@ -329,20 +311,6 @@ def sources_of(config: Config) -> dict[str, str]:
     if config.data.eval_source is not None and not (sets and all(each.source for each in sets)):
         sources["data.eval_source"] = config.data.eval_source
     return sources | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
-
-
-def named_code(config: Config) -> Iterator[tuple[str, str]]:
-    """(key, ``module:function``) of all code besides rewards that a configuration names."""
-    for key in (*KEYS, *SOURCES):
-        if is_plugin(value := value_at(config, key)):
-            yield key, value
-    for index, each in enumerate(config.evaluation.sets):
-        if each.source is not None and is_plugin(each.source):
-            yield SET_SOURCE.format(index), each.source
-
-
-def is_source(key: str) -> bool:
-    return key in SOURCES or key.startswith("evaluation.sets.")
 
 
 def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:

@@ -20,13 +20,6 @@ from retrain.verdicts.rule import interim_analysis, interim_seeds
 from retrain.verdicts.words import p_words
 
 
-def interim_seeds_of(manifest: Manifest) -> list[int]:
-    """Return the seeds that the interim analysis waits for; empty where none was declared."""
-    declared = manifest.content["declared"]
-    count = interim_seeds(len(declared["seeds"])) if len(declared["conditions"]) > 1 else None
-    return declared["seeds"][:count] if count and declared.get("sequential", "off") != "off" else []
-
-
 class InterimMonitor:
     """Makes the interim analysis of one campaign when its ``seeds`` have ended. ``specs`` are all runs in their order.
 
@@ -39,7 +32,9 @@ class InterimMonitor:
     @classmethod
     def of(cls, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> "InterimMonitor | None":
         """Return the monitor of a campaign; None where no interim analysis was declared."""
-        seeds = interim_seeds_of(manifest)
+        declared = manifest.content["declared"]
+        count = interim_seeds(len(declared["seeds"])) if len(declared["conditions"]) > 1 else None
+        seeds = declared["seeds"][:count] if count and declared.get("sequential", "off") != "off" else []
         return cls(manifest, specs, seeds, observer) if seeds else None
 
     def update(self, under_way: Container[str] = ()) -> set[str]:

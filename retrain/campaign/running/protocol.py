@@ -6,72 +6,38 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from retrain.campaign.planning.plan import Plan
 from retrain.config.runs import RunSpec
+from retrain.device import MEMORY_SHARE, OWN_GPU
 from retrain.environments.build import Longest
 from retrain.records.observer import Observer
+from retrain.training.inputs import CohortJob
 
-Guard = Callable[[Path], Callable[[], None]]
-"""Returns what is called before each write into a run's directory; that raises LeaseLost once another process may write
-there."""
-
-
-def allow_all(directory: Path) -> Callable[[], None]:
-    """Return the check of a directory that nobody else writes."""
-    return lambda: None
+PROGRAM = ("-m", "retrain.campaign.worker")
 
 
 @dataclass(frozen=True)
-class CohortJob:
-    """Train these runs together, from where their checkpoints are.
+class SqueezeJob:
+    """Analyse and compress the adapter of the one run, which has finished, at ``place`` below the directory.
 
-    ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
-    runs of the plan.
-    ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
-    step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
-    with which they may go on.
+    The event is Facts: for the place ``squeeze`` with that key, for another one with the key ``squeezes``, whose value
+    has the run's label as its key.
     """
 
     directory: Path
     folder: Path
     runs: Sequence[RunSpec]
     longest: Longest
-    failed_at: dict[str, int] = field(default_factory=dict)
-    together: bool = True
-    accepted: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, plan: Plan, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
-        """The job of these runs of a plan; ``how`` are the fields that have defaults."""
-        return cls(plan.directory, plan.folder, specs, plan.longest, **how)
-
-
-@dataclass(frozen=True)
-class SqueezeJob:
-    """Analyse and compress the adapter of ``run``, which has finished; the other fields are those of ``CohortJob``.
-
-    ``place`` is where below the directory. The event is Facts: for the place ``squeeze`` with that key, for another one
-    with the key ``squeezes``, whose value has the run's label as its key.
-    """
-
-    directory: Path
-    folder: Path
-    run: RunSpec
-    longest: Longest
     place: str = "squeeze"
 
 
 Job = CohortJob | SqueezeJob
-
-
-def specs_of(job: Job) -> list[RunSpec]:
-    """Return the runs whose directories a job writes."""
-    return [*job.runs] if isinstance(job, CohortJob) else [job.run]
 
 
 @dataclass(frozen=True)
@@ -167,14 +133,7 @@ class WorkerFault:
 Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
 
 
-class JobObserver(Observer, Protocol):
-    """Follows jobs."""
-
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Keys of the campaign's manifest, with what they are now."""
-
-
-def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) -> None:
+def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> None:
     """Call the observer with an event of a worker; ``specs`` are the plan's runs by id."""
     match event:
         case RunStarted(run_id, step, max_steps):
@@ -197,10 +156,9 @@ def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) ->
 
 
 class Handle(Protocol):
-    """A job on its way. ``id`` is what ``JobEnded.job`` says."""
+    """A job on its way."""
 
-    @property
-    def id(self) -> str: ...
+    id: str  # What ``JobEnded.job`` says
 
     def stop(self) -> None:
         """Ask for an end after the step that is under way, with everything saved; does not wait."""
@@ -209,14 +167,7 @@ class Handle(Protocol):
 class JobRunner(Protocol):
     """Runs jobs side by side in other processes."""
 
-    @property
-    def slots(self) -> int:
-        """Number of jobs that run side by side; further ones wait."""
-        ...
-
-    def has_gpu(self) -> bool:
-        """Return whether it trains on a GPU, if the configuration allows it."""
-        ...
+    slots: int  # Number of jobs that run side by side; further ones wait
 
     def submit(self, job: Job) -> Handle: ...
 
@@ -229,8 +180,34 @@ class JobRunner(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Let go of everything; nothing more is submitted."""
+
+@dataclass(frozen=True)
+class WorkerDevice:
+    """Device of a worker: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES``; ``threads`` is its share of the cores, ``memory`` its share of the device's memory."""
+
+    device: str
+    threads: int
+    visible: str = ""
+    memory: float = 1.0
+
+    @classmethod
+    def of(cls, gpus: Sequence[tuple[str, str]], threads: int, memory: float) -> WorkerDevice:
+        """Return the device of these GPUs (name, name for ``CUDA_VISIBLE_DEVICES``)."""
+        names = ",".join(name.removeprefix("gpu:") for name, _ in gpus)
+        return cls(f"gpu:{names}", threads, ",".join(visible for _, visible in gpus), memory)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the worker. A number of threads that the user has set is kept."""
+        own = {"OMP_NUM_THREADS": str(self.threads)} | dict(os.environ) | {MEMORY_SHARE: f"{self.memory:g}"}
+        return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
+
+
+def command_of(program: Sequence[str], directory: Path, slot: int | str, device: str, *more: str) -> list[str]:
+    """Return the command line of a worker."""
+    # -P: modules of the working directory do not shadow installed ones, and child processes do not inherit the option.
+    return [sys.executable, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]
 
 
 @dataclass(frozen=True)
@@ -247,10 +224,7 @@ class Executor(Protocol):
     """Starts ``python -m retrain.campaign.worker`` somewhere and watches whether it lives; the workers themselves find
     their tasks in the campaign's directory. Slots count from 1."""
 
-    @property
-    def slots(self) -> int:
-        """Largest number of workers."""
-        ...
+    slots: int  # Largest number of workers
 
     def has_gpu(self) -> bool:
         """Return whether workers train on GPUs, if the configuration allows it."""
@@ -275,22 +249,19 @@ class Executor(Protocol):
 
 
 def job_to_json(job: Job) -> dict[str, Any]:
-    content = vars(job) | {"directory": str(job.directory), "folder": str(job.folder), "longest": asdict(job.longest)}
-    if isinstance(job, CohortJob):
-        return {"kind": "CohortJob", **content, "runs": [spec.to_json() for spec in job.runs]}
-    return {"kind": "SqueezeJob", **content, "run": job.run.to_json()}
+    places = {"directory": str(job.directory), "folder": str(job.folder)}
+    runs = [spec.to_json() for spec in job.runs]
+    return {"kind": type(job).__name__, **vars(job), **places, "runs": runs, "longest": asdict(job.longest)}
 
 
 def job_from_json(content: Mapping[str, Any]) -> Job:
-    fields = dict[str, Any](content)
-    kind = fields.pop("kind")
-    fields["directory"], fields["folder"] = Path(fields["directory"]), Path(fields["folder"])
-    fields["longest"] = Longest(**fields["longest"])
-    if kind == "CohortJob":
-        fields["runs"] = [RunSpec.from_json(run) for run in fields["runs"]]
-        return CohortJob(**fields)
-    fields["run"] = RunSpec.from_json(fields["run"])
-    return SqueezeJob(**fields)
+    fields = {key: value for key, value in content.items() if key != "kind"} | {
+        "directory": Path(content["directory"]),
+        "folder": Path(content["folder"]),
+        "runs": [RunSpec.from_json(run) for run in content["runs"]],
+        "longest": Longest(**content["longest"]),
+    }
+    return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
 _EVENTS = {

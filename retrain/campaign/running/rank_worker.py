@@ -5,20 +5,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch.distributed import TCPStore
 
-from retrain.campaign.running.in_process import InProcess
-from retrain.campaign.running.protocol import CohortJob, Job
-from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, OtherRank, joined
+from retrain.campaign.running.jobs import InProcess
+from retrain.campaign.running.protocol import Job
+from retrain.campaign.running.team import HOST, STUCK_SECONDS, WATCH_SECONDS, joined
+from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, failure_text, memory_share
 from retrain.errors import DeviceLost, RankLost
 from retrain.ranks import RankGroup, RanksEnded
 from retrain.records.observer import NullObserver
+from retrain.training.bases import Bases
 
 
 def follow_torchrun() -> int:
@@ -43,10 +43,6 @@ def _end_with(parent: int) -> None:
     os._exit(RankLost.exit_status)
 
 
-class _Unheard(NullObserver):
-    def note(self, facts: Mapping[str, Any]) -> None: ...
-
-
 def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
     """Do the jobs of rank 0; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -55,12 +51,12 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
     ranks: RankGroup | None = None
     try:
         ranks = joined(rank, count, "", store)
-        process = InProcess(OtherRank(ranks))
+        process = InProcess(bases=Bases(ranks=ranks))
         while True:
             job, devices = ranks.from_first("next job", _no_job)
             ranks.note = ""
             try:
-                process.do(_on_device(job, devices[rank]), _Unheard(), lambda: False)
+                process.do(_on_device(job, devices[rank]), NullObserver(), lambda: False)
             except DeviceLost:
                 raise
             except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
@@ -83,10 +79,8 @@ def _on_device(job: Job, device: str) -> Job:
     """Return the job with the device of this rank."""
 
     def moved(spec: RunSpec) -> RunSpec:
-        run = spec.to_json()
-        config = {**run["config"], "backend": {**run["config"]["backend"], "devices": device}}
-        return RunSpec.from_json({**run, "config": config})
+        config = spec.config.to_dict()
+        config["backend"]["devices"] = device
+        return replace(spec, config=parse_dict(config))
 
-    if isinstance(job, CohortJob):
-        return replace(job, runs=[moved(spec) for spec in job.runs])
-    return replace(job, run=moved(job.run))
+    return replace(job, runs=[moved(spec) for spec in job.runs])

@@ -11,8 +11,7 @@ All of it lies in ``workers/`` of the campaign's directory:
     worker_<slot>/.lease            renewed by the process that has the slot
 
 Renaming is atomic, also on network file systems. What has appeared is found by listing the folder, because NFS may
-remember a name that was looked up in vain as absent; a file that grows is opened anew for every look, because another
-machine sees what was there when its writer last closed it.
+remember a name that was looked up in vain as absent.
 """
 
 import json
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.files import aside_of, read_json, write_json, writing
+from retrain.files import append_bytes, aside_of, read_json, write_json, writing
 
 WORKERS = "workers"
 _EVENTS = re.compile(r"events_(\d+)\.jsonl")
@@ -133,34 +132,4 @@ def newest(home: Path) -> int:
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
     """Append a line of JSON. Raises OSError when it cannot be written; no part of it stays then."""
-    data = memoryview(json.dumps(line).encode() + b"\n")
-    with open(path, "ab", buffering=0) as file:
-        before = file.seek(0, os.SEEK_END)
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError:
-            with suppress(OSError):  # the failed write is the error to report
-                file.truncate(before)
-            raise
-
-
-class EventFile:
-    """Reads the lines that have been appended to a file since the last time."""
-
-    def __init__(self, path: Path, from_end: bool = False):
-        self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
-
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines since the last time. Half a line is waited for, and so is one of which the length has
-        arrived and not yet the bytes, which NFS shows as zeros."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read().partition(b"\0")[0]
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+    append_bytes(path, json.dumps(line).encode() + b"\n")

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from retrain.campaign.running.launching import end_words
 from retrain.campaign.running.protocol import Job
 from retrain.config import Config
-from retrain.device import MEMORY_SHARE, OWN_GPU, memory_share, torchrun_rank
-from retrain.errors import RankLost, UsageError, plural
+from retrain.device import MEMORY_SHARE, OWN_GPU, gpus_of, memory_share, torchrun_rank
+from retrain.errors import RankLost, UsageError
+from retrain.util.processes import end_words
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -39,38 +39,6 @@ WATCH_SECONDS = 0.5
 STUCK_SECONDS = 20.0  # Seconds after a rank's death in which this process has to notice it by itself
 
 
-def gpus_of(config: Config) -> list[tuple[str, str]]:
-    """Return the GPUs that the configuration means, each with what ``CUDA_VISIBLE_DEVICES`` calls it; none for a CPU.
-
-    In a process that has been given its GPUs, all that it sees.
-    """
-    backend, own = config.backend, bool(os.environ.get(OWN_GPU))
-    if backend.devices == "cpu":
-        return []
-    from retrain.device import resolve_device
-
-    there = visible_gpus()
-    count = len(there)
-    if not count and (own or not backend.named_gpus):
-        if backend.devices == "all":
-            raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
-        resolve_device("auto")  # says why, where there is one that cannot be used
-        return []
-    names = (not own and backend.named_gpus) or [f"gpu:{index}" for index in range(count)]
-    if missing := [name for name in names if int(name.removeprefix("gpu:")) >= count]:
-        raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
-    return [there[int(name.removeprefix("gpu:"))] for name in names]
-
-
-def visible_gpus() -> list[tuple[str, str]]:
-    """Return all GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return [(f"gpu:{index}", given[index] if given else str(index)) for index in range(count)]
-
-
 class Team:
     """The ranks that a configuration asks for, from the first time that they are asked for until ``close``."""
 
@@ -79,7 +47,7 @@ class Team:
         self._ranks: RankGroup | None = None
         self._store: TCPStore | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._before: tuple[int, str | None] | None = None
+        self._before: tuple[int, float] | None = None  # Threads and memory share of this process alone
         self._closed = threading.Event()
         self._places: list[str] = []
 
@@ -119,7 +87,7 @@ class Team:
 
     def _devices(self) -> list[str]:
         backend, asked = self.config.backend, self.config.backend.ranks
-        gpus = [name for name, _ in gpus_of(self.config)]
+        gpus = [name for name, _ in gpus_of(backend.devices, backend.named_gpus)]
         count = int(os.environ["WORLD_SIZE"]) if self.under_torchrun else max(1, len(gpus))
         if asked != "auto" and self.under_torchrun and asked != count:
             raise UsageError(
@@ -143,7 +111,7 @@ class Team:
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if self.under_torchrun else count
         if on_cpu:
             threads = torch.get_num_threads()
-            self._before = threads, os.environ.get(MEMORY_SHARE)
+            self._before = threads, memory_share()
             os.environ[MEMORY_SHARE] = f"{memory_share() / here:g}"
             if not self.under_torchrun:
                 torch.set_num_threads(max(1, threads // count))
@@ -207,12 +175,9 @@ class Team:
             return
         import torch
 
-        threads, share = self._before
-        self._before = None
+        (threads, share), self._before = self._before, None
         torch.set_num_threads(threads)
-        os.environ.pop(MEMORY_SHARE)
-        if share is not None:
-            os.environ[MEMORY_SHARE] = share
+        os.environ[MEMORY_SHARE] = f"{share:g}"
 
 
 def joined(
@@ -225,17 +190,3 @@ def joined(
     if ranks.from_first("device", lambda: device) == "cuda":
         ranks.use_gpus()
     return ranks
-
-
-class OtherRank:
-    """The team as a rank other than 0 sees it."""
-
-    def __init__(self, ranks: RankGroup):
-        self._ranks = ranks
-
-    def ranks(self) -> RankGroup:
-        return self._ranks
-
-    def begin(self, job: Job) -> None: ...
-
-    def close(self) -> None: ...

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +32,12 @@ from retrain.campaign.running.protocol import (
     event_from_json,
     job_to_json,
 )
-from retrain.campaign.running.server_news import ServerNews
-from retrain.campaign.running.session import LeaseWatch, is_here, lease_of
-from retrain.campaign.running.tasks import WORKERS, EventFile, Tasks, events_of, home_of, newest
+from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
 from retrain.engines.server.fleet import Fleet, Tell
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
+from retrain.files import GrowingFile, writing
+from retrain.records.schema.layout import SERVER_NEWS
+from retrain.util.session import LeaseWatch, is_here, lease_of
 
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
 PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed
@@ -48,7 +50,6 @@ class JobHandle:
     """A job that waits or is under way. See ``Handle``."""
 
     id: str
-    job: Job
     tasks: Tasks
     stopping: bool = False
 
@@ -70,7 +71,7 @@ class WorkerSlot:
     home: Path
     is_occupied: bool = False
     process: int = 0
-    events: EventFile | None = None
+    events: GrowingFile | None = None
     name: str = ""
     pid: int = 0
     reported_end: WorkerEnd | None = None
@@ -94,7 +95,7 @@ class WorkerSlot:
     def follow(self, process: int) -> None:
         """Read the events of this process from now on."""
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
-        self.events, self.reported_end, self.fault = EventFile(events_of(self.home, process)), None, ""
+        self.events, self.reported_end, self.fault = GrowingFile(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
 
     def vacate(self) -> None:
@@ -110,6 +111,46 @@ class WorkerSlot:
         return time.monotonic() - self.dead_since > REPORT_SECONDS
 
 
+class ServerNews:
+    """Starts the servers of a campaign's ``directory`` and keeps the workers informed of them.
+
+    ``launch`` starts the servers; None where the campaign launches none.
+    """
+
+    def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
+        self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
+        self._fleet: Fleet | None = None
+        self._written: dict[str, Any] = {}
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def update(self) -> None:
+        """Start the servers on the first call; write their addresses whenever they have changed."""
+        if self.launch is None:
+            return
+        if self._fleet is None:
+            self.path.unlink(missing_ok=True)  # addresses of an earlier controller's servers
+            self._fleet = self.launch(lambda text, level: self._messages.put(Message(text, level)))
+        state = {"urls": self._fleet.urls, "gave_up": self._fleet.gave_up}
+        if state != self._written:
+            self._written = state
+            self._append(state)
+
+    def messages(self) -> Iterator[Message]:
+        """Yield what happened to the servers; the workers get it too, for the records of their runs."""
+        while not self._messages.empty():
+            message = self._messages.get()
+            self._append({"message": message.text, "level": message.level})
+            yield message
+
+    def close(self) -> None:
+        if self._fleet is not None:
+            self._fleet.close()
+
+    def _append(self, facts: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            append(self.path, facts)
+
+
 class CampaignWorkers:
     """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``.
 
@@ -117,7 +158,7 @@ class CampaignWorkers:
     """
 
     def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
-        self.executor, self.directory = executor, directory
+        self.executor, self.directory, self.slots = executor, directory, executor.slots
         self.tasks, self.servers = Tasks.of(directory), ServerNews(directory, launch)
         self._slots: dict[int, WorkerSlot] = {}
         self._jobs: dict[str, JobHandle] = {}  # Jobs that have not ended
@@ -125,10 +166,6 @@ class CampaignWorkers:
         self._count = -1  # Highest task number used; -1 before the first job
         self._abandoned: dict[int, str] = {}  # Reason for each slot in which no worker is started any more
         self._error: RetrainError | None = None  # Error that ends the campaign once the other workers have stopped
-
-    @property
-    def slots(self) -> int:
-        return self.executor.slots
 
     def has_gpu(self) -> bool:
         return self.executor.has_gpu()
@@ -144,7 +181,7 @@ class CampaignWorkers:
             self.tasks.publish(name, content)
         else:
             del self._adoptable[name]
-        handle = self._jobs[name] = JobHandle(name, job, self.tasks)
+        handle = self._jobs[name] = JobHandle(name, self.tasks)
         return handle
 
     def events(self) -> Generator[Event, None, None]:
@@ -353,7 +390,7 @@ def can_adopt_workers(plan: Plan) -> bool:
     labels = {f"{home.name}-{newest(home)}" for home in homes}
     planned = {spec.run_id: json.loads(json.dumps(spec.to_json())) for spec in plan.specs}
     claims = {name: worker for name, worker in tasks.claims().items() if worker in labels}
-    runs = [run for name, worker in claims.items() for run in _runs_of(tasks.content(name, worker))]
+    runs = [run for name, worker in claims.items() for run in tasks.content(name, worker)["runs"]]
     uses_workers = plan.specs[0].config.campaign.executor != "inprocess"
     if uses_workers and all(planned.get(run["run_id"]) == run for run in runs):
         return True
@@ -364,11 +401,7 @@ def can_adopt_workers(plan: Plan) -> bool:
     return False
 
 
-def _runs_of(content: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
-    return content["runs"] if content["kind"] == "CohortJob" else [content["run"]]
-
-
 def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
     """Return whether a claimed task does what a job asks for; some of the task's runs may have ended since."""
     is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
-    return is_same_kind and all(run in _runs_of(claimed) for run in _runs_of(job))
+    return is_same_kind and all(run in claimed["runs"] for run in job["runs"])

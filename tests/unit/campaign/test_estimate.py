@@ -6,13 +6,13 @@ from helpers.models import qwen3_directory
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from retrain.campaign.planning.estimate import Device, run_memory, trained_parameters
 from retrain.config import parse_dict
 from retrain.engines.local import dense_decoder
 from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import load_base
 from retrain.policy.critic import Critic
 from retrain.policy.lora import Lanes
+from retrain.training.estimate import Device, run_memory, trained_parameters
 
 CPU = Device("cpu", 64 << 30)
 

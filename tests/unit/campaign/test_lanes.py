@@ -8,13 +8,13 @@ from helpers.models import toy_base
 
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import plan, smaller_cohorts
-from retrain.campaign.running import assemble as assembling
-from retrain.campaign.running.assemble import DoesNotFit, check_memory
 from retrain.config import load
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
+from retrain.policy import local
+from retrain.policy.local import DoesNotFit, check_memory
 from retrain.policy.lora import Lanes
 from retrain.records.observer import NullObserver
 from retrain.types import SampleRequest
@@ -42,7 +42,7 @@ def test_memory_for_several_adapters_holds_so_many_runs(tmp_path, monkeypatch):
 
     def fits(usable: int) -> int:
         """Return how many of the runs fit into so many bytes."""
-        monkeypatch.setattr(assembling, "available_memory", lambda device: int(usable / assembling.USABLE_SHARE))
+        monkeypatch.setattr(local, "available_memory", lambda device: int(usable / local.USABLE_SHARE))
         try:
             check_memory(base, lanes, specs, 7)
         except DoesNotFit as short:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from retrain.campaign.running.session import LEASE, DirectoryLock, machine, process_start, wait_for_writers
 from retrain.errors import LeaseLost, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, claim
+from retrain.util.session import LEASE, DirectoryLock, machine, process_start, wait_for_writers
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
 ELSEWHERE = {"host": "another-machine", "boot": "another-start"}
@@ -131,10 +131,10 @@ def test_a_damaged_lease_and_that_of_an_ended_process_hold_nothing_up(tmp_path):
 
 STUCK = """
 import hashlib
-from retrain.campaign.running import session
+from retrain.util import session
 from retrain.records.observer import NullObserver
 session.ABANDON_SECONDS = 0.5
-with session.StopRequest().listening(NullObserver()) as stop:
+with session.StopRequest().listening(NullObserver().message) as stop:
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)  # minutes inside one call, no bytecode in between
 """

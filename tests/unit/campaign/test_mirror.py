@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.running.mirror import INDEX, Mirror, uploading
-from retrain.campaign.running.session import LEASE
 from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.records.observer import NullObserver
+from retrain.util.mirror import INDEX, Mirror, uploading
+from retrain.util.session import LEASE
 
 
 def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from retrain.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.controller import launch, resume
-from retrain.campaign.running.session import machine
 from retrain.cli import app
 from retrain.config import load
 from retrain.errors import NotOurs
@@ -40,6 +39,7 @@ from retrain.training.checkpoints import (
     prune,
     write_checkpoint,
 )
+from retrain.util.session import machine
 from retrain.verdicts.report import write_report
 
 THEIRS = "not of retrain"

@@ -7,9 +7,8 @@ import pytest
 from helpers.models import campaign_head
 
 from retrain.campaign.planning.plan import cut, plan, seeds_before_interim
-from retrain.campaign.running.in_process import Sequential
+from retrain.campaign.running.jobs import JobsHere, Scheduler
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
-from retrain.campaign.running.scheduler import Scheduler
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.records.observer import NullObserver
@@ -148,7 +147,7 @@ def test_works_are_done_in_this_process_one_after_another(stop_in, done, all_tra
     def after(work, end):
         return follow_up(work, end) if end.status == "done" else [work]
 
-    mine = Sequential(here, NullObserver(), after, lambda: here.stopped)
+    mine, _ = scheduler(JobsHere(here, NullObserver(), lambda: here.stopped), after, lambda: here.stopped)
     assert mine.carry_out(works) is all_trained
     assert here.done == done.split()
 

@@ -2,7 +2,8 @@ import threading
 
 import pytest
 
-from retrain.campaign.running.tasks import EventFile, Tasks, append
+from retrain.campaign.running.tasks import Tasks, append
+from retrain.files import GrowingFile
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_a_new_controller_keeps_claims_and_withdraws_what_waits(tasks, tmp_path)
 
 
 def test_events_are_read_line_by_line_as_they_are_complete(tmp_path):
-    events = EventFile(tmp_path / "events_1.jsonl")
+    events = GrowingFile(tmp_path / "events_1.jsonl")
     assert events.lines() == []
     append(events.path, {"step": 0})
     with open(events.path, "ab") as file:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from retrain import device as devices
 from retrain.campaign.controller import launch, resume
-from retrain.campaign.planning.changes import machine_changes
 from retrain.config import load
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
 from retrain.engines import dense, slots
@@ -31,6 +30,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
+from retrain.training.inputs import machine_changes
 
 STICKY = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"

@@ -177,7 +177,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(SlotBatch, "__init__", batch)
     monkeypatch.setattr(accumulating.GradientAccumulator, "compute", computed)
-    monkeypatch.setattr("retrain.campaign.running.assemble.available_memory", lambda device: next(free))
+    monkeypatch.setattr("retrain.policy.local.available_memory", lambda device: next(free))
     return become
 
 

@@ -7,7 +7,6 @@ import pytest
 from helpers.models import config_errors
 from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
-from retrain.campaign.planning.changes import world_changes
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
@@ -17,6 +16,7 @@ from retrain.environments.build import data_of
 from retrain.errors import ConfigError
 from retrain.rewards import build_grader
 from retrain.rewards.judge import Criterion, parse_met, read_criteria, share_met, weight_of
+from retrain.training.inputs import world_changes
 from retrain.types import Problem
 
 server = judging

@@ -6,11 +6,10 @@ import pytest
 from helpers.campaigns import campaign
 
 from retrain.campaign.planning.plan import Plan
-from retrain.campaign.running.assemble import assemble
-from retrain.campaign.running.protocol import CohortJob
 from retrain.config import load
 from retrain.errors import CheckpointError
 from retrain.records.observer import NullObserver
+from retrain.training.assemble import assemble
 from retrain.training.loop import Cohort
 
 KEYS = ["sepa.schedule='auto'", "sepa.warmup_steps=1", "sepa.correct_rate_gate=0.0", "campaign.seeds=[1]"]
@@ -23,7 +22,7 @@ def assembled(folder, model, *keys: str) -> Iterator[Cohort]:
     path.write_text(path.read_text().replace("gtpo_hicra_placebo", "gtpo_sepa"))
     with ExitStack() as stack:
         planned = Plan.of(load(path, [*KEYS, *keys]), folder / "out")
-        made = assemble(CohortJob.of(planned, planned.specs), NullObserver(), lambda: False, stack)
+        made = assemble(planned.job(planned.specs), NullObserver(), lambda: False, stack)
         for run in made.runs:
             run.publish_to(made.engine)
         yield made

@@ -30,9 +30,8 @@ from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
+from retrain.algorithms.teachers import teachers_of
 from retrain.campaign.controller import launch, resume
-from retrain.campaign.planning.teaching import place_of
-from retrain.campaign.running.teachers import teachers_of
 from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.runs import RunSpec
@@ -46,6 +45,7 @@ from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import with_prompt
+from retrain.policy.teaching import place_of
 from retrain.policy.update import without_advantages
 from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
@@ -203,7 +203,7 @@ def made_for(base, lanes, folder: Path, sections=None, **keys):
     spec = RunSpec("run", "label", 1, 0, {}, False, config)
     messages: list[str] = []
     with Bases() as bases:
-        teachers, copies = teachers_of([spec], folder, base, lanes, bases, messages.append)
+        teachers, copies = teachers_of([spec], folder, base, lanes, bases.beside, None, messages.append)
         yield teachers["run"]
         yield copies
         yield messages

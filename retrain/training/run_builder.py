@@ -12,9 +12,6 @@ from typing import Any
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Context
-from retrain.campaign.planning.changes import BASE_WEIGHTS, machine_changes, world_changes
-from retrain.campaign.planning.references import is_source, named_code
-from retrain.campaign.running.protocol import CohortJob, Guard
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.runs import RunSpec, run_directory, run_place
@@ -29,7 +26,7 @@ from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
-from retrain.records.environment import SystemInfo, module_hashes, run_facts
+from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
 from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
@@ -41,6 +38,7 @@ from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step
+from retrain.training.inputs import BASE_WEIGHTS, CohortJob, Guard, machine_changes, world_changes
 from retrain.training.recovery import continue_from, resume
 from retrain.training.run import DataCursor, RolloutRequests, Run
 from retrain.training.updates import UpdatePlan, learning_rate
@@ -95,13 +93,9 @@ def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
 
 
 def check_recorded_facts(
-    job: CohortJob,
-    specs: Sequence[RunSpec],
-    points: Mapping[str, ResumePoint],
-    model: CohortModel,
-    data: Dataset,
+    job: CohortJob, specs: Sequence[RunSpec], points: Mapping[str, ResumePoint], model: CohortModel, data: Dataset,
     observer: Observer,
-) -> None:
+) -> None:  # fmt: skip
     """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
     RecordsDiffer."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)

@@ -1,4 +1,4 @@
-"""The session of a process with a directory: its lease, how it is asked to stop, and what a refused one leaves.
+"""The session of a process with a directory: its lease, and how it is asked to stop.
 
 One process at a time writes a directory, also where file locks do not work. A file lock ends with the process that
 holds it, however it dies, but network file systems may grant it to two machines. So the owner also writes a lease,
@@ -16,18 +16,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retrain.config.runs import RunSpec, run_directory
 from retrain.device import torchrun_rank
-from retrain.errors import LeaseLost, NotReadable, RetrainError, StorageError, UsageError, listed, plural
-from retrain.files import dumps, prepare_directory, read_json_if_present, stamp_of, write_bytes, write_json, writing
+from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed, plural
+from retrain.files import dumps, prepare_directory, read_json_if_present, write_json, writing
 from retrain.ownership import MARK, Owner, claim, machine, process_start
-from retrain.records.observer import Observer
-from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, LOG, MANIFEST, PLAN
-from retrain.records.writer import DirectoryIdentity
 
 LOCK, LEASE = ".lock", ".lease"
 LOCK_TRIES = 5
@@ -36,13 +32,59 @@ REPLACE_SECONDS = 0.05
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """How long a lease from another machine must stand still before its owner counts as dead: four beats."""
-RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
-"""Files of a campaign or run that are written before its first run begins."""
-CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
 ECHO_SECONDS = 3.0
 """torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""
 ABANDON_SECONDS = 8.0
 """After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
+
+
+class DirectoryIdentity:
+    """The directory that this process has begun to write.
+
+    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
+    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
+    been put in its place.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._mark, self._inode = self._read_mark(), _inode_of(directory)
+
+    def check(self) -> None:
+        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
+        try:
+            inode = _inode_of(self.directory)
+        except FileNotFoundError as error:
+            raise StorageError(self.directory, "the directory has vanished") from error
+        except OSError as error:
+            raise StorageError(self.directory, error) from error
+        if inode != self._inode:
+            raise LeaseLost(
+                f"{self.directory} is another directory than the one that this process began to write: it was moved or "
+                "replaced meanwhile. This process stops without writing"
+            )
+        try:
+            mark = self._read_mark()
+        except NotReadable as error:
+            raise StorageError(self.directory, str(error)) from error
+        if mark != self._mark:
+            raise LeaseLost(
+                f"{self.directory / MARK} is missing or names another run: the files in this directory were replaced "
+                "while this process wrote it. This process stops without writing"
+            )
+
+    def _read_mark(self) -> object:
+        """Return the content of the mark, which nothing changes while the directory is written."""
+        path = self.directory / MARK
+        try:
+            return None if path.is_symlink() else read_json_if_present(path)
+        except PermissionError as error:
+            raise NotReadable(path, error) from error
+
+
+def _inode_of(directory: Path) -> tuple[int, int]:
+    status = directory.stat()
+    return status.st_dev, status.st_ino
 
 
 class DirectoryLock:
@@ -230,6 +272,23 @@ def wait_for_writers(
         time.sleep(LOOK_SECONDS)
 
 
+@contextmanager
+def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, DirectoryLock]]:
+    """Hold the leases of directories, each with the owner that its mark gets, from when nobody writes them any more."""
+    while True:
+        wait_for_writers([directory for directory, _ in places])
+        with ExitStack() as stack:
+            try:
+                locks = {place: stack.enter_context(DirectoryLock(place, owner=owner)) for place, owner in places}
+            except UsageError as error:
+                if isinstance(error, NotOurs):
+                    raise
+                time.sleep(LOOK_SECONDS)  # taken in this moment
+                continue
+            yield locks
+            return
+
+
 class LeaseWatch:
     """Watches whether the process that holds a directory's lease lives: on this machine by its process id, else by
     whether the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
@@ -266,7 +325,7 @@ def _last_holder(lock: Path) -> dict[str, Any]:
 
 
 def is_here(lease: dict[str, Any]) -> bool:
-    """Whether the owner is a process of this machine, so that it can be looked for."""
+    """Return whether the owner is a process of this machine, so that it can be looked for."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 
@@ -276,7 +335,7 @@ def _runs_here(lease: dict[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """What a signal that asks for an end comes to: the exit status, what the manifest says of the runs, and whether a
+    """Consequences of a signal that asks for an end: the exit status, the runs' reason in the manifest, and whether a
     second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
 
     status: int
@@ -292,7 +351,7 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Whether the user, or whoever preempts this machine, has asked for an end. The first SIGINT, SIGTERM or SIGHUP
+    """Request of the user, or of whoever preempts this machine, for an end. The first SIGINT, SIGTERM or SIGHUP
     asks for one after the step, the second ends the process within seconds.
 
     A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
@@ -313,7 +372,7 @@ class StopRequest:
         return self.signal is not None
 
     @contextmanager
-    def listening(self, observer: Observer) -> Iterator[StopRequest]:
+    def listening(self, message: Callable[[str, str], None]) -> Iterator[StopRequest]:
         """Handle the signals while inside (only the main thread may); one that is ignored stays so, as nohup wants."""
         if threading.current_thread() is not threading.main_thread():
             yield self
@@ -337,7 +396,7 @@ class StopRequest:
         theirs.setblocking(False)
         wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         ended = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(ours, ended, observer), name="signals", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(ours, ended, message), name="signals", daemon=True)
         watcher.start()
         try:
             yield self
@@ -350,7 +409,7 @@ class StopRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _watch(self, descriptor: socket.socket, ended: threading.Event, observer: Observer) -> None:
+    def _watch(self, descriptor: socket.socket, ended: threading.Event, message: Callable[[str, str], None]) -> None:
         heard, said, first = 0, False, None
         while heard < 2:
             received = descriptor.recv(64)
@@ -359,7 +418,7 @@ class StopRequest:
             if not said and any(number in ENDINGS for number in received):
                 said = True
                 with suppress(OSError, ValueError):  # nobody may be there to read it
-                    observer.message("finishing the step and saving; once more to stop without saving", "warning")
+                    message("finishing the step and saving; once more to stop without saving", "warning")
             urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
             now = time.monotonic()
             if urgent and first is None:
@@ -371,49 +430,3 @@ class StopRequest:
             with suppress(OSError):  # the terminal may be gone
                 os.write(2, f"stopped at the last checkpoint.{where}\n".encode())
             os._exit(ENDINGS[signal.SIGINT].status)
-
-
-@contextmanager
-def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
-    """Restore the records in ``directory`` when the command is refused before any of its runs has begun.
-
-    The plan has to be on the disk before a worker starts, and some faults are only found once model, data and
-    checkpoints are loaded. A refusal is an error with exit status 2. A run has begun when its ``run.log`` has changed.
-    """
-    before = {name: _content(directory / name) for name in RECORDS}
-    is_new = not (directory / MARK).exists()
-    logs = [run_directory(directory, spec) / LOG for spec in specs]
-    stamps = [stamp_of(log) for log in logs]
-    try:
-        yield
-    except (RetrainError, PermissionError) as error:
-        is_refusal = error.exit_status == 2 if isinstance(error, RetrainError) else True
-        if is_refusal and [stamp_of(log) for log in logs] == stamps:
-            for name, content in before.items():
-                if content is None:
-                    (directory / name).unlink(missing_ok=True)
-                elif content != _content(directory / name):
-                    write_bytes(directory / name, content)
-            for folder in {log.parent for log in logs} - {directory}:
-                _remove_claim(folder)
-            if is_new:
-                with suppress(OSError):
-                    (directory / "runs").rmdir()
-                _remove_claim(directory)
-        raise
-
-
-def _content(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes() if path.is_file() else None
-    except PermissionError as error:
-        raise NotReadable(path, error) from error
-
-
-def _remove_claim(directory: Path) -> None:
-    """Remove a directory that holds nothing but this process's claim."""
-    if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
-        for name in CLAIM:
-            (directory / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            directory.rmdir()

@@ -13,20 +13,12 @@ import torch
 from retrain.algorithms import Modes, load_detector, load_modes
 from retrain.algorithms.credit.planning_tokens import Detector
 from retrain.algorithms.distillation import Teacher
-from retrain.campaign.running.protocol import CohortJob, Guard, allow_all
-from retrain.campaign.running.run_builder import (
-    ResumePoint,
-    RunBuilder,
-    check_recorded_facts,
-    find_resume_points,
-    renderer_of,
-)
-from retrain.campaign.running.teachers import teachers_of
+from retrain.algorithms.teachers import teachers_of
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.data import Dataset
 from retrain.data.dataset import longest_prompt
-from retrain.device import available_memory, resolve_device
+from retrain.device import resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.canary import canaries
@@ -34,10 +26,8 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Told
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
 from retrain.errors import CheckpointError, DataError
-from retrain.models.layers import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
-from retrain.policy.arithmetic import copied_bytes
-from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes, kept_bytes, workers_for
-from retrain.policy.local import LocalPolicy
+from retrain.policy.base import BaseModel, MemoryPlan
+from retrain.policy.local import LocalPolicy, check_memory, lane_bytes, workers_of
 from retrain.policy.lora import Lanes
 from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
@@ -49,19 +39,10 @@ from retrain.threads import Workers
 from retrain.training.bases import Bases, CohortModel, local_model, plugin_model
 from retrain.training.by_ranks import AbsentEngine, RankCollector
 from retrain.training.evaluation import Evaluator
+from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.training.loop import Cohort
 from retrain.training.run import Run
-
-
-class DoesNotFit(Exception):
-    """The runs of a cohort do not fit into memory together; ``lanes`` of them do (0: not even one)."""
-
-    def __init__(self, lanes: int, message: str):
-        super().__init__(lanes, message)
-        self.lanes = lanes
-
-    def __str__(self) -> str:
-        return self.args[1]
+from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded_facts, find_resume_points, renderer_of
 
 
 class ServerEvents:
@@ -215,14 +196,9 @@ def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> D
 
 
 def load_model(
-    specs: Sequence[RunSpec],
-    job: CohortJob,
-    data: Dataset,
-    bases: Bases,
-    stack: ExitStack,
-    observer: Observer,
+    specs: Sequence[RunSpec], job: CohortJob, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer,
     server_events: ServerEvents | None,
-) -> CohortModel:
+) -> CohortModel:  # fmt: skip
     """Return the base model, lanes and engine of the cohort; with ``server_events`` servers sample. For a plug-in
     backend, return the user's own policies and engine."""
     config, ranks = specs[0].config, bases.ranks
@@ -238,7 +214,8 @@ def load_model(
             (base, lanes), engine = bases.trained(config), AbsentEngine()
         workers = stack.enter_context(closing(workers_of(base, specs)))
         taught = [spec for spec in specs if spec.config.distillation.active]
-        teachers, copies = teachers_of(taught, job.folder, base, lanes, bases, observer.message) if taught else ({}, 0)
+        beside, tell = bases.beside, observer.message
+        teachers, copies = teachers_of(taught, job.folder, base, lanes, beside, ranks, tell) if taught else ({}, 0)
         longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
         tokens = _episode_tokens(config, longest, base.context_length)
         check_memory(base, lanes, specs, tokens, decodes=server_events is None)
@@ -253,61 +230,12 @@ def load_model(
     return local_model(base, lanes, engine, workers, plan, ranks, teachers)
 
 
-def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
-    """Return the threads that update the runs of a cohort in parallel; one where a run has dropout, which draws from
-    torch's global random stream."""
-    return Workers() if any(spec.config.lora.dropout > 0 for spec in specs) else workers_for(base)
-
-
 def _episode_tokens(config: Config, prompt: int, context: int) -> int:
     """Return the tokens before the last action of the longest episode, as far as they are known: the prompt, and in
     every turn but the last an action and an answer as long as that."""
     section, action = config.environment, config.training.max_tokens
     known = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
     return prompt if section.turns == 1 else max(prompt, min(known) - action)
-
-
-def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
-    """What the adapters, critics and optimizers of these runs take, for the layers that the adapters really have."""
-    features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
-    total = 0
-    for spec in specs:
-        rank = spec.config.model.lora_rank
-        total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
-        total += critic_bytes((spec.config.lane_ranks - rank) * features)
-    return total
-
-
-def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
-    """Return the fewest tokens that the KV cache must hold for a run, with prompts of ``prompt_tokens``."""
-    training = config.training
-    sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
-    return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
-
-
-def check_memory(
-    base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
-) -> None:
-    """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
-    exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
-    of the longest prompt, and as many more as may be sampled; there are no caches unless this process ``decodes``."""
-    # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
-    longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
-    update = longest * kept_bytes(base)
-    usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.gathered_bytes))
-    weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
-    copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
-    copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
-    own = [lane_bytes(base, lanes, [spec]) for spec in specs]
-    caches = [decodes * least_cached_tokens(spec.config, prompt_tokens) * cache_bytes(base) for spec in specs]
-    fitting = fitting_lanes(usable, copy, update, zip(own, caches, strict=True))
-    if fitting < len(specs):
-        gib = 2**30
-        raise DoesNotFit(
-            fitting,
-            f"{len(specs)} runs need {(copy + sum(own) + max(sum(caches), update)) / gib:.1f} GiB beside {base.name}, "
-            f"{usable / gib:.1f} GiB are usable: {fitting} fit",
-        )
 
 
 def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server_events: ServerEvents) -> None:

@@ -4,20 +4,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from retrain.adapters.squeeze import compress_adapter, find_adapter
-from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.planning.plan import Plan
 from retrain.config import Loaded, parse_dict
 from retrain.config.checking import Places
 from retrain.config.describe import document
-from retrain.config.runs import run_directory
+from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError
 from retrain.files import read_json
+from retrain.records.reader import read_plan_file
 from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
-def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> Plan:
-    """The plan of ``steps`` more steps at ``rank``, from the adapter of this run or campaign directory, which is
-    compressed here.
+def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[Loaded, Path]:
+    """Return the configuration of ``steps`` more steps at ``rank``, from the adapter of this run or campaign directory,
+    which is compressed here, and the directory of the run.
 
     The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
     ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on
@@ -30,8 +29,9 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
         raise UsageError(
             f"{directory} is not a run directory of retrain: its settings are not known, so it cannot go on"
         )
-    plan = read_plan(home)
-    spec = next((spec for spec in plan.specs if run_directory(home, spec).resolve() == owner.resolve()), None)
+    plan = read_plan_file(home)
+    specs = [RunSpec.from_json(run) for run in plan["runs"]]
+    spec = next((spec for spec in specs if run_directory(home, spec).resolve() == owner.resolve()), None)
     if spec is None:
         raise UsageError(f"{home / PLAN} has no run in {owner}")
     target = out or owner / "squeeze" / f"continue_{rank}"
@@ -51,9 +51,8 @@ def continued_plan(directory: Path, rank: int, steps: int, out: Path | None) -> 
     settings.pop("campaign", None)
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
-    path = plan.folder / f"{owner.name}_continue_{rank}.toml"
-    loaded = Loaded(config, path, document(settings), places=Places(path.name))
-    return Plan.of(loaded, target)
+    path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"
+    return Loaded(config, path, document(settings), places=Places(path.name)), target
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

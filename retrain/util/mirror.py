@@ -24,9 +24,9 @@ from fsspec.implementations.dirfs import DirFileSystem
 from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
-from retrain.records.schema.layout import MANIFEST
 
 INDEX = ".mirror_index.json"
+MANIFEST = "manifest.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")  # they replace files at once
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, ModelTeacher, PolicyTeacher, Teacher
-from retrain.campaign.planning.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.engines.server.teacher import ServerTeacher, server_teacher
@@ -17,21 +16,19 @@ from retrain.errors import ModelError, UsageError
 from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
-from retrain.policy.lora import Lanes, LoraWeights
+from retrain.policy.lora import Lanes
 from retrain.policy.protocol import Policy
+from retrain.policy.teaching import Place, place_of, recorded_base, vocabulary_fault
 from retrain.ranks import RankGroup
-from retrain.training.bases import Bases
 from retrain.types import Sample
+
+Loader = Callable[[Config, str], BaseModel]  # Loads a further model of a configuration, by its name
 
 
 def teachers_of(
-    specs: Sequence[RunSpec],
-    folder: Path,
-    base: BaseModel,
-    lanes: Lanes,
-    bases: Bases,
-    tell: Callable[[str], None] = lambda line: None,
-) -> tuple[dict[str, Teacher], int]:
+    specs: Sequence[RunSpec], folder: Path, base: BaseModel, lanes: Lanes, beside: Loader, ranks: RankGroup | None,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Teacher], int]:  # fmt: skip
     """Return by a run's id who teaches it, one for all of these runs that want the same; and the bytes of further
     models in memory, of which ``tell`` hears.
 
@@ -48,19 +45,20 @@ def teachers_of(
             raise ModelError(f'[distillation] teacher = "{own.teacher}": {error}') from error
         key = place, repr((own.url, own.server, own.api_key_env))
         if key not in made:
-            made[key] = _teacher(spec.config, place, base, lanes, bases)
+            made[key] = _teacher(spec.config, place, base, lanes, beside)
         teachers[spec.run_id] = made[key]
     copies = 0
     for teacher in made.values():
         if isinstance(teacher, ModelTeacher):
-            copies += teacher.base.weight_bytes
-            tell(
-                f"teacher {teacher.base.name}: a second model of {_size(teacher.base.weight_bytes)} beside {base.name}"
-            )
+            size = teacher.base.weight_bytes
+            copies += size
+            tell(f"teacher {teacher.base.name}: a second model of {_size(size)} beside {base.name}")
         elif isinstance(teacher, ServerTeacher):
             tell(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
-    if (ranks := bases.ranks) is not None:
-        return {run_id: _AskedByFirst.of(teacher, ranks) for run_id, teacher in teachers.items()}, copies
+    if ranks is not None:
+        for run_id, teacher in teachers.items():
+            if isinstance(teacher, ServerTeacher):
+                teachers[run_id] = _AskedByFirst(teacher, ranks, teacher.identity)
     return teachers, copies
 
 
@@ -72,10 +70,6 @@ class _AskedByFirst:
     ranks: RankGroup
     identity: str
 
-    @classmethod
-    def of(cls, teacher: Teacher, ranks: RankGroup) -> Teacher:
-        return cls(teacher, ranks, teacher.identity) if isinstance(teacher, ServerTeacher) else teacher
-
     def score(self, policy: Policy, samples: Sequence[Sample]) -> list[np.ndarray]:
         return self.ranks.from_first("teacher", lambda: self.server.score(policy, samples))
 
@@ -84,7 +78,7 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**28 else f"{count / 2**20:.0f} MiB"
 
 
-def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases: Bases) -> Teacher:
+def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, beside: Loader) -> Teacher:
     own = config.distillation
     what = f'[distillation] teacher = "{own.teacher}"'
     if place.kind == "base":
@@ -96,7 +90,7 @@ def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, bases:
     if place.kind == "adapter":
         return _adapter(Path(place.name), what, base, lanes)
     try:
-        other = bases.beside(config, place.name)
+        other = beside(config, place.name)
     except ModelError as error:
         nowhere = "" if Path(place.name).is_dir() else "no directory of this name is here, nor below the file's; "
         raise ModelError(f"{what}: {nowhere}{error}") from error
@@ -129,19 +123,13 @@ def _adapter(directory: Path, what: str, base: BaseModel, lanes: Lanes) -> Adapt
             )
         if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
             raise UsageError(f"{what}: its layer {name} is not one of {base.name}: it is an adapter of another model")
-    weights = _weights(stored.tensors, stored.scales, lanes)
-    digest = hashlib.sha256(weights.flat.cpu().numpy().tobytes()).hexdigest()[:16]
-    return AdapterTeacher(LocalSnapshot(weights, stored.config.copy), f"adapter {digest}")
-
-
-def _weights(
-    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]], scales: dict[str, float], lanes: Lanes
-) -> LoraWeights:
-    """An adapter of any ranks and scales as one with scale 1: each B is multiplied by its own."""
-    rank = max((a.shape[0] for a, _ in tensors.values()), default=1)
+    # An adapter of any ranks and scales as one with scale 1: each B is multiplied by its own.
+    rank = max((a.shape[0] for a, _ in stored.tensors.values()), default=1)
     adapter = lanes.new_adapter(rank, float(rank))
     with torch.no_grad():
-        for name, (a, b) in tensors.items():
+        for name, (a, b) in stored.tensors.items():
             adapter.A[name][: a.shape[0]].copy_(a)
-            adapter.B[name][:, : a.shape[0]].copy_(b * scales[name])
-    return adapter.frozen()
+            adapter.B[name][:, : a.shape[0]].copy_(b * stored.scales[name])
+    weights = adapter.frozen()
+    digest = hashlib.sha256(weights.flat.cpu().numpy().tobytes()).hexdigest()[:16]
+    return AdapterTeacher(LocalSnapshot(weights, stored.config.copy), f"adapter {digest}")

@@ -1,0 +1,311 @@
+"""How jobs are done: in this process, one after another over one base in memory, or by an executor that is kept busy.
+
+What there is to do is given as ``Work``, in the order in which it should begin; whoever gives it decides after each end
+what follows from that. ``Scheduler`` knows nothing of runs but their names: two works that touch the same run are not
+under way at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Set
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobRunner, Message, SqueezeJob
+from retrain.campaign.running.team import Team
+from retrain.config.runs import run_directory
+from retrain.device import failure_text, is_out_of_memory, lost
+from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.records.observer import Observer
+from retrain.training.inputs import CohortJob, Guard, allow_all
+
+if TYPE_CHECKING:
+    from retrain.engines.server.fleet import Fleet
+    from retrain.training.bases import Bases
+    from retrain.training.loop import Cohort
+
+
+class InProcess:
+    """Does jobs. The base stays in memory between them, until ``close``. Torch is imported for the first job, or when
+    somebody asks about GPUs.
+
+    ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
+    them; ``bases`` are those of a rank other than 0.
+    """
+
+    slots = 1
+
+    def __init__(
+        self, team: Team | None = None, servers: Fleet | None = None, guard: Guard = allow_all,
+        bases: Bases | None = None,
+    ) -> None:  # fmt: skip
+        self.team, self.servers, self.guard, self._bases = team, servers, guard, bases
+
+    def has_gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available()
+
+    def do(self, job: Job, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
+        """Do a job. ``stop`` is asked between steps; it may raise, and then nothing more is saved.
+
+        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
+        plug-in cannot be used.
+        """
+        if self.team is not None:
+            self.team.begin(job)
+        try:
+            if isinstance(job, CohortJob):
+                return self._train(job, observer, stop)
+            return self._squeeze(job, observer)
+        except (Exception, KeyboardInterrupt) as error:
+            if gone := lost(error):
+                self._bases = None  # nothing on the device can be undone any more
+                raise gone from error
+            raise
+
+    def close(self) -> None:
+        if self._bases is not None:
+            self._bases.release()
+            self._bases = None
+        if self.team is not None:
+            self.team.close()
+
+    def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
+        """Build the runs of a cohort, restore what was saved of them, and train them together."""
+        from retrain.policy.local import DoesNotFit
+        from retrain.training.assemble import assemble, memory_facts
+        from retrain.training.run_builder import RecordsDiffer
+
+        with ExitStack() as stack:
+            try:
+                cohort = assemble(job, observer, stop, stack, self._own_bases(), self.guard)
+            except DoesNotFit as short:
+                return JobEnded(status="too_large", reason=str(short), lanes=short.lanes)
+            except RecordsDiffer as changed:
+                return JobEnded(status="changed", reason=str(changed), changes=changed.lines)
+            except (RetrainError, MemoryError) as error:
+                unfit = isinstance(error, RetrainError) and error.exit_status == 2
+                if unfit or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
+                    raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
+                for spec in job.runs:
+                    observer.run_finished(spec, "failed", failure_text(error))
+                return JobEnded()
+            if memory := memory_facts(cohort):
+                observer.note({"memory": memory})
+            try:
+                return _train_cohort(cohort, observer, stop)
+            finally:
+                for run in cohort.runs:
+                    run.recorder.close(failed=run.error is not None)
+                self._own_bases().forget_adapters()
+
+    def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
+        """What rank would have been enough. A fault here costs the analysis, not the runs."""
+        from retrain.adapters.squeeze import squeeze_after_run
+
+        spec, warn = job.runs[0], partial(observer.message, level="warning")
+        self.guard(run_directory(job.directory, spec))()
+        bases = self._own_bases()
+        analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)
+        try:
+            if bases.ranks is not None:
+                bases.load(spec.config)  # while all ranks are at it
+            analysis = bases.from_first("squeeze analysis", analyse)
+            observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
+        except RetrainError as error:
+            if lost(error):
+                raise
+            observer.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
+        return JobEnded()
+
+    def _own_bases(self) -> Bases:
+        from retrain.training.bases import Bases
+
+        if self._bases is None:
+            self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
+        return self._bases
+
+
+def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
+    """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
+
+    try:
+        with closing(cohort.train()) as pauses:
+            for _ in pauses:
+                stop()  # what it raises in a pause has the cohort end without saving
+    except Interrupted as end:
+        return JobEnded(status="stopped", reason=str(end))
+    except (StorageError, LeaseLost):
+        raise
+    except ServerFailed as error:  # they go on once there is a server
+        for run in cohort.runs:
+            if run.active:
+                run.recorder.record_server(run.step, str(error), "error")
+        raise
+    except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
+        if lost(error):  # but a new process can go on with them
+            raise
+        active = [run for run in cohort.runs if run.active]
+        if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
+            reason = f"{len(active)} runs ran out of memory together"
+            return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
+        for run in active:
+            run.fail(error)
+            observer.run_finished(run.spec, "failed", run.error or "")
+    return JobEnded()
+
+
+class JobsHere:
+    """Runs jobs in this process, each when its event is asked for; see ``JobRunner``. ``stopping`` is asked between
+    steps."""
+
+    slots = 1
+    id = ""
+
+    def __init__(self, here: InProcess, observer: Observer, stopping: Callable[[], bool]):
+        self.here, self.observer, self.stopping = here, observer, stopping
+        self._job: Job | None = None
+
+    def submit(self, job: Job) -> JobsHere:
+        self._job = job
+        return self
+
+    def stop(self) -> None:
+        """Do nothing: no job is under way when this is called."""
+
+    def events(self) -> Generator[Event, None, None]:
+        while self._job is not None:
+            job, self._job = self._job, None
+            yield self.here.do(job, self.observer, self.stopping)
+
+
+class Work(Protocol):
+    """Something that takes one job at a time until it is done."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def trains(self) -> bool:
+        """Whether a stop comes before it; what only looks at finished runs is still done when nothing else is left."""
+        ...
+
+    def job(self) -> Job | None:
+        """What is to be done now that its turn has come; None when nothing is left of it."""
+
+    def give_up(self, reason: str) -> None:
+        """Its job has died too often."""
+
+
+class Scheduler:
+    """Does works with an executor. ``hear`` gets every event; ``after`` says, once a job has ended (not for "died"),
+    what has to be done next; ``stopping`` is asked at every event whether to end after the steps under way;
+    ``max_restarts`` is how often the job of one work may die; ``room`` is how many jobs may be under way or wait at the
+    executor, its slots unless given."""
+
+    def __init__(
+        self,
+        executor: JobRunner,
+        hear: Callable[[Event], None],
+        after: Callable[[Work, JobEnded], Iterable[Work]],
+        stopping: Callable[[], bool],
+        max_restarts: int,
+        room: int | None = None,
+    ):
+        self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
+        self.max_restarts, self.room = max_restarts, room or executor.slots
+        self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
+        self._waiting: deque[Work] = deque()
+        self._under_way: dict[str, tuple[Work, Handle]] = {}
+        self._busy = set[str]()
+        self._deaths: dict[Work, int] = {}
+        self._fault: RetrainError | None = None
+
+    @property
+    def names_under_way(self) -> Set[str]:
+        """The runs that are being worked on, as they are now and will be: it changes with them."""
+        return self._busy
+
+    def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
+        """Ask the jobs whose runs are all ``unwanted`` for an end after their step."""
+        for work, handle in self._under_way.values():
+            if work.names and unwanted(work.names):
+                handle.stop()
+
+    def carry_out(self, works: Iterable[Work]) -> bool:
+        """Do all of these works; False when asked to stop before all that train were done.
+
+        Raises what the executor's events or ``after`` raise. What ``after`` raises (a RetrainError) ends the other jobs
+        first, saved.
+        """
+        self._waiting.extend(works)
+        self._fill()
+        if self._under_way:
+            with closing(self.executor.events()) as events:
+                for event in events:
+                    self._take(event)
+                    if not self._under_way:
+                        break
+        if self._under_way:
+            raise RuntimeError(f"the executor's events ended before its jobs {', '.join(self._under_way)}")
+        if self._fault is not None:
+            raise self._fault
+        return not self._has_training_left()
+
+    def _take(self, event: Event) -> None:
+        self.hear(event)
+        if isinstance(event, JobEnded):
+            work, _ = self._under_way.pop(event.job)
+            self._busy -= work.names
+            self._waiting.extendleft(reversed([*self._next(work, event)]))
+        if self.stopping() or self._fault is not None:
+            for _, handle in self._under_way.values():
+                handle.stop()
+        self._fill()
+
+    def _next(self, work: Work, end: JobEnded) -> Iterable[Work]:
+        try:
+            if end.status == "died":
+                return self._again(work, end.reason)
+            return self.after(work, end)
+        except RetrainError as error:
+            self._fault = self._fault or error
+            return []
+
+    def _again(self, work: Work, reason: str) -> Iterable[Work]:
+        """The work whose job has died, unless that has happened too often."""
+        if self.stopping():
+            self.lost_steps = True
+            return [work]
+        deaths = self._deaths[work] = self._deaths.get(work, 0) + 1
+        if deaths <= self.max_restarts:
+            self.hear(Message(f"{reason}: its job begins again ({deaths} of {self.max_restarts} restarts)", "warning"))
+            return [work]
+        times = f", {deaths} times now" if deaths > 1 else ""
+        work.give_up(f"{reason}{times}")
+        return self.after(work, JobEnded("", "died", reason))
+
+    def _fill(self) -> None:
+        """Begin what may begin, in its order, while there are free slots."""
+        if self._fault is not None or (self.stopping() and self._has_training_left()):
+            return
+        while len(self._under_way) < self.room:
+            work = next((work for work in self._waiting if self._busy.isdisjoint(work.names)), None)
+            if work is None:
+                return
+            self._waiting.remove(work)
+            job = work.job()
+            if job is not None:
+                handle = self.executor.submit(job)
+                self._under_way[handle.id] = work, handle
+                self._busy |= work.names
+
+    def _has_training_left(self) -> bool:
+        """Whether anything trains or would; what has nothing left to do is forgotten."""
+        if any(work.trains for work, _ in self._under_way.values()):
+            return True
+        self._waiting = deque(work for work in self._waiting if work.job() is not None)
+        return any(work.trains for work in self._waiting)

@@ -1,0 +1,81 @@
+"""A look before training: some problems of a run's first batch as the model reads them, sampled and graded.
+
+The run is put together as training does it (``assemble``), in a directory that is removed again and without trackers:
+the prompts are those of its first batch, the answers those of its first step, the grader is its own.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import chain, count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from retrain.adapters.talk import trial_report
+from retrain.campaign.planning.plan import Plan
+from retrain.config import parse_dict
+from retrain.config.campaign import condition_name, find_label
+from retrain.config.runs import RunSpec
+from retrain.errors import UsageError
+from retrain.policy.local import DoesNotFit
+from retrain.records.observer import Messages
+from retrain.training.assemble import assemble
+
+ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
+
+
+def trial(
+    plan: Plan, problems: int, samples: int | None, condition: str | None, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
+
+    ``condition`` is the label of the run's condition, None the first; the seed is the first. Returns ``run``, ``seed``,
+    ``model`` and what ``trial_report`` returns. Raises RetrainError as training does.
+    """
+    spec = _untracked(chosen(plan, condition))
+    samples = samples or min(ANSWERS, spec.config.training.group_size)
+    with ExitStack() as stack:
+        aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
+        try:
+            job = replace(plan, directory=aside).job([spec])
+            cohort = assemble(job, Messages(tell), lambda: False, stack)
+        except DoesNotFit as short:
+            raise UsageError(str(short)) from short
+        run = cohort.runs[0]
+        run.publish_to(cohort.engine)
+        upcoming = chain.from_iterable(run.requests.of_step(run.step, step) for step in count())
+        asked = [replace(request, samples=samples) for request in islice(upcoming, problems)]
+        facts = {"run": spec.run_id, "seed": spec.seed, "model": spec.config.model.model}
+        return facts | trial_report(cohort.engine, asked, run.environments["train"], run.requests.renderer, run.config)
+
+
+def chosen(plan: Plan, condition: str | None) -> RunSpec:
+    """The first run of the condition. Raises UsageError when there is no such condition."""
+    labels = list(dict.fromkeys(spec.label for spec in plan.specs))
+    label = labels[0] if condition is None else find_label(condition, labels)
+    if label is None:
+        raise UsageError(f"--condition {condition!r} is not one of {', '.join(map(condition_name, labels))}")
+    return next(spec for spec in plan.specs if spec.label == label)
+
+
+def _untracked(spec: RunSpec) -> RunSpec:
+    data = spec.config.to_dict()
+    data["logging"] |= {"report_to": [], "wandb_project": None}
+    data["backend"]["adapter_path"] = None
+    return replace(spec, config=parse_dict(data), is_campaign=False)
+
+
+def others(plan: Plan, condition: str | None) -> list[str]:
+    """Labels of the conditions whose reward or sampling is not that of the one that is tried.
+
+    Raises UsageError when there is no such condition.
+    """
+    tried = chosen(plan, condition)
+
+    def seen(spec: RunSpec) -> tuple[Any, ...]:
+        return spec.config.reward.grading, spec.config.training.sampling.requested
+
+    return list(
+        dict.fromkeys(spec.label for spec in plan.specs if spec.seed == tried.seed and seen(spec) != seen(tried))
+    )
