@@ -210,9 +210,7 @@ class Provided:
 
     def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):
         self.host, self.data, self._problems, self.correct_above = host, data, problems, correct_above
-        self.reward_range: tuple[float, float] | None = host.reward_range
-        self.metrics_ranges: Mapping[str, Range] = host.metrics_ranges
-        self.exact, self.parallel = host.exact, host.parallel
+        self.ranges, self.exact, self.parallel = host.ranges, host.exact, host.parallel
 
     def problems(self, split: str) -> Sequence[Problem]:
         return self._problems
@@ -246,14 +244,7 @@ class SingleTurn:
         self.splits, self.data, self.grader, self.tools = splits, data, grader, tools
         self.exact = tools is None or tools.exact
         self.parallel = 1 if tools is None else tools.parallel
-        ends = grader.ranges.get("reward", {})
-        self.reward_range: tuple[float, float] | None = (
-            (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
-        )
-        self.metrics_ranges: Mapping[str, Range] = {
-            **{name: ends for name, ends in grader.ranges.items() if name != "reward"},
-            **(tools.metrics_ranges if tools is not None else {}),
-        }
+        self.ranges: Mapping[str, Range] = {**grader.ranges, **(tools.ranges if tools is not None else {})}
 
     def problems(self, split: str) -> Sequence[Problem]:
         return self.splits[split]

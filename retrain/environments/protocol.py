@@ -77,8 +77,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     """What the policy acts in."""
 
-    reward_range: tuple[float, float] | None
-    metrics_ranges: Mapping[str, Range]
+    ranges: Mapping[str, Range]
+    """Ranges of the reward (as ``reward``) and of metrics, where they are known."""
     exact: bool
     """Whether all that an episode answers is a function of problem, seed and actions, so that a run which is resumed
     equals one that was not interrupted."""

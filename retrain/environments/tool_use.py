@@ -51,7 +51,6 @@ class ToolUse:
         self.schemas = tuple(dict(tool.schema) for tool in self.tools.values())
         self.exact = all(tool.exact for tool in self.tools.values())
         self.result_characters = result_characters
-        self.reward_range = None
         self.metrics_ranges: dict[str, Range] = {
             "tools/total_tool_calls": {"min": 0},
             "tools/tool_success_rate": {"min": 0, "max": 1},

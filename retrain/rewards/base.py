@@ -131,7 +131,8 @@ def checked(value: object) -> RewardResult:
     result = value if isinstance(value, RewardResult) else RewardResult(value)  # type: ignore[arg-type]
     if fault := _faulty_numbers(result):
         return failed(fault)
-    result.tags = tuple(str(tag) for tag in result.tags)
+    result.tags, result.audit_error = tuple(str(tag) for tag in result.tags), None
+    result.correct, result.format_ok = _flag(result.correct), _flag(result.format_ok)
     if result.total_reward is None and result is value:
         result.error = printable(result.error or "the reward returned no total_reward")
         return result
@@ -143,6 +144,10 @@ def checked(value: object) -> RewardResult:
         return result
     result.total_reward = total
     return result
+
+
+def _flag(value: object) -> bool | None:
+    return None if value is None else bool(value)
 
 
 def _faulty_numbers(result: RewardResult) -> str:

@@ -1,15 +1,14 @@
 """A worker process that makes reasoning-gym's problems, and checks its tasks before anything trains on them.
 
-Some tasks walk over sets or draw from global generators, so that the same seed gives other problems in another
-process. Here Python's hash seed is 0 and the global generators are seeded for each problem, which repeats all of them;
-and a task that hangs costs no more than its time limit.
+Some tasks draw from global generators or walk over sets, so that the same seed gives other problems in another
+process. The generators are seeded here for each problem, and the hash seed of worker processes is fixed, which repeats
+all of them; and a task that hangs costs no more than its time limit.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -149,7 +148,7 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
 
 
 class TaskWorker:
-    """Worker process with PYTHONHASHSEED=0, as a context manager; replaced after a timeout."""
+    """Worker process, as a context manager; replaced after a timeout."""
 
     def __init__(self) -> None:
         self._pool = WorkerPool(
@@ -178,13 +177,7 @@ class TaskWorker:
         return entries
 
     def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> Reply:
-        before = os.environ.get("PYTHONHASHSEED")
-        os.environ["PYTHONHASHSEED"] = "0"  # read by an interpreter as it starts
-        try:
-            (reply,) = self._pool.map([(task, indices)], seconds)
-        finally:
-            del os.environ["PYTHONHASHSEED"]
-            os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
+        (reply,) = self._pool.map([(task, indices)], seconds)
         return reply
 
     def __enter__(self) -> TaskWorker:

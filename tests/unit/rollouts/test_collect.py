@@ -173,11 +173,10 @@ def test_ctrl_c_waits_for_no_slow_grader():
 class TwoTurns:
     """Asks for more, once by default. An answer of "fail" is not foreseen, nor is a problem without a name."""
 
-    reward_range = None
     exact = True
 
     def __init__(self, turns: int = 2):
-        self.turns, self.metrics_ranges, self.graded = turns, {}, []
+        self.turns, self.ranges, self.graded = turns, {}, []
 
     def start(self, problem, seed):
         if problem.id == "unknown":
