@@ -17,6 +17,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import SupportsFloat
 
 from retrain.plugins import described
@@ -79,7 +80,7 @@ class Grader:
     """Grades the completions of a step with one reward; a context manager.
 
     ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
-    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, a second
+    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
     reward, goes into the sample metrics, which are recorded and reach no advantage.
     """
 
