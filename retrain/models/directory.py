@@ -182,9 +182,8 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         raise ModelError(f"its {CONFIG} has no model_type")
     close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
-    raise ModelError(
-        f'its {CONFIG} has model_type "{kind}", of which this transformers has no {TASK_WORDS[task]}{hint}'
-    )
+    what = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
+    raise ModelError(f'its {CONFIG} has model_type "{kind}", {what}')
 
 
 @cache
