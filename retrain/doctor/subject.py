@@ -266,7 +266,6 @@ class Subject:
         return TrainBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
     def sampled(self, policy: LocalPolicy, sizes: Sizes | None = None) -> list[Sample]:
-        """Sample with one policy and return the training samples."""
         requests = self.requests(self.publish([policy]), sizes=sizes)
         return self.samples(requests, self.engine.sample(requests))
 

@@ -105,11 +105,9 @@ class ToolEpisode:
         return RewardResult(None, sample_metrics=metrics | calls)
 
     def close(self) -> None:
-        """Close the tools; once is enough, twice does no harm."""
         self.stack.close()
 
     def _answer(self, call: Call | str) -> Message:
-        """Run a call, or answer one that could not be read with its fault."""
         begun = time.perf_counter()
         try:
             text = self._called(call)

@@ -270,7 +270,6 @@ class LightTokenizer:
         self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Return the token ids of a text, under ``input_ids``."""
         return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def apply_chat_template(

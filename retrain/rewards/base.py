@@ -63,7 +63,6 @@ class Reward:
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return one checked result for each item, in order."""
         return [self._guarded(*item) for item in items]
 
     def _guarded(self, problem: Problem, completion: str) -> RewardResult:
@@ -117,7 +116,6 @@ class Grader:
             result.sample_metrics = {**result.sample_metrics, AUDIT: audited.total_reward, **numbers}
 
     def close(self) -> None:
-        """Stop worker processes; idempotent."""
         for reward in (self.reward, self.audit):
             if reward is not None:
                 reward.close()
@@ -183,7 +181,6 @@ def _faulty_numbers(result: RewardResult) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Return ``value`` as a float, None if it is no number."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     try:

@@ -55,8 +55,6 @@ class Reply:
 
 
 class _Worker:
-    """One process with the connection to it."""
-
     def __init__(self, python: str, path: Sequence[str]):
         self.socket, theirs = socket.socketpair()
         environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

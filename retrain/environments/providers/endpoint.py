@@ -27,8 +27,6 @@ LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 @dataclass(eq=False)
 class Request:
-    """A request that waits for its completion."""
-
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     completion: asyncio.Future[dict[str, Any]]
@@ -49,7 +47,6 @@ class Channel:
     refused: int = 0
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for the completion of a request with this body. Raises Refused."""
         if self.refuses:
             self.refused += 1
             self.arrived.set()

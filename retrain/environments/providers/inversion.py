@@ -122,7 +122,6 @@ class InvertedEpisode:
         return Observation(tuple(chat_messages(self._request.messages, KEYS)), tuple(self._request.tools))
 
     def step(self, action: Action) -> Step:
-        """Answer the harness, and run it up to its next request."""
         self._begin()
         if self._request is not None:
             self._answer(self._request, action)

@@ -63,7 +63,6 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """Return the server's address, None if each process starts a server."""
         url = self.id if self.url is None else self.url
         return url and url.rstrip("/")
 
@@ -165,8 +164,6 @@ class OpenEnv:
 
 
 class OpenEnvEpisode:
-    """One session with the server."""
-
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
         limit = environment.arguments.step_seconds
@@ -256,7 +253,6 @@ class OpenEnvEpisode:
         return RewardResult(math.fsum(self.rewards), metrics)
 
     def close(self) -> None:
-        """End the session; idempotent."""
         with contextlib.suppress(Exception):  # a session that is gone already
             self._client.close()
 

@@ -133,7 +133,6 @@ def _plain(value: Any) -> Any:
 
 
 def serve() -> Callable[[tuple[Task, Sequence[int] | None]], Any]:
-    """Return the function that does the jobs of ``TaskWorker`` in its process."""
     imported("reasoning_gym", "an environment of reasoning-gym")
     return _reply
 

@@ -125,7 +125,6 @@ class Verifiers:
 def load(
     id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
 ) -> Classic | Tasksets:
-    """Return the environment ``id`` of either kind."""
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"
     )
