@@ -123,9 +123,7 @@ class Endpoint:
         return web.json_response(completion)
 
 
-def completion(
-    action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]], model: str = "policy"
-) -> dict[str, Any]:
+def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
     """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
     ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
@@ -151,7 +149,7 @@ def completion(
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": 0,
-        "model": model,
+        "model": "policy",
         "choices": [
             {
                 "index": 0,
