@@ -153,24 +153,23 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
 
     Raises ModelError where completions leave no room at all.
     """
-    training = _room(config, config.data, longest.training, context, "[training] max_tokens")
+    model = f"{config.model.model} has a context of {context} tokens"
+
+    def room(section: Data, completion: int, key: str) -> Room:
+        limit, left = section.max_prompt_tokens, context - completion
+        if context and left < 1:
+            raise ModelError(
+                f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
+            )
+        if context and (limit is None or left < limit):
+            return Room(section, left, f"{model}, max_tokens = {completion} takes the rest")
+        return Room(section, limit, f"[data] max_prompt_tokens = {limit}")
+
     heldout = {}
     for each in config.held_out:
         key = "[evaluation] max_tokens" if each.name == HELDOUT else f"max_tokens of the set {each.name}"
-        heldout[each.name] = _room(config, each.data, longest.heldout[each.name], context, key)
-    return training, heldout
-
-
-def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
-    limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
-    room, model = context - completion, f"{config.model.model} has a context of {context} tokens"
-    if context and room < 1:
-        raise ModelError(
-            f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
-        )
-    if context and (limit is None or room < limit):
-        limit, why = (room, f"{model}, max_tokens = {completion} takes the rest")
-    return Room(section, limit, why)
+        heldout[each.name] = room(each.data, longest.heldout[each.name], key)
+    return room(config.data, longest.training, "[training] max_tokens"), heldout
 
 
 def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:

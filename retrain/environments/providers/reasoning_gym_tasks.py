@@ -21,7 +21,7 @@ from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.plugins import described
 from retrain.rewards.base import printable
-from retrain.rewards.workers import Reply, WorkerPool
+from retrain.rewards.workers import WorkerPool
 
 INSTANCES = 8  # Problems of each task that a check makes, twice
 FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
@@ -162,22 +162,18 @@ class TaskWorker:
 
     def check(self, task: Task, seconds: float) -> str:
         """Return ``fault_of`` the task; also a fault: it took longer than ``seconds``, or ended the process."""
-        reply = self._ask(task, None, seconds)
+        (reply,) = self._pool.map([(task, None)], seconds)
         return f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else reply.error or reply.value
 
     def entries(self, task: Task, indices: Sequence[int]) -> list[tuple[str, str, str]]:
         """Return question, answer and ``carried`` entry of these problems. Raises ValueError."""
         entries: list[tuple[str, str, str]] = []
         for begin in range(0, len(indices), PAGE):
-            reply = self._ask(task, list(indices[begin : begin + PAGE]), None)
+            (reply,) = self._pool.map([(task, list(indices[begin : begin + PAGE]))])
             if reply.error is not None:
                 raise ValueError(reply.error)
             entries += [(question, answer, entry) for question, answer, entry in reply.value]
         return entries
-
-    def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> Reply:
-        (reply,) = self._pool.map([(task, indices)], seconds)
-        return reply
 
     def __enter__(self) -> TaskWorker:
         return self
