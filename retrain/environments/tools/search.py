@@ -56,6 +56,7 @@ class Search:
         for name, value in (("k", k), ("characters", characters)):
             if value < 1:
                 raise UsageError(f"tool search: {name} = {value} must be at least 1")
+        imported("bm25s", "tool search")
         self.k, self.characters = k, characters
         self._index = _index(Path(corpus))
 
@@ -117,7 +118,8 @@ def _index(corpus: Path) -> Index:
 @lru_cache(maxsize=8)
 def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> Index:
     """Read and index the files of ``stamp``, which also has their modification times (ns) and sizes."""
-    bm25s = imported("bm25s", "tool search")
+    import bm25s
+
     documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file, *_ in stamp]
     documents.sort(key=_order)
     texts = [words(f"{document.title or ''} {document.text}") for document in documents]
