@@ -216,5 +216,5 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
             wanted = arguments.get("metrics", [])
             if isinstance(wanted, list):
                 arguments["metrics"] = [*wanted, section.correct_metric or "correct"]
-        return PROVIDERS[section.provider].target, arguments
+        return PROVIDERS[section.provider], arguments
     return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}
