@@ -1,7 +1,7 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
 An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
-``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SingleTurn`` has the problems of
+``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` has the problems of
 [data].
 """
 

@@ -24,7 +24,7 @@ from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
 from retrain.data.prompts import conversation
-from retrain.environments.build import SingleTurn
+from retrain.environments.build import SplitEnvironment
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.records.measure import EQUAL_REWARDS
@@ -142,7 +142,8 @@ def _answers(cohort: Cohort, asked: Sequence[RolloutRequest]) -> Tried:
     """Answers in one turn, graded one after the other."""
     run = cohort.runs[0]
     environment = run.environments["train"]
-    assert isinstance(environment, SingleTurn)
+    assert isinstance(environment, SplitEnvironment)
+    assert environment.grader is not None
     prompts = [
         run.requests.renderer.prompt(each.problem, conversation(each.problem, run.config.data)) for each in asked
     ]
