@@ -63,13 +63,13 @@ class Reward:
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        return [self._guarded(*item) for item in items]
-
-    def _guarded(self, problem: Problem, completion: str) -> RewardResult:
-        try:
-            return checked(self.grade(problem, completion))
-        except Exception as error:  # a reward's fault costs one completion, never the run
-            return failed(described(error))
+        results = []
+        for problem, completion in items:
+            try:
+                results.append(checked(self.grade(problem, completion)))
+            except Exception as error:  # a reward's fault costs one completion, never the run
+                results.append(failed(described(error)))
+        return results
 
     def close(self) -> None:
         """Release processes and connections; grading again opens new ones."""

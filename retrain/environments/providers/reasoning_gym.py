@@ -120,11 +120,9 @@ class ReasoningGym:
                     entries[name] = worker.entries(task, range(drawn.count(name)))
                 except ValueError as error:
                     raise DataError(f"{OWNER}: problems of {name} cannot be made: {error}") from None
-        problems, given = [], dict.fromkeys(names, 0)
+        problems, remaining = [], {name: enumerate(made) for name, made in entries.items()}
         for name in drawn:
-            index = given[name]
-            given[name] += 1
-            question, answer, carried = entries[name][index]
+            index, (question, answer, carried) = next(remaining[name])
             facts = {"task": name, "index": index, "entry": carried}
             problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
         return problems
