@@ -55,10 +55,9 @@ def bundled_name(model: str) -> str | None:
 
 def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
     """Return a model's file on this machine (bundled, in a local directory, or in the hub's cache), or None."""
-    path = (bundled_model_path(model) or Path(model).expanduser()) / name
-    if path.is_file():
-        return path
-    if bundled_model_path(model) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if (directory := local_directory(model)) is not None:
+        return directory / name if (directory / name).is_file() else None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
