@@ -139,7 +139,8 @@ def _is_path(module: str) -> bool:
 def _plain(problem: Problem) -> Problem:
     """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
-    return replace(problem, prompt=prompt, metadata=json.loads(json.dumps(dict(problem.metadata), default=_json)))
+    metadata = json.dumps(dict(problem.metadata), default=_json, skipkeys=True)
+    return replace(problem, prompt=prompt, metadata=json.loads(metadata))
 
 
 def _json(value: object) -> object:
