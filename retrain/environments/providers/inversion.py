@@ -107,7 +107,7 @@ class InvertedEpisode:
         self._inversion, self._opening = inversion, opening
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
-        self._request: Request | None = None
+        self._request: Request | None  # as _advance finds it
         self._failure: str | None = None
         self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[tuple[Any, ...], str] = {}
