@@ -23,7 +23,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.build import server_engine
 from retrain.engines.server.engine import ServerEngine
-from retrain.environments.build import SingleTurn
+from retrain.environments.build import SplitEnvironment
 from retrain.environments.protocol import Environment
 from retrain.errors import ModelError, UsageError
 from retrain.plugins import described
@@ -166,7 +166,7 @@ def trial_report(
     Returns ``prompts`` (each with its answers and what the reward says of them), ``sampling`` and ``grading`` (counts
     and seconds, with what a whole step takes) and ``verdict``.
     """
-    if isinstance(environment, SingleTurn):
+    if isinstance(environment, SplitEnvironment) and environment.host is None and environment.grader is not None:
         prompts, sampled, graded, sampling_s = _answers(engine, asked, environment.grader, renderer, config)
     else:
         prompts, sampled, graded, sampling_s = _episodes(engine, asked)

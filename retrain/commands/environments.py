@@ -28,6 +28,11 @@ class Found:
 
 
 READY = "ready"
+ABOUT_PROVIDERS = {
+    "reasoning_gym": "a hundred kinds of generated problems with verifiable answers, one turn each",
+    "verifiers": "environments of Prime Intellect's hub and others made with verifiers, and its tasksets",
+    "openenv": "environments behind an OpenEnv server, one that runs or one that each worker starts",
+}
 ABOUT_TOOLS = {
     "calculator": "exact arithmetic",
     "python": "runs the model's Python in a sandbox",
@@ -66,12 +71,8 @@ def environments(
 
 
 def providers() -> list[Found]:
-    from retrain.environments.providers import PROVIDERS
-
-    states = {
-        name: READY if is_installed(each.module) else install_line(each.module) for name, each in PROVIDERS.items()
-    }
-    return [Found("provider", name, states[name], each.purpose) for name, each in PROVIDERS.items()]
+    states = {name: READY if is_installed(name) else install_line(name) for name in ABOUT_PROVIDERS}
+    return [Found("provider", name, states[name], about) for name, about in ABOUT_PROVIDERS.items()]
 
 
 def tools() -> list[Found]:

@@ -53,7 +53,6 @@ def run_checks(
 
 
 def report(subject: Subject, results: Sequence[Result]) -> dict[str, Any]:
-    """Return all results and what they were measured on as plain data."""
     facts = environment_facts()
     config = subject.base.model.config.get_text_config()
     return {

@@ -27,9 +27,8 @@ from retrain.data.prompts import render
 from retrain.device import available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, UsageError
-from retrain.files import read_json
 from retrain.models.directory import directory_fault, find_file, local_directory, model_fault
-from retrain.models.layers import Architecture, architecture_of
+from retrain.models.layers import Architecture, model_config
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
@@ -106,22 +105,13 @@ def _on_device(config: Config, devices: str) -> Config:
 
 def shapes_of(config: Config) -> dict[str, Any]:
     """Return the config.json of the configured model with at most ``LAYERS`` layers. Raises ModelError if unknown."""
-    model = config.model
-    if (path := find_file(model.model, "config.json", model.revision)) is not None:
-        content = read_json(path)
-        shapes = dict(content.get("text_config", content))
-    elif (known := architecture_of(model.model, model.revision)) is not None:
-        shapes = {
-            "model_type": "qwen3", "num_hidden_layers": known.layers, "hidden_size": known.hidden,
-            "intermediate_size": known.intermediate, "vocab_size": known.vocab, "num_attention_heads": known.heads,
-            "num_key_value_heads": known.kv_heads, "head_dim": known.head_dim, "max_position_embeddings": 40960,
-            "rms_norm_eps": 1e-6, "eos_token_id": known.vocab - 1,
-        }  # fmt: skip
-    else:
+    content = model_config(config.model.model, config.model.revision)
+    if content is None:
         raise ModelError(
-            f"neither weights nor config.json of {model.model!r} are on this machine, and nothing is downloaded: "
-            "download it first, or give a file with a local directory"
+            f"neither weights nor config.json of {config.model.model!r} are on this machine, and nothing is "
+            "downloaded: download it first, or give a file with a local directory"
         )
+    shapes = dict(content.get("text_config", content))
     for key in ("num_hidden_layers", "n_layer"):
         if key in shapes:
             shapes[key] = min(LAYERS, shapes[key])
@@ -276,7 +266,6 @@ class Subject:
         return TrainBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
     def sampled(self, policy: LocalPolicy, sizes: Sizes | None = None) -> list[Sample]:
-        """Sample with one policy and return the training samples."""
         requests = self.requests(self.publish([policy]), sizes=sizes)
         return self.samples(requests, self.engine.sample(requests))
 

@@ -5,11 +5,11 @@ import copy
 import hashlib
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +22,7 @@ from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
 from retrain.doctor.subject import LAYERS, LR, Sizes, Subject
 from retrain.files import dumps, read_json, write_json
-from retrain.policy.base import BaseModel
+from retrain.policy.base import BaseModel, architecture_of
 from retrain.policy.local import LocalPolicy, optimizer_tensors
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.objective import Objective, PolicyTerm
@@ -50,7 +50,8 @@ def gradient(subject: Subject) -> Result:
         return Result(SKIP, f"{subject.dtype} is the highest precision that there is")
     depth = int(base.model.config.get_text_config().num_hidden_layers)
     layers = min(depth, LAYERS)
-    needed = _parameters(base, layers) * (higher.itemsize + (base.dtype.itemsize if layers < depth else 0))
+    parameters = replace(architecture_of(base), layers=layers).parameters()
+    needed = parameters * (higher.itemsize + (base.dtype.itemsize if layers < depth else 0))
     if needed > COPIES_SHARE * available_memory(base.device):
         return Result(SKIP, f"the first {layers} layers in {higher} take {needed / 2**30:.1f} GiB, which are not free")
     policy = subject.trained(0, clipped=False)
@@ -71,15 +72,6 @@ def gradient(subject: Subject) -> Result:
     if layers < depth:
         words += f", first {layers} of {depth} layers"
     return judged(subject.kinds, values, words, numbers=len(ours), norm=float(theirs.norm()))
-
-
-def _parameters(base: BaseModel, layers: int) -> int:
-    """Return the parameters of the base up to its first ``layers`` layers."""
-    count = 0
-    for name, weight in base.model.named_parameters():
-        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
-        count += weight.numel() if layer is None or int(layer[1]) < layers else 0
-    return count
 
 
 def _on_first_layers(subject: Subject, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:

@@ -153,24 +153,23 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
 
     Raises ModelError where completions leave no room at all.
     """
-    training = _room(config, config.data, longest.training, context, "[training] max_tokens")
+    model = f"{config.model.model} has a context of {context} tokens"
+
+    def room(section: Data, completion: int, key: str) -> Room:
+        limit, left = section.max_prompt_tokens, context - completion
+        if context and left < 1:
+            raise ModelError(
+                f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
+            )
+        if context and (limit is None or left < limit):
+            return Room(section, left, f"{model}, max_tokens = {completion} takes the rest")
+        return Room(section, limit, f"[data] max_prompt_tokens = {limit}")
+
     heldout = {}
     for each in config.held_out:
         key = "[evaluation] max_tokens" if each.name == HELDOUT else f"max_tokens of the set {each.name}"
-        heldout[each.name] = _room(config, each.data, longest.heldout[each.name], context, key)
-    return training, heldout
-
-
-def _room(config: Config, section: Data, completion: int, context: int, key: str) -> Room:
-    limit, why = section.max_prompt_tokens, f"[data] max_prompt_tokens = {section.max_prompt_tokens}"
-    room, model = context - completion, f"{config.model.model} has a context of {context} tokens"
-    if context and room < 1:
-        raise ModelError(
-            f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
-        )
-    if context and (limit is None or room < limit):
-        limit, why = (room, f"{model}, max_tokens = {completion} takes the rest")
-    return Room(section, limit, why)
+        heldout[each.name] = room(each.data, longest.heldout[each.name], key)
+    return room(config.data, longest.training, "[training] max_tokens"), heldout
 
 
 def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
@@ -184,17 +183,14 @@ def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, con
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
     """Return what a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets.
 
-    ``grader`` may be None where the environment brings its own rewards. Raises PluginMissing.
+    ``grader`` is not used where the environment brings its own rewards. Raises PluginMissing.
     """
     sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
     host = hosted(config, folder) if config.environment.hosted else None
-    if config.environment.provider is not None:
-        assert host is not None
-        above = config.reward.correct_above
-        return {name: Provided(host, splits[name], section, above) for name, section in sections.items()}
-    assert grader is not None
-    return {name: SingleTurn({name: splits[name]}, section, grader, host) for name, section in sections.items()}
+    grader = None if config.environment.provider is not None else grader
+    above = config.reward.correct_above
+    return {name: SplitEnvironment(splits[name], section, grader, host, above) for name, section in sections.items()}
 
 
 def episode_limits(config: Config, context: int | None) -> Limits:
@@ -204,93 +200,73 @@ def episode_limits(config: Config, context: int | None) -> Limits:
     return Limits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
 
 
-class Provided:
-    """Environment of a provider, with the system prompt and template of [data]. ``correct_above`` is the threshold of
-    ``with_correctness``."""
+class SplitEnvironment:
+    """Problems of one split, which the policy answers: in one turn, with the tools of ``host`` up to the first answer
+    without a call, or in the environment of ``host``.
 
-    def __init__(self, host: Hosted, problems: Sequence[Problem], data: Data, correct_above: float = CORRECT_ABOVE):
-        self.host, self.data, self._problems, self.correct_above = host, data, problems, correct_above
-        self.reward_range: tuple[float, float] | None = host.reward_range
-        self.metrics_ranges: Mapping[str, Range] = host.metrics_ranges
-        self.exact, self.parallel = host.exact, host.parallel
+    ``grader`` grades the last answer; without it ``host`` grades, and ``correct_above`` is the threshold of
+    ``with_correctness``.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        data: Data,
+        grader: Grader | None,
+        host: Hosted | None = None,
+        correct_above: float = CORRECT_ABOVE,
+    ):
+        self._problems, self.data, self.grader, self.host = problems, data, grader, host
+        self.correct_above = correct_above
+        self.exact = host is None or host.exact
+        self.parallel = 1 if host is None else host.parallel
+        owners = [owner.ranges for owner in (grader, host) if owner is not None]
+        self.ranges: Mapping[str, Range] = {name: ends for ranges in owners for name, ends in ranges.items()}
 
     def problems(self, split: str) -> Sequence[Problem]:
         return self._problems
 
-    def start(self, problem: Problem, seed: int) -> HostedEpisode:
-        """Begin an episode, whose first observation is asked as [data] says. Raises EpisodeFailed."""
-        episode, data = self.host.start(problem, seed), self.data
-        messages = tuple(episode.first.messages)
-        if messages and messages[0]["role"] == "system":
-            data = data.model_copy(update={"system_prompt": None})
-        prompt = conversation(Problem("", messages, ""), data)
-        episode.first = Observation(tuple(prompt), episode.first.tools)
-        return episode
-
-    def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        results = self.host.results([episode for episode in episodes if isinstance(episode, HostedEpisode)])
-        metric = self.host.section.correct_metric
-        return [with_correctness(result, self.correct_above, metric) for result in results]
-
-
-class SingleTurn:
-    """Problems of [data] by split: the policy answers, perhaps after it has called tools, and ``grader``
-    grades the answer.
-
-    Without ``tools`` an episode has one turn; with them the first answer without a call ends it.
-    """
-
-    def __init__(
-        self, splits: Mapping[str, Sequence[Problem]], data: Data, grader: Grader, tools: Hosted | None = None
-    ):
-        self.splits, self.data, self.grader, self.tools = splits, data, grader, tools
-        self.exact = tools is None or tools.exact
-        self.parallel = 1 if tools is None else tools.parallel
-        ends = grader.ranges.get("reward", {})
-        self.reward_range: tuple[float, float] | None = (
-            (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
-        )
-        self.metrics_ranges: Mapping[str, Range] = {
-            **{name: ends for name, ends in grader.ranges.items() if name != "reward"},
-            **(tools.metrics_ranges if tools is not None else {}),
-        }
-
-    def problems(self, split: str) -> Sequence[Problem]:
-        return self.splits[split]
-
     def start(self, problem: Problem, seed: int) -> Episode:
-        """Begin an episode. Raises EpisodeFailed where the tools cannot be had."""
-        calls = None if self.tools is None else self.tools.start(problem, seed)
-        return SingleTurnEpisode(problem, self.data, calls)
+        """Begin an episode. Raises EpisodeFailed where the host cannot."""
+        return SplitEpisode(problem, self.data, None if self.host is None else self.host.start(problem, seed))
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        answered = [episode for episode in episodes if isinstance(episode, SingleTurnEpisode)]
-        graded = self.grader.grade([(episode.problem, episode.answer) for episode in answered])
-        if self.tools is not None:
-            counted = self.tools.results([episode.calls for episode in answered if episode.calls is not None])
-            for result, counts in zip(graded, counted, strict=True):
-                result.sample_metrics = {**counts.sample_metrics, **result.sample_metrics}
+        ended = [episode for episode in episodes if isinstance(episode, SplitEpisode)]
+        played = [episode.hosted for episode in ended if episode.hosted is not None]
+        results = [] if self.host is None else self.host.results(played)
+        if self.grader is None:
+            metric = self.host.section.correct_metric if self.host is not None else None
+            return [with_correctness(result, self.correct_above, metric) for result in results]
+        graded = self.grader.grade([(episode.problem, episode.answer) for episode in ended])
+        for result, counts in zip(graded, results, strict=self.host is not None):
+            result.sample_metrics = {**counts.sample_metrics, **result.sample_metrics}
         return graded
 
 
 @dataclass
-class SingleTurnEpisode:
-    """Episode of one problem; ``calls`` runs its tool calls, ``answer`` is the last completion."""
+class SplitEpisode:
+    """Episode of one problem; ``hosted`` runs its tool calls, or is what it acts in."""
 
     problem: Problem
     data: Data
-    calls: HostedEpisode | None = None
+    hosted: HostedEpisode | None = None
     answer: str = ""
 
     def observe(self) -> Observation:
-        tools = () if self.calls is None else self.calls.first.tools
-        return Observation(tuple(conversation(self.problem, self.data)), tools)
+        """Return the host's first messages, or else the problem, asked as [data] says."""
+        first = Observation(()) if self.hosted is None else self.hosted.first
+        problem, data = self.problem, self.data
+        if first.messages:
+            problem = Problem("", tuple(first.messages), "")
+        if first.messages and first.messages[0]["role"] == "system":
+            data = data.model_copy(update={"system_prompt": None})
+        return Observation(tuple(conversation(problem, data)), first.tools)
 
     def step(self, action: Action) -> Step:
-        """Run the tool calls; a completion without one ends the episode. Raises EpisodeFailed."""
+        """Take an action in the host; without one a completion ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
-        return Step() if self.calls is None else self.calls.step(action)
+        return Step() if self.hosted is None else self.hosted.step(action)
 
     def close(self) -> None:
-        if self.calls is not None:
-            self.calls.close()
+        if self.hosted is not None:
+            self.hosted.close()

@@ -69,12 +69,7 @@ class Hosted:
             raise PluginMissing(str(error)) from None
         facts = self.pools[0].facts
         self.exact = bool(facts["exact"])
-        ranges: dict[str, Range] = facts["ranges"]
-        ends = ranges.get("reward", {})
-        self.reward_range = (ends["min"], ends["max"]) if {"min", "max"} <= set(ends) else None
-        self.metrics_ranges: Mapping[str, Range] = {
-            name: ends for name, ends in ranges.items() if name != "reward" or self.reward_range is None
-        }
+        self.ranges: Mapping[str, Range] = facts["ranges"]
 
     @property
     def parallel(self) -> int:
@@ -144,9 +139,10 @@ class Hosted:
 
     def _outside(self, result: RewardResult) -> str:
         """Return the fault of a reward outside the declared range, or ""."""
-        if self.reward_range is None or result.total_reward is None:
+        ends = self.ranges.get("reward", {})
+        if not {"min", "max"} <= set(ends) or result.total_reward is None:
             return ""
-        low, high = self.reward_range
+        low, high = ends["min"], ends["max"]
         slack = RANGE_SLACK * max(1.0, high - low)
         if low - slack <= result.total_reward <= high + slack:
             return ""
@@ -220,5 +216,5 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
             wanted = arguments.get("metrics", [])
             if isinstance(wanted, list):
                 arguments["metrics"] = [*wanted, section.correct_metric or "correct"]
-        return PROVIDERS[section.provider].target, arguments
+        return PROVIDERS[section.provider], arguments
     return section.provider, {**({} if section.id is None else {"id": section.id}), **section.args}

@@ -7,7 +7,6 @@ import asyncio
 import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,13 @@ from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 MESSAGE_CHARACTERS = 1_000_000
 """Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
 LOST = "lost"  # Value for an episode that began before this process was started
-FLAGS = ("correct", "format_ok")
-Job = tuple[Any, ...]
 
 
 class Flooded(Exception):
     """An environment's answer is too long."""
 
 
-def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[Job], Any]:
+def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], Any]:
     """Make the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
@@ -48,10 +45,10 @@ class Host:
         self.made: dict[str, list[Any]] = {}
         self.facts = {
             "exact": bool(getattr(environment, "exact", True)),
-            "ranges": declared_ranges(environment) | _reward_range(environment),
+            "ranges": declared_ranges(environment) | _reward_range(getattr(environment, "reward_range", None)),
         }
 
-    def __call__(self, job: Job) -> Any:
+    def __call__(self, job: tuple[Any, ...]) -> Any:
         """Do a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
@@ -69,20 +66,19 @@ class Host:
                     "many are read"
                 )
             self.made[split] = problems
-        made = []
-        for problem in self.made[split][begin : begin + count]:
-            if not isinstance(problem, Problem):
-                raise PluginError(f"problems({split!r}) gave {type(problem).__name__}, not retrain.types.Problem")
-            made.append(
-                {
-                    "id": str(problem.id),
-                    "prompt": problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt),
-                    "answer": str(problem.answer),
-                    "tags": [str(tag) for tag in problem.tags],
-                    "metadata": problem.metadata,
-                }
-            )
-        return made
+        page = self.made[split][begin : begin + count]
+        if wrong := next((problem for problem in page if not isinstance(problem, Problem)), None):
+            raise PluginError(f"problems({split!r}) gave {type(wrong).__name__}, not retrain.types.Problem")
+        return [
+            {
+                "id": str(problem.id),
+                "prompt": problem.prompt if isinstance(problem.prompt, str) else _plain(problem.prompt),
+                "answer": str(problem.answer),
+                "tags": [str(tag) for tag in problem.tags],
+                "metadata": problem.metadata,
+            }
+            for problem in page
+        ]
 
     def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
         self.close(number)
@@ -115,13 +111,11 @@ class Host:
             given = self._settled(self.episodes[number].result())
         finally:
             self.close(number)
-        if isinstance(given, RewardResult) and given.total_reward is None and given.error is None:
-            result = checked(replace(given, total_reward=0.0))
-            result.total_reward = None  # [reward] grades what tools counted
-        else:
-            result = checked(given)
-        flags = {name: None if (flag := getattr(result, name)) is None else bool(flag) for name in FLAGS}
-        return {**vars(result), **flags, "tags": list(result.tags)}
+        is_ungraded = isinstance(given, RewardResult) and given.total_reward is None and given.error is None
+        result = checked(given)
+        if is_ungraded and result is given:
+            result.error = None  # [reward] grades what tools counted
+        return vars(result)
 
     def close(self, number: int) -> None:
         episode = self.episodes.pop(number, None)
@@ -149,7 +143,6 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def _reward_range(environment: Any) -> dict[str, Any]:
-    low, high = getattr(environment, "reward_range", None) or (None, None)
-    known = {name: float(end) for name, end in (("min", low), ("max", high)) if end is not None}
+def _reward_range(ends: Sequence[float | None] | None) -> dict[str, Any]:
+    known = {name: float(end) for name, end in zip(("min", "max"), ends or (), strict=False) if end is not None}
     return {"reward": known} if known else {}

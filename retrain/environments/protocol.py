@@ -1,7 +1,7 @@
 """What the loop asks of an environment: problems, and episodes in which the policy acts on them.
 
 An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
-``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SingleTurn`` has the problems of
+``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` has the problems of
 [data].
 """
 
@@ -77,8 +77,8 @@ class Episode(Protocol):
 class Environment(Protocol):
     """What the policy acts in."""
 
-    reward_range: tuple[float, float] | None
-    metrics_ranges: Mapping[str, Range]
+    ranges: Mapping[str, Range]
+    """Ranges of the reward (as ``reward``) and of metrics, where they are known."""
     exact: bool
     """Whether all that an episode answers is a function of problem, seed and actions, so that a run which is resumed
     equals one that was not interrupted."""

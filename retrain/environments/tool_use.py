@@ -51,7 +51,6 @@ class ToolUse:
         self.schemas = tuple(dict(tool.schema) for tool in self.tools.values())
         self.exact = all(tool.exact for tool in self.tools.values())
         self.result_characters = result_characters
-        self.reward_range = None
         self.metrics_ranges: dict[str, Range] = {
             "tools/total_tool_calls": {"min": 0},
             "tools/tool_success_rate": {"min": 0, "max": 1},
@@ -106,11 +105,9 @@ class ToolEpisode:
         return RewardResult(None, sample_metrics=metrics | calls)
 
     def close(self) -> None:
-        """Close the tools; once is enough, twice does no harm."""
         self.stack.close()
 
     def _answer(self, call: Call | str) -> Message:
-        """Run a call, or answer one that could not be read with its fault."""
         begun = time.perf_counter()
         try:
             text = self._called(call)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,6 @@ VOCABULARIES = (
 """Files with a vocabulary; one of them is enough."""
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
-LONGEST_HEADER = 100_000_000  # Largest safetensors header in bytes, as in safetensors
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
 """What a model is for, as transformers writes it in the names of its tables."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
@@ -55,10 +55,9 @@ def bundled_name(model: str) -> str | None:
 
 def find_file(model: str, name: str, revision: str | None = None) -> Path | None:
     """Return a model's file on this machine (bundled, in a local directory, or in the hub's cache), or None."""
-    path = (bundled_model_path(model) or Path(model).expanduser()) / name
-    if path.is_file():
-        return path
-    if bundled_model_path(model) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if (directory := local_directory(model)) is not None:
+        return directory / name if (directory / name).is_file() else None
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -99,23 +98,25 @@ def reward_model_fault(name: str, *folders: Path) -> str:
     """Return why no reward model can be loaded by this name, looked for in ``folders`` first, or "". Of a hub name only
     the form is checked, and the configuration where it is in the local cache."""
     directory = local_directory(name, *folders)
-    if directory is None:
-        cached = None if (fault := model_fault(name)) else find_file(name, CONFIG)
-        return fault if cached is None else _classifier_fault(cached.parent)
-    return directory_fault(directory, task="SEQUENCE_CLASSIFICATION") or _classifier_fault(directory)
-
-
-def _classifier_fault(directory: Path) -> str:
-    """Return what is wrong with a configuration for a model that gives one score, or ""."""
-    config, fault = _json(directory / CONFIG)
-    if fault:
+    fault = model_fault(name) if directory is None else directory_fault(directory, task="SEQUENCE_CLASSIFICATION")
+    cached = find_file(name, CONFIG) if directory is None else directory / CONFIG
+    if fault or cached is None:
         return fault
+    try:
+        _check_classifier(_json(cached))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _check_classifier(config: Mapping[str, Any]) -> None:
     names = [name for name in config.get("architectures") or () if isinstance(name, str)]
     if names and not any(name.endswith(CLASSIFIER) for name in names):
-        return f"it is a {names[0]}, and a reward model is a …{CLASSIFIER} with one label"
+        raise ModelError(f"it is a {names[0]}, and a reward model is a …{CLASSIFIER} with one label")
     named = config.get("id2label")
     labels = len(named) if isinstance(named, dict) else config.get("num_labels") or 2  # transformers' own default
-    return "" if labels == 1 else f"it has {labels} labels, and a reward model has one, its score"
+    if labels != 1:
+        raise ModelError(f"it has {labels} labels, and a reward model has one, its score")
 
 
 def files_digest(directory: Path) -> str:
@@ -145,13 +146,14 @@ def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: T
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
-        return (
-            _config_fault(directory, trust_remote_code, task)
-            or _weights_fault(directory)
-            or _tokenizer_fault(directory, trust_remote_code)
-        )
+        _check_config(directory, trust_remote_code, task)
+        _check_weights(directory)
+        _check_tokenizer(directory, trust_remote_code)
+    except ModelError as error:
+        return str(error)
     except OSError as error:
         return f"it cannot be read: {error.filename or directory}: {(error.strerror or str(error)).lower()}"
+    return ""
 
 
 def _expanded(name: str) -> Path:
@@ -161,25 +163,26 @@ def _expanded(name: str) -> Path:
         return Path(name)
 
 
-def _config_fault(directory: Path, trust_remote_code: bool, task: Task) -> str:
+def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
     if not (directory / CONFIG).is_file():
-        return f"it has no {CONFIG}: a model directory is what save_pretrained writes"
-    config, fault = _json(directory / CONFIG)
-    if fault:
-        return fault
+        raise ModelError(f"it has no {CONFIG}: a model directory is what save_pretrained writes")
+    config = _json(directory / CONFIG)
     kind, own_code = config.get("model_type"), bool(config.get("auto_map"))
     known = model_types(task)
     if isinstance(kind, str) and (known is None or kind in known):
-        return ""
+        return
     if own_code and task != "CAUSAL_LM":
-        return "it comes with its own code, which is run for [model] alone"
+        raise ModelError("it comes with its own code, which is run for [model] alone")
+    if own_code and not trust_remote_code:
+        raise ModelError("it comes with its own code: read it, then set trust_remote_code = true")
     if own_code:
-        return "" if trust_remote_code else "it comes with its own code: read it, then set trust_remote_code = true"
+        return
     if not isinstance(kind, str):
-        return f"its {CONFIG} has no model_type"
+        raise ModelError(f"its {CONFIG} has no model_type")
     close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
-    return f'its {CONFIG} has model_type "{kind}", of which this transformers has no {TASK_WORDS[task]}{hint}'
+    what = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
+    raise ModelError(f'its {CONFIG} has model_type "{kind}", {what}')
 
 
 @cache
@@ -196,80 +199,63 @@ def model_types(task: Task) -> frozenset[str] | None:
     return None
 
 
-def _weights_fault(directory: Path) -> str:
+def _check_weights(directory: Path) -> None:
     for index, whole in ((INDEX, WHOLE), (PICKLED_INDEX, PICKLED)):
         if (directory / whole).is_file():  # as in transformers: one file before shards, and both before pickles
-            return _file_fault(directory / whole)
+            return _check_file(directory / whole)
         if (directory / index).is_file():
-            return _shards_fault(directory, index)
-    return f"it has no weights: neither {WHOLE} nor {INDEX}"
+            return _check_shards(directory, index)
+    raise ModelError(f"it has no weights: neither {WHOLE} nor {INDEX}")
 
 
-def _shards_fault(directory: Path, index: str) -> str:
-    content, fault = _json(directory / index)
-    if fault:
-        return fault
-    shards = content.get("weight_map")
+def _check_shards(directory: Path, index: str) -> None:
+    shards = _json(directory / index).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        return f"its {index} has no weight_map"
+        raise ModelError(f"its {index} has no weight_map")
     names = sorted(set(shards.values()))
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        return f"it lacks {len(missing)} of the {len(names)} files that {index} names, such as {missing[0]}"
-    return next((fault for name in names if (fault := _file_fault(directory / name))), "")
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        raise ModelError(f"it lacks {len(missing)} of the {len(names)} files that {index} names, such as {missing[0]}")
+    for name in names:
+        _check_file(directory / name)
 
 
-def _file_fault(path: Path) -> str:
-    """Return what is wrong with one file of weights, or ""."""
+def _check_file(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
     size = path.stat().st_size
     if size == 0:
-        return f"its {path.name} is empty"
+        raise ModelError(f"its {path.name} is empty")
     with open(path, "rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            return f"it has only a Git LFS pointer in place of {path.name}; type: git lfs pull"
-        if path.suffix != ".safetensors":
-            return ""
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or not 0 < length <= LONGEST_HEADER:
-            return f"its {path.name} is not a safetensors file"
-        text = file.read(length)
-    if len(text) < length:
-        return f"its {path.name} is cut off: {size:,} bytes, and its header alone takes {8 + length:,}"
-    try:
-        header = json.loads(text)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole = 8 + length + max(ends, default=0)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return f"its {path.name} is not a safetensors file"
-    if size < whole:
-        return f"its {path.name} is cut off: {size:,} of {whole:,} bytes"
-    if size > whole:
-        return f"its {path.name} has {size:,} bytes, {whole:,} by its header"
-    return ""
+        if file.read(8) == b"version ":
+            raise ModelError(f"it has only a Git LFS pointer in place of {path.name}; type: git lfs pull")
+    if path.suffix == ".safetensors":
+        try:
+            safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            reason = str(error).removeprefix("Error while deserializing header: ")
+            raise ModelError(f"its {path.name} of {size:,} bytes is cut off or damaged: {reason}") from None
 
 
-def _tokenizer_fault(directory: Path, trust_remote_code: bool) -> str:
+def _check_tokenizer(directory: Path, trust_remote_code: bool) -> None:
     vocabularies = [name for name in VOCABULARIES if (directory / name).is_file()]
-    if vocabularies:
-        return _json(directory / "tokenizer.json")[1] if "tokenizer.json" in vocabularies else ""
-    settings: dict[str, object] = {}
-    if (directory / "tokenizer_config.json").is_file():
-        settings, fault = _json(directory / "tokenizer_config.json")
-        if fault:
-            return fault
-    if settings.get("tokenizer_class") in WITHOUT_VOCABULARY or (settings.get("auto_map") and trust_remote_code):
-        return ""
-    return f"it has no tokenizer: none of {', '.join(VOCABULARIES[:3])} …"
+    if "tokenizer.json" in vocabularies:
+        _json(directory / "tokenizer.json")
+    file = directory / "tokenizer_config.json"
+    settings = _json(file) if not vocabularies and file.is_file() else {}
+    own_code = settings.get("auto_map") and trust_remote_code
+    if not (vocabularies or own_code or settings.get("tokenizer_class") in WITHOUT_VOCABULARY):
+        raise ModelError(f"it has no tokenizer: none of {', '.join(VOCABULARIES[:3])} …")
 
 
-def _json(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the object in a JSON file, and what is wrong with it."""
+def _json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelError for anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        return {}, f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}"
-    return (content, "") if isinstance(content, dict) else ({}, f"its {path.name} is not a JSON object")
+        raise ModelError(f"its {path.name} is {'not JSON' if path.stat().st_size else 'empty'}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"its {path.name} is not a JSON object")
+    return content
 
 
 class LightTokenizer:
@@ -283,7 +269,6 @@ class LightTokenizer:
         self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        """Return the token ids of a text, under ``input_ids``."""
         return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def apply_chat_template(

@@ -157,19 +157,6 @@ def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_m
     return (packed or merged) * blocks * itemsize, packed * head * itemsize
 
 
-def kept_bytes(hidden: int, queries: int, keys: int, intermediate: int, head_norms: bool, itemsize: int) -> int:
-    """Return the bytes that one layer keeps of one token for the backward pass of the update.
-
-    ``queries`` and ``keys``: numbers in all query heads and in all key heads; ``intermediate``: width of the MLP, of
-    all experts that a token meets; ``head_norms``: queries and keys are normalised. Norms, linear layers and attention
-    keep their inputs, attention also its output, the MLP its gate and its other half.
-    """
-    norms = 2 * hidden + head_norms * (queries + keys)
-    linear = 2 * hidden + queries + intermediate
-    attention = 2 * queries + 2 * keys
-    return (norms + linear + attention + 2 * intermediate) * itemsize
-
-
 @dataclass(frozen=True)
 class Architecture:
     """Sizes of a decoder-only transformer, as far as its costs depend on them."""
@@ -221,26 +208,19 @@ class Architecture:
         )
 
     @property
-    def attention_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the attention's linear layers, by their usual names."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (self.hidden, queries),
-            "k_proj": (self.hidden, keys),
-            "v_proj": (self.hidden, keys),
-            "o_proj": (queries, self.hidden),
-        }
-
-    @property
-    def mlp_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of one expert's linear layers, by their usual names."""
-        up = {"gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
-        return {**up, "up_proj": (self.hidden, self.intermediate), "down_proj": (self.intermediate, self.hidden)}
-
-    @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the linear layers of a block."""
-        return self.attention_shapes | self.mlp_shapes
+        """(inputs, outputs) of the linear layers of a block, of one expert's in the MLP, by their usual paths."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        gate = {"mlp.gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
+        return {
+            "self_attn.q_proj": (self.hidden, queries),
+            "self_attn.k_proj": (self.hidden, keys),
+            "self_attn.v_proj": (self.hidden, keys),
+            "self_attn.o_proj": (queries, self.hidden),
+            **gate,
+            "mlp.up_proj": (self.hidden, self.intermediate),
+            "mlp.down_proj": (self.intermediate, self.hidden),
+        }
 
     def parameters(self) -> int:
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -250,30 +230,34 @@ class Architecture:
 
     def linear_parameters(self, experts: int) -> int:
         """Numbers in the linear layers of all blocks, with so many experts."""
-        attention = sum(a * b for a, b in self.attention_shapes.values())
-        mlp = experts * sum(a * b for a, b in self.mlp_shapes.values())
-        return self.layers * (attention + mlp)
+        shapes = self.linear_shapes.items()
+        return self.layers * sum(a * b * (experts if name.startswith("mlp.") else 1) for name, (a, b) in shapes)
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
         """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
-        attention = {f"self_attn.{name}": sum(sizes) for name, sizes in self.attention_shapes.items()}
-        mlp = {f"mlp.{name}": self.experts * sum(sizes) for name, sizes in self.mlp_shapes.items()}
         return rank * sum(
-            features
+            (inputs + outputs) * (self.experts if name.startswith("mlp.") else 1)
             for layer in range(self.layers)
-            for name, features in (attention | mlp).items()
+            for name, (inputs, outputs) in self.linear_shapes.items()
             if targeted(f"model.layers.{layer}.{name}", target_modules)
         )
 
-    def cache_bytes(self, bytes_per_number: int) -> int:
+    def cache_bytes(self, itemsize: int) -> int:
         """Bytes of keys and values that one token occupies."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * bytes_per_number
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
-    def kept_bytes(self, bytes_per_number: int) -> int:
-        """Bytes that one token's forward pass keeps for its backward pass."""
+    def kept_bytes(self, itemsize: int) -> int:
+        """Bytes that one token's forward pass keeps for the backward pass of the update.
+
+        Norms, linear layers and attention keep their inputs, attention also its output, the MLP its gate and its other
+        half.
+        """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        wide = self.active_experts * self.intermediate
-        return self.layers * kept_bytes(self.hidden, queries, keys, wide, self.head_norms, bytes_per_number)
+        wide = self.active_experts * self.intermediate  # of all experts that a token meets
+        norms = 2 * self.hidden + self.head_norms * (queries + keys)
+        linear = 2 * self.hidden + queries + wide
+        attention = 2 * queries + 2 * keys
+        return self.layers * (norms + linear + attention + 2 * wide) * itemsize
 
 
 QWEN3 = {
@@ -288,13 +272,23 @@ QWEN3 = {
 explained on a machine that has never met a hub."""
 
 
-def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
-    """Sizes of ``model``, or None when its config.json is not on this machine or is of an unknown form."""
+def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return the config.json of ``model``, or its published sizes; None when neither is on this machine."""
     path = find_file(model, "config.json", revision)
     if path is not None:
-        return Architecture.from_config(read_json(path))
+        return read_json(path)
     sizes = QWEN3.get(model.removeprefix("Qwen/Qwen3-").removesuffix("-Base")) if model.startswith("Qwen/") else None
     if sizes is None:
         return None
     layers, hidden, heads, intermediate, tied = sizes
-    return Architecture(layers, hidden, 151_936, heads, 8, 128, intermediate, tied, head_norms=True)
+    return {
+        "model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": intermediate,
+        "vocab_size": 151_936, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "eos_token_id": 151_935, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
+    """Return the sizes of ``model``, or None when they are unknown or of an unknown form."""
+    config = model_config(model, revision)
+    return None if config is None else Architecture.from_config(config)

@@ -293,34 +293,25 @@ LARGEST_SHARE = 0.95
 """Up to this share of the memory beside base and lanes, sizes planned on a larger device are kept on a smaller one."""
 
 
-def head_size(config: Any) -> int:
-    """Return the width of a head, from a text model's configuration."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _key_width(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads) * head_size(config)
+def architecture_of(base: BaseModel) -> layers.Architecture:
+    """Return the sizes of a loaded base. Raises ModelError for a model that is no decoder."""
+    config = base.model.config.get_text_config()
+    # Some models have names of their own, which transformers maps to the usual ones.
+    usual = {name: getattr(config, name) for name in config.attribute_map}
+    architecture = layers.Architecture.from_config(config.to_dict() | usual)
+    if architecture is None:
+        raise ModelError(f"the configuration of {base.name} does not tell its sizes")
+    return replace(architecture, head_norms=any(name.endswith("q_norm") for name, _ in base.model.named_modules()))
 
 
 def cache_bytes(base: BaseModel) -> int:
     """Return the bytes of one token's keys and values, over all layers."""
-    config = base.model.config.get_text_config()
-    return 2 * config.num_hidden_layers * _key_width(config) * base.dtype.itemsize
+    return architecture_of(base).cache_bytes(base.dtype.itemsize)
 
 
 def kept_bytes(base: BaseModel) -> int:
     """Return the bytes that one token's forward pass keeps for its backward pass, over all layers."""
-    config = base.model.config.get_text_config()
-    wide = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    return config.num_hidden_layers * layers.kept_bytes(
-        config.hidden_size,
-        config.num_attention_heads * head_size(config),
-        _key_width(config),
-        experts * int(wide or 4 * config.hidden_size),
-        any(name.endswith("q_norm") for name, _ in base.model.named_modules()),
-        base.dtype.itemsize,
-    )
+    return architecture_of(base).kept_bytes(base.dtype.itemsize)
 
 
 @dataclass(frozen=True)

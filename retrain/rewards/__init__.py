@@ -1,11 +1,11 @@
 """Graders: a problem and a completion in, a RewardResult out; no reward can end a run.
 
 A reward of your own is a function named in the TOML (``[reward] type = "custom"``, see ``custom``) or, from
-Python, a subclass of ``Reward`` handed to ``grader_of``.
+Python, a subclass of ``Reward`` handed to ``Grader``.
 """
 
 from retrain.rewards.base import Grader, Reward
-from retrain.rewards.build import build_grader, grader_of
+from retrain.rewards.build import build_grader
 from retrain.types import RewardResult
 
-__all__ = ["Grader", "Reward", "RewardResult", "build_grader", "grader_of"]
+__all__ = ["Grader", "Reward", "RewardResult", "build_grader"]

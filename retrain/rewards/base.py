@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import SupportsFloat
 
 from retrain.plugins import described
-from retrain.types import Problem, RewardResult, with_correctness
+from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
 
 Item = tuple[Problem, str]  # A problem and the text of one completion
 AUDIT = "audit"  # Name of the audit's score among the sample metrics, and prefix of its other metrics
@@ -63,31 +63,35 @@ class Reward:
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return one checked result for each item, in order."""
-        return [self._guarded(*item) for item in items]
-
-    def _guarded(self, problem: Problem, completion: str) -> RewardResult:
-        try:
-            return checked(self.grade(problem, completion))
-        except Exception as error:  # a reward's fault costs one completion, never the run
-            return failed(described(error))
+        results = []
+        for problem, completion in items:
+            try:
+                results.append(checked(self.grade(problem, completion)))
+            except Exception as error:  # a reward's fault costs one completion, never the run
+                results.append(failed(described(error)))
+        return results
 
     def close(self) -> None:
         """Release processes and connections; grading again opens new ones."""
 
 
-@dataclass(frozen=True, eq=False)
 class Grader:
-    """Grades the completions of a step with one reward; a context manager. ``grader_of`` makes it.
+    """Grades the completions of a step with one reward; a context manager.
 
-    ``names`` are the components that every result has, in the order in which they are configured, ``ranges`` those of
-    the reward and its only component. ``correct_above`` is the threshold of ``with_correctness``.
+    ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
+    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
+    reward, goes into the sample metrics, which are recorded and reach no advantage.
     """
 
-    reward: Reward
-    names: tuple[str, ...]
-    ranges: Mapping[str, Mapping[str, float | bool]]
-    correct_above: float
+    def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
+        self.reward, self.correct_above, self.audit = reward, correct_above, audit
+        self.names = reward.names or (reward.name,)
+        self.columns = (*reward.columns, *(audit.columns if audit else ()))
+        self.ranges = dict(reward.ranges)
+        if len(self.names) == 1 and "reward" in reward.ranges:  # the only component is the total
+            self.ranges.setdefault(self.names[0], reward.ranges["reward"])
+        for name, limits in (audit.ranges if audit else {}).items():
+            self.ranges[AUDIT if name == "reward" else f"{AUDIT}/{name}"] = limits
 
     def grade(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; a completion that cannot be graded has ``total_reward=None``."""
@@ -97,11 +101,24 @@ class Grader:
                 result.components = {self.reward.name: result.total_reward}
             if result.total_reward is None and not result.error:
                 result.error = "no reward applies to this completion"
+        if self.audit is not None:
+            self._add_audit(self.audit, items, results)
         return [with_correctness(result, self.correct_above) for result in results]
 
+    def _add_audit(self, audit: Reward, items: Sequence[Item], results: Sequence[RewardResult]) -> None:
+        try:
+            audits = audit.grade_all(items)
+        except Exception as error:  # an audit costs its own number, never the run
+            audits = [failed(described(error))] * len(items)
+        for result, audited in zip(results, audits, strict=True):
+            result.audit_error = audited.error
+            numbers = {f"{AUDIT}/{name}": value for name, value in audited.sample_metrics.items()}
+            result.sample_metrics = {**result.sample_metrics, AUDIT: audited.total_reward, **numbers}
+
     def close(self) -> None:
-        """Stop worker processes; idempotent."""
-        self.reward.close()
+        for reward in (self.reward, self.audit):
+            if reward is not None:
+                reward.close()
 
     def __enter__(self) -> Grader:
         return self
@@ -131,7 +148,8 @@ def checked(value: object) -> RewardResult:
     result = value if isinstance(value, RewardResult) else RewardResult(value)  # type: ignore[arg-type]
     if fault := _faulty_numbers(result):
         return failed(fault)
-    result.tags = tuple(str(tag) for tag in result.tags)
+    result.tags, result.audit_error = tuple(str(tag) for tag in result.tags), None
+    result.correct, result.format_ok = _flag(result.correct), _flag(result.format_ok)
     if result.total_reward is None and result is value:
         result.error = printable(result.error or "the reward returned no total_reward")
         return result
@@ -143,6 +161,10 @@ def checked(value: object) -> RewardResult:
         return result
     result.total_reward = total
     return result
+
+
+def _flag(value: object) -> bool | None:
+    return None if value is None else bool(value)
 
 
 def _faulty_numbers(result: RewardResult) -> str:
@@ -159,7 +181,6 @@ def _faulty_numbers(result: RewardResult) -> str:
 
 
 def _number(value: object) -> float | None:
-    """Return ``value`` as a float, None if it is no number."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     try:

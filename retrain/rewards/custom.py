@@ -17,8 +17,9 @@ For charts, a function or its module may declare the ranges of its numbers (``re
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
@@ -138,16 +139,12 @@ def _is_path(module: str) -> bool:
 def _plain(problem: Problem) -> Problem:
     """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
-    metadata = {str(key): _json(value) for key, value in problem.metadata.items()}
-    return Problem(problem.id, prompt, problem.answer, problem.tags, metadata)
+    metadata = json.dumps(dict(problem.metadata), default=_json, skipkeys=True)
+    return replace(problem, prompt=prompt, metadata=json.loads(metadata))
 
 
 def _json(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 # -- in the worker: reading the functions -------------------------------------------------------------------------
@@ -157,8 +154,7 @@ def _json(value: object) -> object:
 class RewardFunction:
     """A function of the user's own with the names of its arguments; without any it gets (completion, answer).
 
-    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns of the data that it
-    cannot do without.
+    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns that it requires.
     """
 
     name: str
@@ -186,7 +182,7 @@ class Scorer:
         }
 
     def __call__(self, job: Sequence[GradedCompletion]) -> list[dict[str, object]]:
-        return [_json_result(result) for result in grade_job(self.functions, job)]
+        return [vars(result) for result in grade_job(self.functions, job)]
 
 
 def _import(module: str, folders: Sequence[Path]) -> ModuleType:
@@ -308,13 +304,15 @@ class LoggedValues:
 
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
     """Return one result for each completion. Several functions are added up, each a component of its name."""
-    started = [_started(function, job) for function in functions]
-    waiting = [value for values, _ in started for value in values if inspect.isawaitable(value)]
-    awaited = iter(asyncio.run(_await_all(waiting)) if waiting else ())
-    columns = []
-    for function, (values, logged) in zip(functions, started, strict=True):
-        values = [next(awaited) if inspect.isawaitable(value) else value for value in values]
-        columns.append(_results(function, values, logged, len(job)))
+    logs = [LoggedValues() for _ in functions]
+    # No event loop runs while functions are called: one may start a loop itself.
+    returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]
+    if any(inspect.isawaitable(value) for values in returned for value in values):
+        returned = asyncio.run(_settled(returned))
+    columns = [
+        _results(function, values, logged, len(job))
+        for function, values, logged in zip(functions, returned, logs, strict=True)
+    ]
     if len(functions) == 1:
         return columns[0]
     return [
@@ -323,47 +321,38 @@ def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletio
     ]
 
 
-def _started(function: RewardFunction, job: Sequence[GradedCompletion]) -> tuple[list[object], LoggedValues]:
-    """Call the function: values, awaitables or the exceptions that were raised, one for each completion or one for all
-    of them. No event loop runs meanwhile, since a function may start one itself."""
-    logged = LoggedValues()
+def _call(function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues) -> list[object]:
+    """Return values, awaitables or the exceptions that were raised, one for each completion or one for all of them."""
     if function.by_batch:
-        return [_tried(function.call, **_batch_arguments(function, job, logged))], logged
+        return [_tried(function.call, **_batch_arguments(function, job, logged))]
     values = []
     for problem, completion, _ in job:
-        if function.arguments:
-            arguments = {name: ARGUMENTS[name](problem, completion) for name in function.arguments}
-            values.append(_tried(function.call, **arguments))
-        else:
-            values.append(_tried(function.call, completion, problem.answer))
-    return values, logged
+        arguments = {name: ARGUMENTS[name](problem, completion) for name in function.arguments}
+        positional = () if arguments else (completion, problem.answer)
+        values.append(_tried(function.call, *positional, **arguments))
+    return values
 
 
 def _batch_arguments(
     function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues
 ) -> dict[str, object]:
-    """Return the arguments of a function in TRL's form."""
+    """Return the arguments of a function in TRL's form; a column that the data lacks is a list of None."""
+    rows = [columns_of(problem) for problem, _, _ in job]
+    columns = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
     prompts = [problem.prompt for problem, _, _ in job]
     completions = [text for _, text, _ in job]
     is_text = isinstance(prompts[0], str)
     arguments: dict[str, object] = {
-        **_columns(function, job),
+        **{name: [row.get(name) for row in rows] for name in columns},
         "prompts": prompts if is_text else [[dict(message) for message in prompt] for prompt in prompts],  # type: ignore[arg-type]
         "completions": completions if is_text else [[{"role": "assistant", "content": text}] for text in completions],
         "completion_ids": [list(ids) for _, _, ids in job],
         "log_extra": logged.log_extra,
         "log_metric": logged.log_metric,
     }
-    return (
-        arguments if function.takes_any else {name: arguments[name] for name in function.arguments if name in arguments}
-    )
-
-
-def _columns(function: RewardFunction, job: Sequence[GradedCompletion]) -> dict[str, list[object]]:
-    """Return the columns of the data; one that the function requires and the data lacks is a list of None."""
-    rows = [columns_of(problem) for problem, _, _ in job]
-    names = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
-    return {name: [row.get(name) for row in rows] for name in names}
+    if function.takes_any:
+        return arguments
+    return {name: arguments[name] for name in function.arguments if name in arguments}
 
 
 def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> object:
@@ -375,8 +364,11 @@ def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> obje
         return error
 
 
-async def _await_all(waiting: Sequence[Awaitable[object]]) -> list[object]:
-    return await asyncio.gather(*waiting, return_exceptions=True)
+async def _settled(returned: Sequence[Sequence[object]]) -> list[list[object]]:
+    """Await all awaitables at once; one that raises is replaced by its exception."""
+    waiting = [value for values in returned for value in values if inspect.isawaitable(value)]
+    awaited = iter(await asyncio.gather(*waiting, return_exceptions=True))
+    return [[next(awaited) if inspect.isawaitable(value) else value for value in values] for values in returned]
 
 
 def _results(
@@ -409,9 +401,3 @@ def _result(value: object) -> RewardResult:
     if isinstance(value, BaseException):
         return failed(str(value) if isinstance(value, RetrainError) else described(value))
     return checked(value)
-
-
-def _json_result(result: RewardResult) -> dict[str, object]:
-    values = {each.name: getattr(result, each.name) for each in fields(RewardResult)}
-    flags = {name: None if values[name] is None else bool(values[name]) for name in ("correct", "format_ok")}
-    return {**values, **flags, "audit_error": None}

@@ -44,15 +44,6 @@ class JudgeUnavailable(Exception):
     """The endpoint could not be reached or did not answer properly, after all attempts."""
 
 
-@dataclass
-class _Batch:
-    """State that the requests of one ``ask_all`` share."""
-
-    slots: asyncio.Semaphore
-    failures_in_a_row: int = 0
-    last_reason: str = ""
-
-
 class JudgeEndpoint:
     """``model`` at ``url`` (the part before ``/chat/completions``).
 
@@ -90,26 +81,27 @@ class JudgeEndpoint:
     async def _ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
         import httpx
 
-        batch = _Batch(asyncio.Semaphore(self.concurrency))
+        slots = asyncio.Semaphore(self.concurrency)
+        failures: list[str] = []  # in a row
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=self.concurrency)
-        async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits) as client:
-            return list(await asyncio.gather(*(self._answer(client, batch, each) for each in questions)))
 
-    async def _answer(self, client: httpx.AsyncClient, batch: _Batch, question: Messages) -> JudgeAnswer:
-        async with batch.slots:
-            if batch.failures_in_a_row >= FAILURES_IN_A_ROW:
-                return JudgeAnswer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {batch.last_reason}")
-            try:
-                text = await self._reply(client, question)
-            except JudgeUnavailable as error:
-                batch.failures_in_a_row += 1
-                batch.last_reason = str(error)
-                return JudgeAnswer(fault=batch.last_reason)
-            except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
-                return JudgeAnswer(fault=self._without_key(described(error)))
-            batch.failures_in_a_row = 0
-            return JudgeAnswer(self._without_key(text))
+        async def answer(question: Messages) -> JudgeAnswer:
+            async with slots:
+                if len(failures) >= FAILURES_IN_A_ROW:
+                    return JudgeAnswer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {failures[-1]}")
+                try:
+                    text = await self._reply(client, question)
+                except JudgeUnavailable as error:
+                    failures.append(str(error))
+                    return JudgeAnswer(fault=failures[-1])
+                except Exception as error:  # of this question alone: HTTP 400, a reply that is not a chat completion
+                    return JudgeAnswer(fault=self._without_key(described(error)))
+                failures.clear()
+                return JudgeAnswer(self._without_key(text))
+
+        async with httpx.AsyncClient(headers=headers, timeout=self.timeout_s, limits=limits) as client:
+            return list(await asyncio.gather(*map(answer, questions)))
 
     async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
         """Return the text of the reply. Raises JudgeUnavailable after the last attempt, ValueError for a refusal."""
@@ -134,7 +126,8 @@ class JudgeEndpoint:
             reason = f"HTTP {status} {text[:120]}"
             if status not in RETRIED_STATUS:
                 raise ValueError(f"the judge at {self.url} answered {reason}")
-            pause = min(_seconds(headers.get("retry-after", "")), self.timeout_s)
+            wanted = headers.get("retry-after", "")  # seconds, or a date, which is not followed
+            pause = min(float(wanted), self.timeout_s) if wanted.isdecimal() else 0.0
         fault = f"the judge at {self.url} failed {self.attempts} times, last: {reason}"
         raise JudgeUnavailable(self._without_key(fault))
 
@@ -162,7 +155,3 @@ def _content(body: str) -> str:
     if ended == "length":
         raise ValueError(f"the judge's reply was cut off ({MAX_TOKENS} tokens at most)")
     return content if isinstance(content, str) else ""
-
-
-def _seconds(retry_after: str) -> float:
-    return float(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0.0

@@ -61,7 +61,6 @@ class JudgeReward(Reward):
 
 
 def score_of(answer: JudgeAnswer) -> RewardResult:
-    """Return the score that the judge replied, or its fault."""
     if answer.fault:
         return failed(answer.fault)
     score = parse_score(answer.text)

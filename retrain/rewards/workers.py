@@ -55,11 +55,10 @@ class Reply:
 
 
 class _Worker:
-    """One process with the connection to it."""
-
     def __init__(self, python: str, path: Sequence[str]):
         self.socket, theirs = socket.socketpair()
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment["PYTHONHASHSEED"] = "0"  # code that walks over sets gives every process the same
         with theirs:
             self.process = subprocess.Popen(
                 [python, "-c", _BOOT, str(theirs.fileno()), json.dumps(path)],
@@ -68,7 +67,7 @@ class _Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
-                env=environment,
+                env=os.environ | environment,
             )
         self.connection = Connection(self.socket.fileno())
 

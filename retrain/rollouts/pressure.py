@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from retrain.config.evaluation import Backpressure
+from retrain.errors import ModelError
 from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
-from retrain.policy.base import BaseModel, cache_bytes, head_size
+from retrain.policy.base import BaseModel, architecture_of
 
 
 def decode_work(base: BaseModel) -> DecodeWork | None:
@@ -18,19 +19,19 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
     model: Any = base.model
     if model is None:
         return None
-    config = model.config.get_text_config()
-    sizes = [getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")]
-    experts = [getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    if not all(sizes) or any(experts):
+    try:
+        sizes = architecture_of(base)
+    except ModelError:
         return None
-    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    if sizes.experts > 1:
+        return None
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     parameters = sum(weight.numel() for weight in model.parameters())
     return DecodeWork(
         parameters=parameters - (0 if inputs is outputs else inputs.numel()),
         parameter_bytes=base.dtype.itemsize,
-        operations_per_position=4 * layers * heads * head_size(config),  # a query with a key, a weight with a value
-        cache_bytes=cache_bytes(base),
+        operations_per_position=4 * sizes.layers * sizes.heads * sizes.head_dim,  # query with key, weight with value
+        cache_bytes=sizes.cache_bytes(base.dtype.itemsize),
     )
 
 

@@ -190,7 +190,7 @@ def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> D
     data = data_of(specs[0].config, folder)
     for spec in specs:
         check_rubrics(data, spec.config)
-        if fault := missing_column(graders[spec.config.reward.grading].reward.columns, data, spec.config):
+        if fault := missing_column(graders[spec.config.reward.grading].columns, data, spec.config):
             raise DataError(f"[reward] custom_function: {fault}")
     return data
 

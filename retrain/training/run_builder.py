@@ -332,10 +332,8 @@ def _declared_ranges(
     only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
     written = _merged_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
     plugins = _merged_ranges(*(ranges for key, ranges in code if not is_source(key)))
-    graded = grader.ranges if config.environment.provider is None else {}
-    ends = environment.reward_range
-    acted = {**environment.metrics_ranges, **({} if ends is None else {"reward": {"min": ends[0], "max": ends[1]}})}
-    return plugins, _merged_ranges(*(ranges for key, ranges in code if is_source(key)), acted, graded, written)
+    sources = (ranges for key, ranges in code if is_source(key))
+    return plugins, _merged_ranges(*sources, environment.ranges, written)
 
 
 def _merged_ranges(*declared: Mapping[str, Values]) -> dict[str, Row]:

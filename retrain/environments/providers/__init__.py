@@ -1,37 +1,10 @@
 """Environments of other people's libraries behind ``environments.protocol``; one file for each, none imported here."""
 
-from typing import NamedTuple
-
-
-class Provider(NamedTuple):
-    """``target`` is ``module:Class``; ``module`` what the library is imported as, ``extra`` what installs it."""
-
-    target: str
-    module: str
-    extra: str
-    purpose: str
-
-
 _HERE = "retrain.environments.providers"
 
 PROVIDERS = {
-    "reasoning_gym": Provider(
-        f"{_HERE}.reasoning_gym:ReasoningGym",
-        "reasoning_gym",
-        "gym",
-        "a hundred kinds of generated problems with verifiable answers, one turn each",
-    ),
-    "verifiers": Provider(
-        f"{_HERE}.verifiers:Verifiers",
-        "verifiers",
-        "verifiers",
-        "environments of Prime Intellect's hub and others made with verifiers, and its tasksets",
-    ),
-    "openenv": Provider(
-        f"{_HERE}.openenv:OpenEnv",
-        "openenv",
-        "openenv",
-        "environments behind an OpenEnv server, one that runs or one that each worker starts",
-    ),
+    "reasoning_gym": f"{_HERE}.reasoning_gym:ReasoningGym",
+    "verifiers": f"{_HERE}.verifiers:Verifiers",
+    "openenv": f"{_HERE}.openenv:OpenEnv",
 }
-"""By the name that a configuration uses."""
+"""Target of each provider by its name in a configuration, which is also the module that its library is imported as."""

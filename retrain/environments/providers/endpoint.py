@@ -27,8 +27,6 @@ LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 @dataclass(eq=False)
 class Request:
-    """A request that waits for its completion."""
-
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     completion: asyncio.Future[dict[str, Any]]
@@ -49,7 +47,6 @@ class Channel:
     refused: int = 0
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Wait for the completion of a request with this body. Raises Refused."""
         if self.refuses:
             self.refused += 1
             self.arrived.set()
@@ -126,9 +123,7 @@ class Endpoint:
         return web.json_response(completion)
 
 
-def completion(
-    action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]], model: str = "policy"
-) -> dict[str, Any]:
+def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
     """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
     ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
@@ -154,7 +149,7 @@ def completion(
         "id": f"chatcmpl-{number}",
         "object": "chat.completion",
         "created": 0,
-        "model": model,
+        "model": "policy",
         "choices": [
             {
                 "index": 0,

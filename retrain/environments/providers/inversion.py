@@ -104,26 +104,31 @@ class InvertedEpisode:
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
-        self._inversion, self._lead, self._opening = inversion, lead, opening
+        self._inversion, self._opening = inversion, opening
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
-        self._task: asyncio.Task[Outcome] | None = None
-        self._request: Request | None = None
+        self._request: Request | None  # as _advance finds it
         self._failure: str | None = None
         self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[tuple[Any, ...], str] = {}
         """Texts of the policy, by the keys of the messages that the harness was given."""
-        self._tools, self._actions, self._calls = "", 0, 0
+        self._actions = self._calls = 0
+        inversion.endpoint.channels[self._channel.name] = self._channel
+        self._task = inversion.loop.create_task(lead(self._channel))
+        self._advance()
+        if self._request is not None:
+            self._tools = self._request.tools
+            try:
+                self._seen = [message_key(message) for message in self._request.messages]
+            except PluginError as error:
+                self._fail(error)
 
     def observe(self) -> Observation:
-        self._begin()
         if self._request is None:
             return Observation(tuple(self._opening) or ({"role": "user", "content": ""},))
         return Observation(tuple(chat_messages(self._request.messages, KEYS)), tuple(self._request.tools))
 
     def step(self, action: Action) -> Step:
-        """Answer the harness, and run it up to its next request."""
-        self._begin()
         if self._request is not None:
             self._answer(self._request, action)
             self._advance()
@@ -136,33 +141,17 @@ class InvertedEpisode:
         return Step(done=True, logs={**({"stop": outcome.stop} if outcome.stop else {}), **outcome.logs})
 
     def result(self) -> RewardResult:
-        self._begin()
         if self._request is not None:
             self._channel.refuse(self._request)
             self._advance()
         return self._outcome().reward
 
     def close(self) -> None:
-        task, self._task = self._task, None
         self._request, self._failure = None, self._failure or "closed before it had ended"
         self._inversion.endpoint.channels.pop(self._channel.name, None)
-        if task is not None and not task.done() and not self._inversion.loop.is_closed():
-            task.cancel()
-            self._inversion.run(_ended([task]))
-
-    def _begin(self) -> None:
-        """Run the harness up to its first request, once."""
-        if self._task is not None or self._failure is not None:
-            return
-        self._inversion.endpoint.channels[self._channel.name] = self._channel
-        self._task = self._inversion.loop.create_task(self._lead(self._channel))
-        self._advance()
-        if self._request is not None:
-            self._tools = json.dumps(self._request.tools, sort_keys=True)
-            try:
-                self._seen = [message_key(message) for message in self._request.messages]
-            except PluginError as error:
-                self._fail(error)
+        if not self._task.done() and not self._inversion.loop.is_closed():
+            self._task.cancel()
+            self._inversion.run(_ended([self._task]))
 
     def _advance(self) -> None:
         """Run the harness up to its next request, or to its end."""
@@ -173,7 +162,7 @@ class InvertedEpisode:
 
     async def _until_asked(self) -> None:
         task, channel = self._task, self._channel
-        while task is not None and not task.done() and not channel.waiting:
+        while not task.done() and not channel.waiting:
             if channel.refused > MAX_REFUSALS:
                 self._failure = "it went on asking after the rollout was over"
                 task.cancel()
@@ -199,7 +188,7 @@ class InvertedEpisode:
 
     def _next(self, request: Request) -> Step:
         """Return the policy's next observation. Raises PluginError for content that is not text."""
-        if json.dumps(request.tools, sort_keys=True) != self._tools:
+        if request.tools != self._tools:
             raise PluginError("it offers other tools than at the beginning of the episode, which is not supported")
         before, self._seen = self._seen, [message_key(message) for message in request.messages]
         messages = chat_messages(request.messages, KEYS)
@@ -217,7 +206,7 @@ class InvertedEpisode:
 
     def _outcome(self) -> Outcome:
         task = self._task
-        if self._failure is None and task is not None and task.done():
+        if self._failure is None and task.done():
             error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
             if error is None:
                 return task.result()

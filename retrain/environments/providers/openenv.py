@@ -20,15 +20,14 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.openenv_forms import Actions, messages_of, result_of, tool_schema
+from retrain.environments.providers.openenv_forms import OWNER, Actions, messages_of, result_of, tool_schema
 from retrain.environments.providers.openenv_server import Server
 from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError
 from retrain.rewards.base import printable
-from retrain.types import Action, Message, Problem, RewardResult
+from retrain.types import Action, Problem, RewardResult
 
 Text = Annotated[str, Field(min_length=1)]
-OWNER = "environment openenv"
 INVALID_ACTION = "VALIDATION_ERROR"
 """Error code of a server for an invalid action; all others mean that the environment is broken."""
 
@@ -64,7 +63,6 @@ class Arguments(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """Return the server's address, None if each process starts a server."""
         url = self.id if self.url is None else self.url
         return url and url.rstrip("/")
 
@@ -138,10 +136,7 @@ class OpenEnv:
             if field is None:
                 raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
             schema = {}
-        try:
-            actions = Actions(schema, field, self.arguments.action)
-        except KeyError as error:
-            raise UsageError(f"{OWNER}: {error.args[0]}") from None
+        actions = Actions(schema, field, self.arguments.action)
         if field is None and not self.arguments.action and actions.may_be_calls:
             self.tools = self._list_tools(url)
             if not self.tools and "tool_name" in schema.get("properties", {}):
@@ -169,8 +164,6 @@ class OpenEnv:
 
 
 class OpenEnvEpisode:
-    """One session with the server."""
-
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
         limit = environment.arguments.step_seconds
@@ -183,7 +176,7 @@ class OpenEnvEpisode:
         try:
             self._call(self._client.connect)
             begun = self._call(lambda: self._client.reset(**arguments))
-            self.first = self._messages(begun.observation)
+            self.first = messages_of(begun.observation, environment.arguments.message_field)
             if begun.done:
                 raise PluginError(f"{OWNER}: {url} was done with seed {seed} before the first action")
         except BaseException:
@@ -214,7 +207,7 @@ class OpenEnvEpisode:
         if reply.done:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
-        messages = self._messages(reply.observation)
+        messages = messages_of(reply.observation, self.environment.arguments.message_field)
         if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # all that was said, again
             begun = list(self.observe().messages)
             messages = [*begun, *messages[len(begun) :]]
@@ -260,7 +253,6 @@ class OpenEnvEpisode:
         return RewardResult(math.fsum(self.rewards), metrics)
 
     def close(self) -> None:
-        """End the session; idempotent."""
         with contextlib.suppress(Exception):  # a session that is gone already
             self._client.close()
 
@@ -273,12 +265,6 @@ class OpenEnvEpisode:
             raise PluginError(f"{OWNER}: {self.url} gave a reward of {reward}")
         self.rewards.append(reward)
         return reward
-
-    def _messages(self, observation: Any) -> list[Message]:
-        try:
-            return messages_of(observation, self.environment.arguments.message_field)
-        except KeyError as error:
-            raise UsageError(f"{OWNER}: {error.args[0]}") from None
 
     def _metrics(self, observation: Any) -> dict[str, float]:
         fields = observation if isinstance(observation, Mapping) else {}

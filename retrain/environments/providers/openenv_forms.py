@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrain.environments.tools.calls import as_text
+from retrain.errors import UsageError
 from retrain.types import Message
 
+OWNER = "environment openenv"
 ROLES = ("system", "user", "assistant", "tool")
 MESSAGE_FIELDS = (
     *("messages", "prompt", "message", "text", "content"),
@@ -23,7 +25,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
     """Convert an observation to chat messages; text and other values become a user message.
 
     ``field``: which part, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, and all of it as
-    JSON where there is none. Raises KeyError, with the fields there are, where ``field`` is not.
+    JSON where there is none. Raises UsageError, with the fields there are, where ``field`` is not.
     """
     if field is None:
         if not isinstance(observation, Mapping):
@@ -36,7 +38,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
     for part in field.split("."):
         if not isinstance(value, Mapping) or part not in value:
             there = ", ".join(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise KeyError(f"message_field {field!r} is not in the observation, which has {there}")
+            raise UsageError(f"{OWNER}: message_field {field!r} is not in the observation, which has {there}")
         value = value[part]
     return _as_messages(value)
 
@@ -58,7 +60,7 @@ class Actions:
 
     ``field``: the part that is the whole text, as the schema's type; by default the only field that is required, or
     the only one, where a text can be it. Else the text is a JSON object, within a code fence or not. ``constants``
-    are added to each action. Raises KeyError for a field that the schema has not.
+    are added to each action. Raises UsageError for a field that the schema has not.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str | None, constants: Mapping[str, Any]):
@@ -66,7 +68,8 @@ class Actions:
         self.schema, self.constants = {**schema, "properties": fields}, dict(constants)
         self._types = {name: spec.get("type") for name, spec in fields.items() if isinstance(spec, Mapping)}
         if field is not None and fields and field not in fields:
-            raise KeyError(f"action_field {field!r} is not in the server's actions, which have {', '.join(fields)}")
+            there = ", ".join(fields)
+            raise UsageError(f"{OWNER}: action_field {field!r} is not in the server's actions, which have {there}")
         self.field = field if field is not None else self._only_field(list(fields), schema.get("required", []))
 
     def _only_field(self, fields: Sequence[str], required: Sequence[str]) -> str | None:

@@ -54,24 +54,20 @@ class Server:
 
     def _wait(self, seconds: float, owner: str, command: str) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if not self.alive:
-                said = self._last_words()
-                self.close()
-                raise PluginError(f"{owner}: the server {command!r} ended with status {self.process.returncode}{said}")
+        while self.alive and time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).is_success:
                     return
             time.sleep(0.05)
-        said = self._last_words()
-        self.close()
-        raise PluginError(f"{owner}: {self.url}/health of {command!r} did not answer within {seconds:g} s{said}")
-
-    def _last_words(self) -> str:
+        status = self.process.poll()
         self._output.seek(0, os.SEEK_END)
         self._output.seek(max(0, self._output.tell() - 400))
         lines = self._output.read().decode(errors="replace").strip().splitlines()
-        return f": {printable(lines[-1])}" if lines else ""
+        last = f": {printable(lines[-1])}" if lines else ""
+        self.close()
+        if status is not None:
+            raise PluginError(f"{owner}: the server {command!r} ended with status {status}{last}")
+        raise PluginError(f"{owner}: {self.url}/health of {command!r} did not answer within {seconds:g} s{last}")
 
 
 def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:

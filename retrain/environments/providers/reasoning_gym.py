@@ -30,8 +30,6 @@ CHECK_SECONDS = 120.0  # How long the check of one task may take before training
 
 
 class Numbers(BaseModel):
-    """Number of problems to draw and to hold out, and the seed."""
-
     model_config = ConfigDict(strict=True)
 
     size: PositiveInt = 1000
@@ -40,8 +38,6 @@ class Numbers(BaseModel):
 
 
 class Part(BaseModel):
-    """A task and its share of the problems."""
-
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     name: str
@@ -53,7 +49,6 @@ class Checked(NamedTuple):
     """Result of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
 
     name: str
-    ok: bool
     reason: str
     seconds: float
 
@@ -82,7 +77,6 @@ class ReasoningGym:
         self._drawn: list[Problem] | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the training problems for ``train``, else the held-out problems."""
         if self._drawn is None:
             self._drawn = self._draw()
         held = self._drawn[: self.heldout]
@@ -126,11 +120,9 @@ class ReasoningGym:
                     entries[name] = worker.entries(task, range(drawn.count(name)))
                 except ValueError as error:
                     raise DataError(f"{OWNER}: problems of {name} cannot be made: {error}") from None
-        problems, given = [], dict.fromkeys(names, 0)
+        problems, remaining = [], {name: enumerate(made) for name, made in entries.items()}
         for name in drawn:
-            index = given[name]
-            given[name] += 1
-            question, answer, carried = entries[name][index]
+            index, (question, answer, carried) = next(remaining[name])
             facts = {"task": name, "index": index, "entry": carried}
             problems.append(Problem(f"{name}/{self.seed}/{index}", question, answer, (name,), facts))
         return problems
@@ -138,8 +130,6 @@ class ReasoningGym:
 
 @dataclass
 class ReasoningGymEpisode:
-    """One question and its answer."""
-
     environment: ReasoningGym
     problem: Problem
     answer: str = ""
@@ -167,7 +157,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Che
         for name in data_sets() if names is None else names:
             begin = time.monotonic()
             fault = worker.check(Task(name, 0, 100, {}), seconds)
-            outcome.append(Checked(name, not fault, fault, time.monotonic() - begin))
+            outcome.append(Checked(name, fault, time.monotonic() - begin))
     return outcome
 
 
@@ -178,7 +168,6 @@ def data_sets() -> list[str]:
 
 
 def _known(name: str) -> None:
-    """Raise UsageError for a name that is no data set's."""
     if name not in (known := data_sets()):
         raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
 
@@ -192,7 +181,6 @@ def _dataset(task: Task) -> Any:
 
 
 def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
-    """Return the tasks that ``id`` names. Raises UsageError."""
     if isinstance(id, str):
         listed: list[Any] = [{"name": id, "config": config}]
     else:
@@ -207,7 +195,6 @@ def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
 
 
 def _part(item: Mapping[str, Any]) -> Part:
-    """Return one table of the list. Raises UsageError."""
     part = validated(Part, item, f"{OWNER}: an item of id")
     _known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])

@@ -1,15 +1,14 @@
 """A worker process that makes reasoning-gym's problems, and checks its tasks before anything trains on them.
 
-Some tasks walk over sets or draw from global generators, so that the same seed gives other problems in another
-process. Here Python's hash seed is 0 and the global generators are seeded for each problem, which repeats all of them;
-and a task that hangs costs no more than its time limit.
+Some tasks draw from global generators or walk over sets, so that the same seed gives other problems in another
+process. The generators are seeded here for each problem, and the hash seed of worker processes is fixed, which repeats
+all of them; and a task that hangs costs no more than its time limit.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.plugins import described
 from retrain.rewards.base import printable
-from retrain.rewards.workers import Reply, WorkerPool
+from retrain.rewards.workers import WorkerPool
 
 INSTANCES = 8  # Problems of each task that a check makes, twice
 FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
@@ -134,7 +133,6 @@ def _plain(value: Any) -> Any:
 
 
 def serve() -> Callable[[tuple[Task, Sequence[int] | None]], Any]:
-    """Return the function that does the jobs of ``TaskWorker`` in its process."""
     imported("reasoning_gym", "an environment of reasoning-gym")
     return _reply
 
@@ -149,7 +147,7 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
 
 
 class TaskWorker:
-    """Worker process with PYTHONHASHSEED=0, as a context manager; replaced after a timeout."""
+    """Worker process, as a context manager; replaced after a timeout."""
 
     def __init__(self) -> None:
         self._pool = WorkerPool(
@@ -164,28 +162,18 @@ class TaskWorker:
 
     def check(self, task: Task, seconds: float) -> str:
         """Return ``fault_of`` the task; also a fault: it took longer than ``seconds``, or ended the process."""
-        reply = self._ask(task, None, seconds)
+        (reply,) = self._pool.map([(task, None)], seconds)
         return f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else reply.error or reply.value
 
     def entries(self, task: Task, indices: Sequence[int]) -> list[tuple[str, str, str]]:
         """Return question, answer and ``carried`` entry of these problems. Raises ValueError."""
         entries: list[tuple[str, str, str]] = []
         for begin in range(0, len(indices), PAGE):
-            reply = self._ask(task, list(indices[begin : begin + PAGE]), None)
+            (reply,) = self._pool.map([(task, list(indices[begin : begin + PAGE]))])
             if reply.error is not None:
                 raise ValueError(reply.error)
             entries += [(question, answer, entry) for question, answer, entry in reply.value]
         return entries
-
-    def _ask(self, task: Task, indices: Sequence[int] | None, seconds: float | None) -> Reply:
-        before = os.environ.get("PYTHONHASHSEED")
-        os.environ["PYTHONHASHSEED"] = "0"  # read by an interpreter as it starts
-        try:
-            (reply,) = self._pool.map([(task, indices)], seconds)
-        finally:
-            del os.environ["PYTHONHASHSEED"]
-            os.environ.update({} if before is None else {"PYTHONHASHSEED": before})
-        return reply
 
     def __enter__(self) -> TaskWorker:
         return self

@@ -74,7 +74,6 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
 
 
 def _check(written: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an unknown or a missing argument."""
     try:
         signature = inspect.signature(written)
     except ValueError:  # a class without a signature

@@ -65,13 +65,10 @@ class SeededProblems:
         return range(self._heldout, self._heldout + self._size) if split == "train" else range(self._heldout)
 
     def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
-        """Return a new environment with this seed, which has no builder."""
         return self.written(**self._arguments, seed=number), None
 
 
 class Cookbook(Adapted):
-    """The environment of such problems."""
-
     def __init__(self, source: DatasetProblems | SeededProblems, owner: str, run: Run):
         super().__init__(source.written, owner, run)
         self.source = source
@@ -90,8 +87,6 @@ class Cookbook(Adapted):
 
 
 class CookbookEpisode:
-    """One environment's life."""
-
     def __init__(self, made: Any, builder: Any, owner: str, run: Run):
         self.builder, self.owner, self.run = builder, owner, run
         self.wrapped, self.made = made, getattr(made, "message_env", None) or made
@@ -182,7 +177,6 @@ class CookbookEpisode:
         return len(messages) == 1 and bool(first) and messages[0]["content"].startswith(first)
 
     def _messages(self, observation: Any) -> list[Message]:
-        """Return an observation as messages. Raises PluginError for what is none."""
         if isinstance(observation, str):
             return [{"role": "user", "content": observation}]
         if _is_tokens(observation):

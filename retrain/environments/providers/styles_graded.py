@@ -79,7 +79,6 @@ class Graded(Adapted):
         self._samples: list[Any] = []
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the samples of ``train``, or for any other name the held-out ones."""
         samples = self._loaded()
         return [_problem(samples[at], at) for at in numbers_of(split, len(samples), self.heldout, self.owner)]
 
@@ -87,7 +86,6 @@ class Graded(Adapted):
         return GradedEpisode(self.made, self._loaded()[int(problem.metadata["index"])], self.owner, self.run)
 
     def _loaded(self) -> list[Any]:
-        """Return the samples. Raises DataError for what is no list of them."""
         if not self._samples:
             samples = list(self.run(self.made.load_dataset()))
             if len(samples) < 2:
@@ -112,8 +110,6 @@ def _problem(sample: Any, index: int) -> Problem:
 
 
 class GradedEpisode:
-    """One sample's rollout."""
-
     def __init__(self, made: Any, sample: Any, owner: str, run: Run):
         self.made, self.sample, self.owner, self.run = made, sample, owner, run
         self.several_turns = self._has("env_response")

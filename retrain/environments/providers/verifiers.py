@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrain.environments.arguments import imported
-from retrain.environments.protocol import Range
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.providers.verifiers_classic import Classic
@@ -54,8 +53,6 @@ class Verifiers:
     ):
         imported("verifiers", "environment verifiers")
         self.id, self.exact = id, exact
-        self.reward_range: tuple[float, float] | None = None
-        self.metrics_ranges: Mapping[str, Range] = {}
         self._train, self._heldout, self._heldout_args = train, heldout, heldout_args
         self._args, self._env = args, env or {}
         self._inversion = Inversion()
@@ -128,7 +125,6 @@ class Verifiers:
 def load(
     id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
 ) -> Classic | Tasksets:
-    """Return the environment ``id`` of either kind."""
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"
     )

@@ -21,8 +21,6 @@ PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampli
 
 
 class Classic:
-    """One loaded environment."""
-
     def __init__(self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion):
         vf: Any = importlib.import_module("verifiers")
         if env:

@@ -43,12 +43,10 @@ class _SilentAgent:
         return self._vf.Trace(task=about, agent=info, is_completed=True, ok=True)
 
     async def run(self, task: Any, **options: Any) -> Any:
-        """Return a trace without a turn."""
         return await self._trace(task)
 
     @asynccontextmanager
     async def interaction(self, task: Any, **options: Any) -> AsyncIterator[_Silence]:
-        """Open a run that ends with its first turn."""
         yield _Silence(self._vf, await self._trace(task))
 
 

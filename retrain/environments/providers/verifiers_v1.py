@@ -137,7 +137,6 @@ class Tasksets:
         return self._tasks
 
     def _check_runs(self, vf: Any) -> None:
-        """Raise UsageError where an episode has several runs of agents."""
         if type(self.environment).run is vf.SingleAgentEnv.run:
             return
         task = next(iter(self.environment.taskset), None)

@@ -14,9 +14,9 @@ Special tokens may have been taken out of the text, so that a message which as a
 what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``, unless that
 begins with a call).
 All work is linear in the length of the text, times ``MAX_CALLS``.
-
-A reader gets the text and where its opener ends; it returns the calls and where they end, or raises _Malformed.
 """
+
+from __future__ import annotations
 
 import ast
 import contextlib
@@ -109,25 +109,24 @@ def parse(text: str) -> Parsed:
         return Parsed((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
     if calls := _bare(text):
         return Parsed(_bounded(calls), "")
-    text = _after_thought(text)
+    cursor = _Cursor(_after_thought(text))
     found: list[Call | str] = []
     rest: list[str] = []
-    at = 0
-    while len(found) <= MAX_CALLS and (marker := _MARKER.search(text, at)):
-        rest.append(text[at : marker.start()])
-        opener, at = marker[0].strip(), marker.end()
-        if opener in _THOUGHTS:
-            close = text.find(_THOUGHTS[opener], at)
-            at = len(text) if close < 0 else close + len(_THOUGHTS[opener])
-            continue
+    while len(found) <= MAX_CALLS and (marker := _MARKER.search(cursor.text, cursor.at)):
+        rest.append(cursor.text[cursor.at : marker.start()])
+        opener = marker[0].strip()
         opener = "```" if opener.startswith("```") else opener
+        begin = cursor.at = marker.end()
+        if opener in _THOUGHTS:
+            close = cursor.text.find(_THOUGHTS[opener], begin)
+            cursor.at = len(cursor.text) if close < 0 else close + len(_THOUGHTS[opener])
+            continue
         try:
-            calls, at = _READERS[opener](text, at)
-            found += calls
+            found += _READERS[opener](cursor)
         except _Malformed as error:
-            found.append(_fault(str(error), _form(opener, text, at)))
-            at = _beyond_fault(opener, text, at)
-    remainder = "".join([*rest, text[at:]]).strip()
+            found.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
+            cursor.at = _beyond_fault(opener, cursor.text, begin)
+    remainder = "".join([*rest, cursor.text[cursor.at :]]).strip()
     if not found and (found := _bare(remainder) or _nearly(remainder)):
         remainder = ""
     return Parsed(_bounded(found), remainder)
@@ -168,11 +167,10 @@ def _fault(reason: str, form: str) -> str:
     return f"A tool call could not be read: {reason}. The right form is:\n{form}"
 
 
-def _form(opener: str, text: str, at: int) -> str:
-    begin = _skip(text, at)
+def _form(opener: str, after: _Cursor) -> str:
     if opener == "[TOOL_CALLS]":
-        return MISTRAL if text.startswith(("[", "{"), begin) else MISTRAL_NAMED
-    if opener == "<function=" or text.startswith("<function=", begin):
+        return MISTRAL if after.sees("[", "{") else MISTRAL_NAMED
+    if opener == "<function=" or after.sees("<function="):
         return XML
     return {"<tool_call>": HERMES, "<|python_tag|>": LLAMA, "```": FENCED}[opener]
 
@@ -182,10 +180,8 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
     if opener == "```":
         fence = _FENCE_END.search(text, at)
         return fence.end() if fence else len(text)
-    if opener == "<|python_tag|>":
-        return len(text)
-    before, found, _ = text[at:].partition(opener)
-    again = at + len(before) if found else len(text)
+    again = -1 if opener == "<|python_tag|>" else text.find(opener, at)
+    again = len(text) if again < 0 else again
     closer = {"<tool_call>": "</tool_call>", "<function=": "</function>"}.get(opener, "")
     close = text.find(closer, at, again) if closer else -1
     return again if close < 0 else close + len(closer)
@@ -193,7 +189,7 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
 
 def _after_thought(text: str) -> str:
     """Return the text without a thought that the prompt has opened; one that begins with a call is no thought."""
-    if _MARKER.match(text, _skip(text, 0)):
+    if _MARKER.match(text, _Cursor(text).skip().at):
         return text
     for opener, closer in _THOUGHTS.items():
         end, begin = text.find(closer), text.find(opener)
@@ -202,80 +198,106 @@ def _after_thought(text: str) -> str:
     return text
 
 
-def _tagged(text: str, at: int) -> tuple[list[Call | str], int]:
+class _Cursor:
+    """A text with the position up to which it has been read. What it expects and does not see is _Malformed."""
+
+    def __init__(self, text: str, at: int = 0):
+        self.text, self.at = text, at
+
+    def skip(self, pattern: re.Pattern[str] = _SPACE) -> _Cursor:
+        self.match(pattern)
+        return self
+
+    def sees(self, *texts: str) -> bool:
+        return self.text.startswith(texts, self.at)
+
+    def take(self, text: str) -> bool:
+        """Read the text if it comes next, and return whether it did."""
+        is_next = self.sees(text)
+        self.at += len(text) * is_next
+        return is_next
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        match = pattern.match(self.text, self.at)
+        self.at = match.end() if match else self.at
+        return match
+
+    def expect(self, closer: str, what: str) -> None:
+        if not self.skip().take(closer):
+            raise _Malformed(f"{what} is expected, not {self.glimpse()}")
+
+    def json(self) -> Any:
+        try:
+            value, self.at = _DECODER.raw_decode(self.text, self.at)
+        except json.JSONDecodeError as error:
+            self.at = error.pos
+            raise _Malformed(f"its JSON is broken at {self.glimpse()} ({error.msg})") from None
+        except RecursionError:
+            raise _Malformed("its JSON is nested too deeply") from None
+        except ValueError as error:
+            reason = str(error) if "JSON" in str(error) else "a number is too long"
+            raise _Malformed(f"its JSON is broken: {reason}") from None
+        return value
+
+    def glimpse(self) -> str:
+        return repr(self.text[self.at : self.at + 30]) if self.at < len(self.text) else "the end of the message"
+
+
+def _tagged(cursor: _Cursor) -> list[Call | str]:
     """Read ``<tool_call>``: JSON or XML."""
-    if text.find("</tool_call>", at) < 0:
+    if cursor.text.find("</tool_call>", cursor.at) < 0:
         raise _Malformed("<tool_call> is not closed with </tool_call>")
     calls: list[Call | str] = []
-    at = _skip(text, at)
-    if text.startswith("<function=", at):
-        while text.startswith("<function=", at) and len(calls) <= MAX_CALLS:
-            call, at = _function(text, at + len("<function="))
-            calls, at = [*calls, call], _skip(text, at)
-    else:
-        value, at = _json(text, at)
-        calls, at = _calls(value, HERMES), _skip(text, at)
-    if not text.startswith("</tool_call>", at):
-        raise _Malformed(f"after the call </tool_call> is expected, not {_glimpse(text, at)}")
-    return calls, at + len("</tool_call>")
+    while cursor.skip().take("<function="):
+        calls += _function(cursor)
+    calls = calls or _calls(cursor.json(), HERMES)
+    cursor.expect("</tool_call>", "after the call </tool_call>")
+    return calls
 
 
-def _bare_function(text: str, at: int) -> tuple[list[Call | str], int]:
-    call, at = _function(text, at)
-    return [call], at
-
-
-def _function(text: str, at: int) -> tuple[Call, int]:
-    name = _KEY.match(text, at)
+def _function(cursor: _Cursor) -> list[Call | str]:
+    name = cursor.match(_KEY)
     if name is None:
         raise _Malformed("<function= is not followed by the name of a tool and >")
-    arguments: dict[str, Any] = {}
-    at = _skip(text, name.end())
-    if text.startswith("{", at):
-        value, at = _json(text, at)
-        arguments, at = value, _skip(text, at)
-    while text.startswith("<parameter=", at):
-        key = _KEY.match(text, at + len("<parameter="))
+    arguments: dict[str, Any] = cursor.json() if cursor.skip().sees("{") else {}
+    while cursor.skip().take("<parameter="):
+        key = cursor.match(_KEY)
         if key is None:
             raise _Malformed("<parameter= is not followed by the name of an argument and >")
-        end = text.find("</parameter>", key.end())
-        if end < 0 or text.find("\n<parameter=", key.end(), end) >= 0:
+        end = cursor.text.find("</parameter>", cursor.at)
+        if end < 0 or cursor.text.find("\n<parameter=", cursor.at, end) >= 0:
             raise _Malformed(f"<parameter={key[1]}> is not closed with </parameter>")
-        arguments[key[1].strip()] = text[key.end() : end].removeprefix("\n").removesuffix("\n")
-        at = _skip(text, end + len("</parameter>"))
-    if not text.startswith("</function>", at):
-        raise _Malformed(f"<parameter=…> or </function> is expected, not {_glimpse(text, at)}")
-    return Call(name[1].strip(), arguments), at + len("</function>")
+        arguments[key[1].strip()] = cursor.text[cursor.at : end].removeprefix("\n").removesuffix("\n")
+        cursor.at = end + len("</parameter>")
+    cursor.expect("</function>", "<parameter=…> or </function>")
+    return [Call(name[1].strip(), arguments)]
 
 
-def _mistral(text: str, at: int) -> tuple[list[Call | str], int]:
+def _mistral(cursor: _Cursor) -> list[Call | str]:
     """Read ``[TOOL_CALLS]``: a list, or name and arguments."""
-    at = _skip(text, at)
-    if text.startswith(("[", "{"), at):
-        value, at = _json(text, at)
-        return _calls(value, MISTRAL), at
-    name = _NAMED.match(text, at)
+    if cursor.skip().sees("[", "{"):
+        return _calls(cursor.json(), MISTRAL)
+    name = cursor.match(_NAMED)
     if name is None:
-        raise _Malformed(f"[TOOL_CALLS] is followed by {_glimpse(text, at)}, which is no list of calls and no name")
-    value, at = _json(text, name.end())
-    return [Call(name[1], _arguments(value), name[2])], at
+        raise _Malformed(f"[TOOL_CALLS] is followed by {cursor.glimpse()}, which is no list of calls and no name")
+    return [Call(name[1], _arguments(cursor.json()), name[2])]
 
 
-def _python_tag(text: str, at: int) -> tuple[list[Call | str], int]:
+def _python_tag(cursor: _Cursor) -> list[Call | str]:
     """Read ``<|python_tag|>``: JSON up to the end of the message."""
-    end = _without_end_tokens(text, at)
-    return [call for value in _sequence(text[at:end]) for call in _calls(value, LLAMA)], len(text)
+    body, cursor.at = cursor.text[cursor.at :], len(cursor.text)
+    return [call for value in _sequence(_without_end_tokens(body)) for call in _calls(value, LLAMA)]
 
 
-def _fenced(text: str, at: int) -> tuple[list[Call | str], int]:
+def _fenced(cursor: _Cursor) -> list[Call | str]:
     """Read a block ```` ```tool ````: JSON, or calls as in Python."""
-    end = _FENCE_END.search(text, at)
+    end = _FENCE_END.search(cursor.text, cursor.at)
     if end is None:
         raise _Malformed("the block ```tool is not closed with ```")
-    body = text[at : end.start()].strip()
+    body, cursor.at = cursor.text[cursor.at : end.start()].strip(), end.end()
     if body.startswith(("{", "[")):
-        return [call for value in _sequence(body) for call in _calls(value, FENCED)], end.end()
-    return _python(body), end.end()
+        return [call for value in _sequence(body) for call in _calls(value, FENCED)]
+    return _python(body)
 
 
 def _python(body: str) -> list[Call | str]:
@@ -315,9 +337,9 @@ def _literal(name: str, argument: str, node: ast.expr) -> Any:
         raise _Malformed(reason) from None
 
 
-_READERS: dict[str, Callable[[str, int], tuple[list[Call | str], int]]] = {
+_READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
     "<tool_call>": _tagged,
-    "<function=": _bare_function,
+    "<function=": _function,
     "[TOOL_CALLS]": _mistral,
     "<|python_tag|>": _python_tag,
     "```": _fenced,
@@ -326,11 +348,10 @@ _READERS: dict[str, Callable[[str, int], tuple[list[Call | str], int]]] = {
 
 def _bare(text: str) -> list[Call | str]:
     """Return the calls of a text that as a whole is calls without an opener; none for any other text."""
-    begin = _skip(text, 0)
-    text = text[begin : _without_end_tokens(text, begin)]
+    text = _without_end_tokens(text.lstrip())
     try:
         if not text.startswith(("{", "[")):
-            return _named_sequence(text)
+            return _named_sequence(_Cursor(text))
         values = _sequence(text)
     except _Malformed:
         return []
@@ -340,17 +361,15 @@ def _bare(text: str) -> list[Call | str]:
     return [call for item in items for call in _calls(item, LLAMA)]
 
 
-def _named_sequence(text: str) -> list[Call | str]:
+def _named_sequence(cursor: _Cursor) -> list[Call | str]:
     """Read ``name{…}name{…}``: Mistral's newer form without its tokens."""
     calls: list[Call | str] = []
-    at = 0
-    while at < len(text) and len(calls) <= MAX_CALLS:
-        name = _BARE_NAMED.match(text, at)
+    while cursor.at < len(cursor.text):
+        name = cursor.match(_BARE_NAMED)
         if name is None:
             raise _Malformed("no call")
-        value, at = _json(text, name.end())
-        calls.append(Call(name[1], value))
-        at = _skip(text, at)
+        calls.append(Call(name[1], cursor.json()))
+        cursor.skip()
     return calls
 
 
@@ -358,7 +377,7 @@ def _nearly(text: str) -> list[Call | str]:
     """Return a fault for a message that begins as a call and is not JSON."""
     try:
         if _NEARLY.match(text):
-            _sequence(text[: _without_end_tokens(text, 0)])
+            _sequence(_without_end_tokens(text))
     except _Malformed as error:
         return [_fault(str(error), LLAMA if '"parameters"' in text[:500] else JSON_FORM)]
     return []
@@ -381,28 +400,13 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 """``strict=False``: line breaks inside a text, which models write in code, are taken as they stand."""
 
 
-def _json(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins here, and where it ends."""
-    try:
-        return _DECODER.raw_decode(text, at)
-    except json.JSONDecodeError as error:
-        raise _Malformed(f"its JSON is broken at {_glimpse(text, error.pos)} ({error.msg})") from None
-    except RecursionError:
-        raise _Malformed("its JSON is nested too deeply") from None
-    except ValueError as error:
-        reason = str(error) if "JSON" in str(error) else "a number is too long"
-        raise _Malformed(f"its JSON is broken: {reason}") from None
-
-
 def _sequence(text: str) -> list[Any]:
     """Return JSON values one after the other, up to the end of the text."""
     values = []
-    at = _skip(text, 0)
-    while at < len(text) and len(values) <= MAX_CALLS:
-        value, at = _json(text, at)
-        values.append(value)
-        match = _SEPARATOR.match(text, at)
-        at = match.end() if match else at
+    cursor = _Cursor(text).skip()
+    while cursor.at < len(text):
+        values.append(cursor.json())
+        cursor.skip(_SEPARATOR)
     if not values:
         raise _Malformed("there is no JSON object with the call")
     return values
@@ -411,7 +415,7 @@ def _sequence(text: str) -> list[Any]:
 def _calls(value: Any, form: str) -> list[Call | str]:
     """Parse one call or a list of calls; other values give a fault that shows ``form``."""
     calls: list[Call | str] = []
-    for item in value[: MAX_CALLS + 1] if isinstance(value, list) else [value]:
+    for item in value if isinstance(value, list) else [value]:
         try:
             calls.append(_call(item))
         except _Malformed as error:
@@ -436,10 +440,10 @@ def _call(value: Any) -> Call:
 def _arguments(value: Any) -> dict[str, Any]:
     """Return arguments from an object, from a text that is the JSON of one, or from nothing."""
     if isinstance(value, str) and value.strip():
-        text = value
-        value, end = _json(text, _skip(text, 0))
-        if text[end:].strip():
-            raise _Malformed(f'after the JSON of "arguments" there is {_glimpse(text, end)}')
+        cursor = _Cursor(value).skip()
+        value = cursor.json()
+        if cursor.skip().at < len(cursor.text):
+            raise _Malformed(f'after the JSON of "arguments" there is {cursor.glimpse()}')
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
@@ -452,21 +456,9 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _skip(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
-
-
-def _without_end_tokens(text: str, begin: int) -> int:
-    """Return the end of the text before trailing white space and end tokens left by an engine."""
-    end = begin + len(text[begin:].rstrip())
+def _without_end_tokens(text: str) -> str:
+    """Return the text without trailing white space and end tokens left by an engine."""
     for _ in range(4):
-        token = next((token for token in _END_TOKENS if text.endswith(token, begin, end)), "")
-        if not token:
-            break
-        end = begin + len(text[begin : end - len(token)].rstrip())
-    return end
-
-
-def _glimpse(text: str, at: int) -> str:
-    return repr(text[at : at + 30]) if at < len(text) else "the end of the message"
+        text = text.rstrip()
+        text = text.removesuffix(next(filter(text.endswith, _END_TOKENS), ""))
+    return text.rstrip()

@@ -3,9 +3,11 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -18,8 +20,6 @@ WORD = re.compile(r"\w+")
 BEGINNING = re.compile(r"\b\w")
 SURROGATES = re.compile("[\ud800-\udfff]")
 MAX_QUERY_WORDS = 1000
-
-Stamp = tuple[tuple[str, int, int], ...]  # Path, modification time (ns) and bytes of each file
 
 
 def _plain(text: str) -> str:
@@ -56,6 +56,7 @@ class Search:
         for name, value in (("k", k), ("characters", characters)):
             if value < 1:
                 raise UsageError(f"tool search: {name} = {value} must be at least 1")
+        imported("bm25s", "tool search")
         self.k, self.characters = k, characters
         self._index = _index(Path(corpus))
 
@@ -80,14 +81,12 @@ class Search:
         return f"[{number}] {document.id}{title}\n{passage(document.text, wanted, self.characters)}"
 
 
+@dataclass(frozen=True)
 class Index:
     """The documents of a corpus in the order of their ids, and bm25s's scores of their words."""
 
-    def __init__(self, documents: list[Document]):
-        bm25s = imported("bm25s", "tool search")
-        self.documents = sorted(documents, key=_order)
-        self.scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
-        self.scores.index([words(_full_text(document)) for document in self.documents], show_progress=False)
+    documents: list[Document]
+    scores: Any
 
     def best(self, wanted: list[str], k: int) -> list[Document]:
         """Return up to ``k`` documents with any of the words, best first, of equal score by id."""
@@ -104,28 +103,31 @@ class Index:
         return [self.documents[place] for place in hits[order]]
 
 
-_indices: dict[str, tuple[Stamp, Index]] = {}
-
-
 def _index(corpus: Path) -> Index:
-    """Return the process's index of ``corpus``, made anew when a file of it has changed."""
-    imported("bm25s", "tool search")
+    """Return the index of ``corpus``, which all episodes of the process share until a file of it changes."""
     try:
         path = corpus.expanduser().resolve()
         files = _files(path, corpus)
-        stamp = tuple((str(file), (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
-        known = _indices.get(str(path))
-        if known is not None and known[0] == stamp:
-            return known[1]
-        documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file in files]
+        stamp = tuple((file, (stat := file.stat()).st_mtime_ns, stat.st_size) for file in files)
+        return _read(path, corpus, stamp)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory for ~
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise DataError(f"tool search: corpus {corpus} cannot be read: {reason}") from error
-    if not any(words(_full_text(document)) for document in documents):
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> Index:
+    """Read and index the files of ``stamp``, which also has their modification times (ns) and sizes."""
+    import bm25s
+
+    documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file, *_ in stamp]
+    documents.sort(key=_order)
+    texts = [words(f"{document.title or ''} {document.text}") for document in documents]
+    if not any(texts):
         raise DataError(f"tool search: corpus {corpus} has no words")
-    index = Index(documents)
-    _indices[str(path)] = (stamp, index)
-    return index
+    scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
+    scores.index(texts, show_progress=False)
+    return Index(documents, scores)
 
 
 def _files(path: Path, corpus: Path) -> list[Path]:
@@ -176,10 +178,6 @@ def _order(document: Document) -> tuple[bool, int, str]:
     id = str(document.id)
     number = id.isascii() and id.isdecimal() and len(id) < 20
     return (not number, int(id) if number else 0, id)
-
-
-def _full_text(document: Document) -> str:
-    return f"{document.title or ''} {document.text}"
 
 
 def words(text: str) -> list[str]:

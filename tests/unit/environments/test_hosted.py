@@ -45,8 +45,8 @@ def test_problems_and_episodes_are_those_of_the_environment(echo):
     problems = echo.problems("train")
     assert [problem.id for problem in problems] == [f"train{i}" for i in range(6)]
     assert problems[1] == Problem("train1", "Say train 1", "x", ("toy",), {"i": 1})
-    assert (echo.reward_range, echo.exact) == ((0.0, 9.0), True)
-    assert echo.metrics_ranges == {"words": {"min": 0, "max": 9}}
+    assert echo.exact
+    assert echo.ranges == {"reward": {"min": 0.0, "max": 9.0}, "words": {"min": 0, "max": 9}}
     with pytest.raises(EpisodeFailed, match="no such problem") as caught:
         echo.start(Problem("p", "no", ""), 1)
     assert caught.value.ended == "raised"

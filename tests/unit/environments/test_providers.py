@@ -6,23 +6,22 @@ import sys
 import numpy as np
 import pytest
 
+from retrain.commands.environments import ABOUT_PROVIDERS
 from retrain.config import tasks
 from retrain.environments.providers import PROVIDERS
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.errors import MissingExtra
-from retrain.extras import EXTRAS
+from retrain.extras import EXTRA_OF
 
 ARGUMENTS = {"reasoning_gym": {"id": "chain_sum"}, "verifiers": {"id": "any"}, "openenv": {"url": "http://127.0.0.1:9"}}
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_without_its_package_a_provider_says_what_to_type(name, monkeypatch):
-    provider = PROVIDERS[name]
-    assert set(tasks.PROVIDERS) == set(PROVIDERS)
-    assert provider.module in EXTRAS[provider.extra].packages
-    module, _, wanted = provider.target.partition(":")
-    monkeypatch.setitem(sys.modules, provider.module, None)
-    with pytest.raises(MissingExtra, match=rf"needs the package .*: pip install '\.\[{provider.extra}\]'"):
+    assert set(tasks.PROVIDERS) == set(PROVIDERS) == set(ABOUT_PROVIDERS)
+    module, _, wanted = PROVIDERS[name].partition(":")
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=rf"needs the package .*: pip install '\.\[{EXTRA_OF[name]}\]'"):
         getattr(importlib.import_module(module), wanted)(**ARGUMENTS[name])
 
 

@@ -29,7 +29,7 @@ def corpus(tmp_path):
         return str(path)
 
     yield write
-    search._indices.clear()
+    search._read.cache_clear()
 
 
 def ids(answer: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from retrain.config import tasks
 from retrain.errors import PluginError
-from retrain.rewards import Grader, RewardResult, build_grader, grader_of
+from retrain.rewards import Grader, RewardResult, build_grader
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.symbolic import MathReward, decided, verifier
 from retrain.rewards.workers import WorkerPool
@@ -93,7 +93,7 @@ def test_text_is_never_evaluated(grader, tmp_path):
 
 def test_an_expression_that_explodes_is_cut_off_and_costs_one_completion():
     answers = [(r"\frac{1}{4}", "0.25"), ("9", "9^{9^{9^{9}}}"), (r"\frac{1}{4}", "0.25"), ("9", "9**9**9")]
-    with grader_of(MathReward(workers=1, timeout_s=1.0)) as grader:
+    with Grader(MathReward(workers=1, timeout_s=1.0)) as grader:
         results = grader.grade([(problem(reference), boxed(answer)) for reference, answer in answers])
     assert [result.total_reward for result in results] == [1.0, None, 1.0, 0.0]
     assert "longer than 1 s" in (results[1].error or "")
@@ -259,7 +259,7 @@ def test_components_in_workers_inherit_limits_and_are_closed(module):
 
 def test_a_worker_killed_between_two_steps_is_replaced(module):
     before = set(psutil.Process().children())
-    with grader_of(CustomReward(str(module), "by_completion", workers=2, timeout_s=20.0)) as grader:
+    with Grader(CustomReward(str(module), "by_completion", workers=2, timeout_s=20.0)) as grader:
         items = [(problem("yes"), "yes")] * 4
         grader.grade(items)
         for process in set(psutil.Process().children()) - before:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from retrain.config import tasks
 from retrain.data.sources import Columns, problem_of_row
 from retrain.errors import MissingExtra, PluginError
-from retrain.rewards import Reward, RewardResult, build_grader, grader_of
+from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import (
     FormatReward,
     MatchReward,
@@ -34,7 +34,7 @@ def problem(answer: str) -> Problem:
 
 
 def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardResult:
-    (result,) = grader_of(reward).grade([(item, completion)])
+    (result,) = Grader(reward).grade([(item, completion)])
     return result
 
 
@@ -198,7 +198,10 @@ def test_correct_is_what_the_reward_sets_else_more_than_one_half():
 
 
 def weighted(*parts: tuple[str, object, float, float]) -> RewardResult:
-    return graded(WeightedReward([Component(name, Says(value), *factors) for name, value, *factors in parts]))
+    components = [Component(Says(value), *factors) for _, value, *factors in parts]
+    for component, (name, *_) in zip(components, parts, strict=True):
+        component.reward.name = name
+    return graded(WeightedReward(components))
 
 
 def test_a_weighted_sum_records_its_components():

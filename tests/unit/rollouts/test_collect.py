@@ -17,7 +17,7 @@ from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
-from retrain.environments.build import SingleTurn
+from retrain.environments.build import SplitEnvironment
 from retrain.environments.protocol import Limits, Observation, Step
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
@@ -60,8 +60,8 @@ def asked(environment, name: str, samples: int = 1) -> RolloutRequest:
     return RolloutRequest(environment, RENDERER, problem, PolicyRef("run", 0), samples, sampling, (name,))
 
 
-def graded(grader: Grader) -> SingleTurn:
-    return SingleTurn({}, Data(), grader)
+def graded(grader: Grader) -> SplitEnvironment:
+    return SplitEnvironment((), Data(), grader)
 
 
 class Scripted:
@@ -173,11 +173,10 @@ def test_ctrl_c_waits_for_no_slow_grader():
 class TwoTurns:
     """Asks for more, once by default. An answer of "fail" is not foreseen, nor is a problem without a name."""
 
-    reward_range = None
     exact = True
 
     def __init__(self, turns: int = 2):
-        self.turns, self.metrics_ranges, self.graded = turns, {}, []
+        self.turns, self.ranges, self.graded = turns, {}, []
 
     def start(self, problem, seed):
         if problem.id == "unknown":
@@ -303,7 +302,7 @@ def test_held_out_problems_are_rendered_with_the_template_of_their_environment()
     problems = [Problem(name, name, "1") for name in "ab"]
     evaluator = Evaluator(Scripted({}), RENDERER, [held_out])
     for template, texts in (("{prompt}", ["a", "b"]), ("c {prompt}", ["c a", "c b"]), ("{prompt}", ["a", "b"])):
-        environment = SingleTurn({HELDOUT: problems}, Data(prompt_template=template), Lengths())
+        environment = SplitEnvironment(problems, Data(prompt_template=template), Lengths())
         (record,) = evaluator.evaluate(held_out, [Subject(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)])
         assert [group.prompt.text.split(">")[1].split("<")[0] for group in record.groups] == texts
 

@@ -289,11 +289,10 @@ def test_tools_are_described_whole_also_where_the_template_cannot_show_them(name
 class Asking:
     """Asks back once, with the length of the answer; rewards the length of both."""
 
-    reward_range = None
     exact = True
 
     def __init__(self):
-        self.seeds, self.metrics_ranges = [], {}
+        self.seeds, self.ranges = [], {}
 
     def problems(self, split):
         return [Problem(f"p{i}", f"{i}2+34=?", "46") for i in range(3)]

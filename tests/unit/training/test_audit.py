@@ -59,7 +59,7 @@ def test_an_audit_that_fails_costs_only_its_number(kind, reason, judging, monkey
     judging.respond = lambda handler, request: (500, b"broken", {})
     with graders({"type": kind, **(asking(judging.url) if kind == "judge" else {})}) as grader:
         if kind == "format":
-            monkeypatch.setattr(grader.reward.audit, "grade_all", raises, raising=False)
+            monkeypatch.setattr(grader.audit, "grade_all", raises, raising=False)
         results = grader.grade([(CAPITAL, "\\boxed{Paris}")] * 3)
     for result in results:
         assert (result.total_reward, result.sample_metrics, result.error) == (1.0, {"audit": None}, None)

@@ -11,7 +11,7 @@ from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
-from retrain.rewards import Reward, RewardResult, grader_of
+from retrain.rewards import Grader, Reward, RewardResult
 from retrain.types import Problem
 
 REWARDS = '''
@@ -128,7 +128,7 @@ def test_what_decides(result, correct):
         def grade(self, problem, completion):
             return result
 
-    (graded,) = grader_of(Fixed()).grade([(Problem("p", "?", "x"), "y")])
+    (graded,) = Grader(Fixed()).grade([(Problem("p", "?", "x"), "y")])
     assert graded.is_correct is correct
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retrain.config.tasks import Reward as RewardSection
 from retrain.config.tasks import RewardComponent
 from retrain.data.prompts import Renderer
-from retrain.environments.build import SingleTurn
+from retrain.environments.build import SplitEnvironment
 from retrain.files import read_jsonl
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import accuracy_interval, maj_at_k, majority, majority_ks, pass_at_k, sensible_ks
@@ -149,11 +149,11 @@ def test_the_kept_base_is_found_only_by_all_that_decides_about_it(tmp_path):
     evaluator = Evaluator(None, renderer, [held_out], BaseEvaluations(tmp_path, "weights"))  # nothing is sampled
 
     def known(problems: list[Problem] = PROBLEMS, grading: str = "graded so", **changes) -> EvalRecord | None:
-        environment = SingleTurn({"heldout": problems}, settings.data, MatchReward())
+        environment = SplitEnvironment(problems, settings.data, MatchReward())
         return evaluator.known_base(replace(held_out, **changes), environment, grading)
 
     def keep(problems: list[Problem]) -> None:
-        environment = SingleTurn({"heldout": problems}, settings.data, MatchReward())
+        environment = SplitEnvironment(problems, settings.data, MatchReward())
         evaluator.keep_base(held_out, environment, "graded so", record(GROUPS))
 
     keep(PROBLEMS[:2])  # not all of the set
