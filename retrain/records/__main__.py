@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from retrain.files import write_text
 from retrain.records.catalogue import METRICS, SCALED_ALIASES, SECTIONS, TOOLS, Metric
 from retrain.records.schema.base import Record, Row
-from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, InterimAnalysis, RunEntry
+from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, InterimAnalysis, RunEntry, Seal
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
 from retrain.records.schema.events import EVENTS, Event
 from retrain.records.schema.layout import RUN_FILES
@@ -22,7 +22,7 @@ TABLES: Mapping[str, type[Record]] = {
     record.__name__: record
     for record in (
         *(file.row for file in RUN_FILES if file.row is not None),
-        CheckpointFiles, RunEntry, CampaignManifest, InterimAnalysis,
+        CheckpointFiles, RunEntry, Seal, CampaignManifest, InterimAnalysis,
         Comparison, ConditionComparison, SecondaryComparison,
     )
 }  # fmt: skip

@@ -122,15 +122,20 @@ class _PairedRuns:
     measure: Measure
     pairs: Sequence[Pair]
     """All planned pairs, in the declared order."""
-    differences: Floats
-    """float64 [conditions - 1, pairs], NaN where a run has no value."""
+    values: Floats
+    """float64 [conditions, pairs], NaN where a run has no value."""
 
     @classmethod
     def of(cls, runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> "_PairedRuns":
         pairs = list(dict.fromkeys(run.pair for run in runs))
         results = [values_of(label, runs, measure) for label in labels]
         values = np.array([[own.get(pair, np.nan) for pair in pairs] for own in results], dtype=np.float64)
-        return cls(runs, labels, measure, pairs, values[1:] - values[:1])
+        return cls(runs, labels, measure, pairs, values)
+
+    @property
+    def differences(self) -> Floats:
+        """float64 [conditions - 1, pairs]."""
+        return self.values[1:] - self.values[:1]
 
     @property
     def seeds(self) -> list[int]:
@@ -178,7 +183,7 @@ class _Compared:
         runs, measure = self.paired.runs, self.measure
         condition = self._level(label)
         is_decided = not analysis.is_final
-        standing = self.standing.of(label, baseline.label, runs, is_decided=is_decided)
+        standing = self.standing.of(label, baseline.label, runs, self.paired.seeds[: analysis.seeds])
         pairs = _pairs(label, baseline.label, runs, measure)
         has_p = len(pairs) >= FEWEST_PAIRS and standing.name != INTERIM
         condition = replace(
@@ -257,25 +262,10 @@ class _Compared:
             before=_mean(before),
             after_mean=mean,
             interval=interval,
-            difference=None,
-            typical_difference=None,
-            difference_interval=None,
-            pairs=0,
-            p_value=None,
             seeds=[run.seed for run in runs],
             iqm=_iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
             mean_bootstrap=_bootstrap(after, np.mean),
             iqm_bootstrap=_bootstrap(after, iqm),
-            difference_new_problems=None,
-            differences=[],
-            paired_seeds=[],
-            iqm_difference=None,
-            probability_of_improvement=None,
-            outlier_seeds=[],
-            pairs_needed=None,
-            decided_after=None,
-            unseen_collapse_rate=None,
-            mean_difference_bound=None,
             missing=[
                 MissingRun(run.run_id, run.seed, run.state, run.reason or (no_value if run.done else None))
                 for run in runs
@@ -286,7 +276,6 @@ class _Compared:
             seconds=sum(run.device_seconds for run in runs),
             tokens_per_run=_mean([run.tokens for run in finished]),
             seconds_per_run=_mean([run.device_seconds for run in finished]),
-            cost_ratio=None,
             held_out=any(run.evaluations for run in runs),
         )
 

@@ -177,7 +177,8 @@ def missing_words(missing: Sequence[MissingRun]) -> list[str]:
     notes = []
     for kind, runs in (
         ("failed", [run for run in missing if run.state == "failed"]),
-        ("unfinished", [run for run in missing if run.state not in ("failed", "done", "stopped")]),
+        ("missing", [run for run in missing if run.state == "missing"]),
+        ("unfinished", [run for run in missing if run.state not in ("failed", "missing", "done", "stopped")]),
         ("stopped (interim analysis)", [run for run in missing if run.state == "stopped"]),
         ("finished without a value", [run for run in missing if run.state == "done"]),
     ):

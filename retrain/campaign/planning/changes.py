@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.root import flat
-from retrain.config.runs import RunSpec, differences
+from retrain.config.runs import EXTENSION, RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
@@ -19,7 +19,6 @@ from retrain.records.schema.layout import CONFIG
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
-EXTENSION = "training.max_steps"
 BASE_WEIGHTS = "weights of the base model"
 MISSING = "(not recorded)"
 

@@ -116,6 +116,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Sealed:
+    """``seal`` covers all evaluations that the run has recorded."""
+
+    run_id: str
+    seal: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """``status`` is done, with everything saved, or failed, for ``reason``."""
 
@@ -164,7 +172,9 @@ class WorkerFault:
     text: str
 
 
-Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+Event = (
+    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+)
 
 
 class JobObserver(Observer, Protocol):
@@ -181,6 +191,8 @@ def report(event: Event, observer: JobObserver, specs: Mapping[str, RunSpec]) ->
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
+        case Sealed(run_id, seal):
+            observer.sealed(specs[run_id], seal)
         case Evaluated(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
@@ -295,7 +307,7 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (JobStarted, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
+    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
 }
 
 

@@ -19,6 +19,7 @@ METRICS, COLUMNS, EVALS = "metrics.jsonl", "metrics.f32", "evals.jsonl"
 EMERGENCE = "emergence"
 STEPS, GENERATIONS = f"{EMERGENCE}/steps.jsonl", f"{EMERGENCE}/generations.jsonl"
 EVALUATIONS = f"{EMERGENCE}/evaluations.jsonl"
+EVALUATION_FILES = (EVALS, EVALUATIONS)  # Records with the rows of evaluations
 ITERATIONS = "iterations.jsonl"
 TRAIN = "train"  # The split of steps; that of an evaluation is "eval/<name>"
 SUMMARIES, LOGTREE, PAGE = "_rollout_summaries.jsonl", "_logtree.json", ".html"  # Endings, after an iteration's name
