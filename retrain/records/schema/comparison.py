@@ -132,6 +132,9 @@ class ConditionComparison(ConditionSummary):
     """Why it is not `declared`."""
     pairs_planned: int | None = None
     """Pairs of seeds that were declared."""
+    missing_could_change: bool | None = None
+    """While declared runs are missing and 6 pairs are there: false if the verdict would be the same with every missing
+    value at either end of its range."""
 
 
 @dataclass(frozen=True)
