@@ -17,12 +17,13 @@ from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, I
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
 from retrain.records.schema.events import EVENTS, Event
 from retrain.records.schema.layout import RUN_FILES
+from retrain.records.schema.registry import Declaration, FinishedRun
 
 TABLES: Mapping[str, type[Record]] = {
     record.__name__: record
     for record in (
         *(file.row for file in RUN_FILES if file.row is not None),
-        CheckpointFiles, RunEntry, Seal, CampaignManifest, InterimAnalysis,
+        CheckpointFiles, RunEntry, Seal, CampaignManifest, InterimAnalysis, Declaration, FinishedRun,
         Comparison, ConditionComparison, SecondaryComparison,
     )
 }  # fmt: skip

@@ -18,6 +18,7 @@ from retrain.errors import UsageError, listed
 from retrain.files import write_json
 from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.records.reader import planned_configs, read_manifest
+from retrain.records.registry import history
 from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.verdicts.comparison import compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
@@ -114,7 +115,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     declared = {key: campaign[key] for key in keys if key in campaign} | (manifest.get("declared") or {})
     for run in runs:
         run.pair = run.pair if run.config else (campaign.get("seed", 0), run.seed)
-    recorded = {run.run_id: run.config for run in runs}
+    recorded, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
     labels = dict.fromkeys(run.label for run in runs)
     first = [label for label in [declared.get("baseline")] if label in labels]
     return Source(
@@ -123,8 +124,8 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         list(dict.fromkeys([*first, *labels])),
         declared,
         _changed(directory, declared),
-        deviations(directory, manifest.get("declared") or {}, entries, recorded),
-        [*(manifest.get("notes") or []), *([] if is_sealed(manifest) else [UNSEALED])],
+        [*deviations(directory, manifest.get("declared") or {}, entries, recorded), *registered.deviations],
+        [*(manifest.get("notes") or []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
 

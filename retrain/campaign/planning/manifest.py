@@ -25,6 +25,7 @@ from retrain.files import dumps, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
+from retrain.records.registry import OFF, ON, Registry
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
 from retrain.records.schema.layout import EVALS, FINAL, LOG, MANIFEST, METRICS, PLAN
@@ -217,6 +218,15 @@ class Manifest:
         if seal and label not in data:
             self.note(declared={**declared, "data": {**data, label: seal["data"]}})
 
+    @property
+    def is_registered(self) -> bool:
+        return self.content.get("registry", OFF) != OFF
+
+    def declare(self, data: str) -> None:
+        """Put the declaration into the registry, with the hash of the problems, unless it is there."""
+        if self.content.get("registry") == ON:
+            self.note(registry=Registry(self.directory).declare(self.content["declared"], data))
+
     def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
         """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
         self._change(run_id, changes, without)
@@ -286,6 +296,7 @@ class CampaignObserver(NullObserver):
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
         self.manifest.seal(spec.run_id, spec.label, seal)
+        self.manifest.declare(seal.get("data", ""))
         self.observer.sealed(spec, seal)
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
@@ -295,6 +306,9 @@ class CampaignObserver(NullObserver):
         changes: dict[str, Any] = {"state": status, "reason": message or None}
         if status == "failed":
             changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
+        if status == "done" and self.manifest.is_registered:  # before the manifest says so: a kill repeats it
+            entry = RunEntry.from_row(self.manifest.run(spec.run_id))
+            Registry(self.manifest.directory).finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)
 

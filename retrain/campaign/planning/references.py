@@ -34,6 +34,7 @@ from retrain.models.layers import SMALL_MODEL_BYTES, architecture_of, dense_laye
 from retrain.ownership import ELSEWHERE, Owner, check_claim, check_publish, owner_of, refuse_links
 from retrain.plugins import check_backend_class, load_function, plugin_ranges
 from retrain.records.reader import RunReader, read_manifest
+from retrain.records.registry import ON, Registry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 
 KEYS = (
@@ -63,6 +64,8 @@ def check(plan: Plan, places: bool = True) -> Plan:
             raise ConfigError(list(dict.fromkeys(problems)))
     if places:
         check_places(plan.directory, plan.specs)
+        if plan.registry == ON and plan.specs[0].is_campaign:
+            Registry(plan.directory).check()
     return plan
 
 

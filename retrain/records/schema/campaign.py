@@ -93,6 +93,8 @@ class CampaignManifest(Record):
     declared: Row = field(default_factory=dict)
     """Declaration of the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
     `seeds`, and by label `max_steps`, `settings` and `data` (hashes)."""
+    registry: str | None = None
+    """When the declaration went into the registry, `on` before that, `off` with `--no-registry`."""
     notes: list[str] = field(default_factory=list)
     """Deviations from the declaration, for a reader of the verdict."""
     lanes: int | None = None
@@ -115,7 +117,7 @@ class CampaignManifest(Record):
     report: str | None = None
     """File name of the report, once it is written."""
     omitted_if_empty = (
-        "updated", "declared", "notes", "lanes", "slots", "cohorts", "memory", "interim", "comparison",
+        "updated", "declared", "registry", "notes", "lanes", "slots", "cohorts", "memory", "interim", "comparison",
         "squeeze", "squeezes", "report",
     )  # fmt: skip
 

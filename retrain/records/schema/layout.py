@@ -29,6 +29,7 @@ FINAL, SAVED = "final", "checkpoints"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 STATE = "state.json"  # Of a checkpoint
+REGISTRY = "registry.jsonl"  # Beside the directories of campaigns
 SERVER_NEWS = "servers.jsonl"  # In ``workers/`` of a campaign's directory while it trains
 
 
@@ -54,6 +55,7 @@ CAMPAIGN_FILES = (
     RecordFile(COMPARISON, "conditions against the first, paired by seed", Comparison),
     RecordFile(REPORT, "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     RecordFile("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
+    RecordFile(f"../{REGISTRY}", "beside the directory: every declaration and finished run of all campaigns there"),
     RecordFile(f"squeeze/{ANALYSIS}", "energy by LoRA rank, from the first run"),
     RecordFile(f"squeeze/{VERIFICATION}", "held-out accuracy at every rank beside the full adapter, paired by problem"),
     RecordFile("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
@@ -61,7 +63,7 @@ CAMPAIGN_FILES = (
     *MACHINE_FILES,
 )
 
-ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz")
+ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz", f"../{REGISTRY}")
 
 RUN_FILES = (
     RecordFile(MARK, "which run owns this directory; also in every checkpoint and adapter"),
