@@ -19,6 +19,7 @@ from retrain.campaign.planning.changes import Approval, settings_changes, versio
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
     Manifest,
+    begun,
     freeze,
     read_plan,
     recorded_entries,
@@ -43,6 +44,7 @@ from retrain.ownership import remove_leftovers
 from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
+from retrain.records.registry import OFF, ON, Registry
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
@@ -62,10 +64,11 @@ class Outcome:
 
 
 def launch(
-    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None
-) -> Outcome:
+    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
+    registry: str = "",
+) -> Outcome:  # fmt: skip
     """Plan, check and execute what a file asks for, in ``out`` or where it says."""
-    return execute(check(Plan.of(loaded, out)), observer, retry_failed, approval)
+    return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
 
 def resume(
@@ -151,8 +154,16 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
         approval(directory, asked)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
+    is_new = not begun(list(entries.values()))
+    registry = plan.registry if is_new and plan.specs[0].is_campaign else ""
+    if registry == ON:
+        registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
     freeze(manifest.content, plan.specs, list(entries.values()), configs)
+    if registry:
+        manifest.content["registry"] = registry
+    elif plan.registry == OFF and manifest.is_registered:
+        observer.message("this campaign is in the registry already: --no-registry changes nothing", "warning")
     manifest.content.pop("notes", None)
     if notes := [f"{words}." for words in without_sepa(plan.specs)]:
         manifest.content["notes"] = notes

@@ -31,6 +31,7 @@ from retrain.campaign.running.protocol import (
     Message,
     RunEnded,
     RunStarted,
+    Sealed,
     SqueezeJob,
     StepDone,
     WorkerFault,
@@ -98,6 +99,9 @@ class EventSender(NullObserver):
 
     def step(self, spec: SpecLike, row: Values) -> None:
         self.send(StepDone(spec.run_id, dict(row)))
+
+    def sealed(self, spec: SpecLike, seal: Values) -> None:
+        self.send(Sealed(spec.run_id, dict(seal)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
         self.send(Evaluated(spec.run_id, name, dict(row)))

@@ -74,6 +74,10 @@ def train(
     executor: ExecutorName = None,
     workers: WorkerCount = None,
     address: Address = None,
+    no_registry: Annotated[
+        bool,
+        typer.Option("--no-registry", help="Leave the declaration out of registry.jsonl beside DIR; outputs say so."),
+    ] = False,
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
@@ -96,9 +100,13 @@ def train(
         print_explanation(Plan.of(loaded, out))
         return
     from retrain.campaign.controller import launch
+    from retrain.records.registry import OFF, ON
 
+    registry = OFF if no_registry else ON
     finish(
-        plain, lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer)), verbose
+        plain,
+        lambda observer: launch(loaded, out, observer, retry_failed, approval(accept_changes, observer), registry),
+        verbose,
     )
 
 

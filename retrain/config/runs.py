@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from retrain.config.base import Role
 from retrain.config.campaign import Campaign, condition_name
 from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.loading import parse_dict
-from retrain.config.root import Config, defines_run, flat
+from retrain.config.root import Config, defines_run, flat, role_of
+
+MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
+"""In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
+EXTENSION = "training.max_steps"
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,24 @@ def differences(
     }
     empty = (None, [], {})
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
+
+
+def tells_apart(key: str) -> bool:
+    """Return whether runs with different values of this dotted key are no replicates of each other."""
+    role = role_of(key)
+    return role is None or not role & MAY_DIFFER
+
+
+def condition_hash(config: Mapping[str, Any]) -> str:
+    """Return the hash of what runs of one condition have in common: all settings but steps and training seed, where
+    they differ from the defaults."""
+    given = {
+        key: value
+        for key, value in flat(config)
+        if (tells_apart(key) and key != EXTENSION) or key == "campaign.seed"
+        if value != _defaults().get(key) and value not in ({}, [])
+    }
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def without_sepa(specs: Sequence[RunSpec]) -> list[str]:

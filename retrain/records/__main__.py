@@ -13,16 +13,17 @@ from pydantic import TypeAdapter
 from retrain.files import write_text
 from retrain.records.catalogue import METRICS, SCALED_ALIASES, SECTIONS, TOOLS, Metric
 from retrain.records.schema.base import Record, Row
-from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, InterimAnalysis, RunEntry
+from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, InterimAnalysis, RunEntry, Seal
 from retrain.records.schema.comparison import Comparison, ConditionComparison, SecondaryComparison
 from retrain.records.schema.events import EVENTS, Event
 from retrain.records.schema.layout import RUN_FILES
+from retrain.records.schema.registry import Declaration, FinishedRun
 
 TABLES: Mapping[str, type[Record]] = {
     record.__name__: record
     for record in (
         *(file.row for file in RUN_FILES if file.row is not None),
-        CheckpointFiles, RunEntry, CampaignManifest, InterimAnalysis,
+        CheckpointFiles, RunEntry, Seal, CampaignManifest, InterimAnalysis, Declaration, FinishedRun,
         Comparison, ConditionComparison, SecondaryComparison,
     )
 }  # fmt: skip

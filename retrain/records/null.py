@@ -40,6 +40,9 @@ class NullRecorder(RunRecorder):
     def record_eval(self, record: EvalRecord) -> Row:
         return {}
 
+    def seal(self) -> Row:
+        return {}
+
     def record_checkpoint(self, checkpoint: Checkpoint) -> None: ...
 
     def truncate(self, step: int) -> None: ...

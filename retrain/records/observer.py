@@ -21,7 +21,7 @@ class SpecLike(Protocol):
 
 class Observer(Protocol):
     """Calls in order: ``plan``; for each run ``placed`` (where there are several workers), ``run_started``, any
-    ``step`` and ``evaluated``, ``run_finished``."""
+    ``step`` and ``evaluated``, ``run_finished``; ``sealed`` after the start and before each ``evaluated``."""
 
     def plan(self, specs: Sequence[SpecLike]) -> None:
         """Called with all runs before the first starts."""
@@ -34,6 +34,9 @@ class Observer(Protocol):
 
     def step(self, spec: SpecLike, row: Values) -> None:
         """Called with the metrics row of a step."""
+
+    def sealed(self, spec: SpecLike, seal: Values) -> None:
+        """Called with the ``Seal`` of all evaluations that the run has recorded."""
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
         """Called with the ``eval/<name>/…`` keys of an evaluation."""

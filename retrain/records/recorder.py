@@ -36,6 +36,7 @@ from retrain.records.rollouts import (
 )
 from retrain.records.schema import layout
 from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import Seal
 from retrain.records.schema.rows import (
     START,
     Checkpoint,
@@ -47,6 +48,7 @@ from retrain.records.schema.rows import (
     StepSummary,
 )
 from retrain.records.scores import eval_row, evaluation_keys
+from retrain.records.seals import chained, data_digest
 from retrain.records.text import without_keys
 from retrain.records.timeline import write_timeline
 from retrain.records.tokens import tokens_name, write_tokens
@@ -56,8 +58,7 @@ from retrain.types import CreditedGroup, EvalRecord, StepRecord
 
 ROW_FILES = (layout.METRICS, layout.STEPS, layout.GENERATIONS, layout.SPANS)
 """Records in which every step has a row."""
-EVALUATION_FILES = (layout.EVALS, layout.EVALUATIONS)
-"""Records with the rows of evaluations."""
+EMPTY = dict.fromkeys(layout.EVALUATION_FILES, "")  # Hashes of the files of evaluations before their first row
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
 
 
@@ -89,7 +90,8 @@ class RunRecorder:
         if trackers is None and tracker_names(logging.report_to, logging.wandb_project):
             trackers = make_trackers(context, self.directory, self._warn)
         self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in (trackers or {}).items()]
-        self._state = START
+        self._state = replace(START, sha256=EMPTY)
+        self._data = ""
         self._finished = 0  # steps that earlier processes have recorded
         self._rows: list[Row] = []  # the first row and the newest, for notes
         self._noted: set[str] = set()
@@ -104,6 +106,7 @@ class RunRecorder:
         self._started = True
         if facts is not None:
             self.files.write(lambda: write_json(self.directory / layout.CONFIG, facts))
+            self._data = data_digest(facts)
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self.files.write(lambda: system.write(self.directory))
@@ -150,14 +153,34 @@ class RunRecorder:
         self.start()
         config = self.context.config
         row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
-        answers = sum(len(group.rollouts) for group in record.groups)
-        rows = _sum(self._state.rows, {layout.EVALS: 1, layout.EVALUATIONS: answers})
-        self._state = replace(self._state, evaluations=self._state.evaluations | row, rows=rows)
+        recorded = {
+            layout.EVALS: [{key: getattr(record, key) for key in Evaluation.field_names()} | row],
+            layout.EVALUATIONS: held_out_completions(record, config.reward.strict_answers),
+        }
+        self._state = replace(
+            self._state,
+            evaluations=self._state.evaluations | row,
+            rows=_sum(self._state.rows, {name: len(rows) for name, rows in recorded.items()}),
+            sha256={name: chained(digest, recorded[name]) for name, digest in self._state.sha256.items()},
+        )
         for reporter in self._reporters:
             reporter.log_evaluation(record.step, row)
         started = timestamp() - record.seconds
-        self.files.write(lambda: self.files.write_evaluation(record, row, started))
+        self.files.write(lambda: self.files.write_evaluation(record, recorded, started))
         return row
+
+    def seal(self) -> Row:
+        """Return the ``Seal`` of all evaluations so far; {} where an earlier version has recorded some of them."""
+        if not self._state.sha256:
+            return {}
+        rows, sha256 = self._state.rows, self._state.sha256
+        return Seal(
+            data=self._data,
+            evaluations=rows.get(layout.EVALS, 0),
+            evaluations_sha256=sha256[layout.EVALS],
+            completions=rows.get(layout.EVALUATIONS, 0),
+            completions_sha256=sha256[layout.EVALUATIONS],
+        ).to_row()
 
     def record_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Append one line to ``checkpoints.jsonl``, after all earlier records, and wait until all are on the disk. Call
@@ -213,7 +236,7 @@ class RunRecorder:
 
     def begin_own_records(self) -> None:
         """Start records and trackers of its own after ``restore`` of another run's state. Call before ``start``."""
-        self.restore(replace(self._state, rows={}, trackers={}, sent={}).to_row())
+        self.restore(replace(self._state, rows={}, sha256=EMPTY, trackers={}, sent={}).to_row())
 
     def close(self, failed: bool = False) -> bool:
         """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
@@ -272,13 +295,12 @@ class RunFiles(RecordFiles):
         self.append(layout.NOTES, [note.to_row() for note in notes])
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
-    def write_evaluation(self, record: EvalRecord, row: Row, started: float) -> None:
-        """Write all files of one evaluation (on the thread)."""
-        sampling = {key: getattr(record, key) for key in Evaluation.field_names()}
-        self.append(layout.EVALS, [sampling | row])
-        config = self.context.config
-        lines = self.append(layout.EVALUATIONS, held_out_completions(record, config.reward.strict_answers))
-        groups, tokens = list(map(CreditedGroup.of, record.groups)), config.logging.rollouts_every > 0
+    def write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
+        """Write all files of one evaluation (on the thread); ``recorded`` has its rows by file."""
+        self.append(layout.EVALS, recorded[layout.EVALS])
+        lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
+        tokens = self.context.config.logging.rollouts_every > 0
+        groups = list(map(CreditedGroup.of, record.groups))
         self._write_rollouts(f"eval/{record.name}", record.step, groups, started, tokens, lines)
 
     def _write_rollouts(
@@ -333,7 +355,7 @@ class RunFiles(RecordFiles):
         index = self.directory / layout.ITERATIONS
         keep_rows(index, lambda row: row["iteration"] < (step if row["split"] == layout.TRAIN else done))
         self._columns.forget()
-        counts |= {name: truncate_jsonl(self.directory / name, done) for name in EVALUATION_FILES}
+        counts |= {name: truncate_jsonl(self.directory / name, done) for name in layout.EVALUATION_FILES}
         truncate_jsonl(self.directory / layout.CHECKPOINTS, done, key="batch")
         return counts
 

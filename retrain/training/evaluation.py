@@ -198,6 +198,7 @@ class CohortEvaluator:
             with self.failures.isolated(run):
                 row = run.recorder.record_eval(record)
             if run.error is None:
+                self.observer.sealed(run.spec, run.recorder.seal())
                 self.observer.evaluated(run.spec, record.name, row)
         self.failures.share(runs)
 

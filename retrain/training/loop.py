@@ -184,6 +184,7 @@ class Cohort:
         untrained = []
         for run in _alive(self.runs):
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)
+            self.observer.sealed(run.spec, run.recorder.seal())
             run.publish_to(self.engine)
             for row in first_evaluations(run):
                 self.observer.evaluated(run.spec, row["name"], row)

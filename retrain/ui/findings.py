@@ -16,7 +16,8 @@ import numpy as np
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.records.reader import read_object
-from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, METRICS, PLAN
+from retrain.records.registry import Registry
+from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, EVALUATIONS, METRICS, PLAN
 from retrain.ui.library import Library
 from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
@@ -29,8 +30,8 @@ ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """What reading files of any content may raise."""
-READ = (CONFIG, EVALS)  # Files of a run that a comparison reads
-DECLARED = ("interim", "declared", "notes")  # Entries of a manifest that it reads
+READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
+DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that it reads
 Signature = tuple[Any, ...]
 
 
@@ -109,7 +110,9 @@ class Findings:
         """What a comparison depends on: states, settings, evaluations, and what the campaign declared, looked at and
         noted; not every row of training."""
         runs = [(run.run_id, run.state, run.reason, *(stamp_of(run.path / name) for name in READ)) for run in home.runs]
-        return (stamp_of(home.path / PLAN), [home.manifest.get(name) for name in DECLARED], runs)
+        entries = [(entry["label"], entry["seed"], entry.get("seal")) for entry in home.manifest.get("runs", ())]
+        stamps = stamp_of(home.path / PLAN), stamp_of(Registry(home.path).path)
+        return (stamps, [home.manifest.get(name) for name in DECLARED], entries, runs)
 
     def ask(self, homes: Sequence[Home], first: bool = False) -> None:
         """Have these read and compared in the background where something is new, small ones before large ones;

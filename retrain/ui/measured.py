@@ -54,15 +54,15 @@ def reader(library: Library, runs: Mapping[str, Run]) -> Any:
 
     def read(directory: Path, entry: Mapping[str, Any]) -> RunResult:
         run = runs.get(str(entry["run_id"]))
-        if run is None:  # its files lie elsewhere
-            return RunResult(entry["run_id"], entry["label"], entry["seed"], "failed", "outside", directory)
+        if run is None:  # its files lie elsewhere, or the manifest does not have it
+            state = "missing" if entry["state"] == "missing" else "failed"
+            return RunResult(entry["run_id"], entry["label"], entry["seed"], state, "outside", directory)
+        if entry["state"] == "running":
+            entry = dict(entry) | {"state": run.state}
         metrics = library.file(run, METRICS)
-        whole = read_run(directory, dict(entry) | {"state": run.state}) if _is_small(metrics) else None
-        if whole is not None:
-            return whole
-        numbers = library.numbers(run)
-        bare = _without_rows(directory, dict(entry) | {"state": run.state}, numbers)
-        return bare
+        return (
+            read_run(directory, entry) if _is_small(metrics) else _without_rows(directory, entry, library.numbers(run))
+        )
 
     return read
 

@@ -85,7 +85,11 @@ def compare_runs(
     analyses = paired.analyses(rule, standing.added, margin)
     compared = _Compared(paired, rule, standing, margin)
     base = compared.baseline(first)
-    others = [compared.condition(label, base, found) for label, found in zip(order[1:], analyses, strict=True)]
+    extremes = [] if standing.reasons else paired.extremes()
+    worst = [case.analyses(rule, standing.added, margin) for case in extremes]
+    others = [
+        compared.condition(label, base, *found) for label, *found in zip(order[1:], analyses, *worst, strict=True)
+    ]
     conditions = [base, *others]
     standings = {condition.standing for condition in others}
     interim = {condition.label for condition in others if condition.standing == INTERIM}
@@ -122,15 +126,22 @@ class _PairedRuns:
     measure: Measure
     pairs: Sequence[Pair]
     """All planned pairs, in the declared order."""
-    differences: Floats
-    """float64 [conditions - 1, pairs], NaN where a run has no value."""
+    values: Floats
+    """float64 [conditions, pairs], NaN where a run has no value."""
+    assumed: NDArray[np.bool_] | None = None
+    """Values that were made up, bool [conditions, pairs]."""
 
     @classmethod
     def of(cls, runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> "_PairedRuns":
         pairs = list(dict.fromkeys(run.pair for run in runs))
         results = [values_of(label, runs, measure) for label in labels]
         values = np.array([[own.get(pair, np.nan) for pair in pairs] for own in results], dtype=np.float64)
-        return cls(runs, labels, measure, pairs, values[1:] - values[:1])
+        return cls(runs, labels, measure, pairs, values)
+
+    @property
+    def differences(self) -> Floats:
+        """float64 [conditions - 1, pairs]."""
+        return self.values[1:] - self.values[:1]
 
     @property
     def seeds(self) -> list[int]:
@@ -147,6 +158,21 @@ class _PairedRuns:
                 found[place] = analysis
         return found
 
+    def extremes(self) -> list["_PairedRuns"]:
+        """Return the pairs with every missing value at the end of its range that is worst for the conditions, and at
+        the one that is best; nothing where no verdict can be at stake or the range is not known."""
+        stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}
+        kept = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
+        missing = np.isnan(self.values) & ~kept
+        most = np.count_nonzero(~np.isnan(self.differences), axis=1).max(initial=0)
+        if not missing.any() or most < FEWEST_PAIRS or not self.measure.is_share:
+            return []
+        worst = np.zeros_like(self.values)
+        worst[0] = 1.0
+        return [
+            replace(self, values=np.where(missing, end, self.values), assumed=missing) for end in (worst, 1 - worst)
+        ]
+
     def _seen_at_interim(self, rule: DeclaredRule) -> Floats | None:
         """Return the differences that the interim analysis saw, float64 [conditions - 1, its seeds]: as recorded, else
         those of the first seeds once all their runs have ended; None without an interim analysis."""
@@ -154,7 +180,10 @@ class _PairedRuns:
         if record is not None and (record.metric, record.baseline) == (self.measure.name, self.labels[0]):
             nothing = [None] * len(record.seeds)
             rows = [record.differences.get(label, nothing) for label in self.labels[1:]]
-            return np.array(rows, dtype=np.float64)
+            seen, now = np.array(rows, dtype=np.float64), slice(len(record.seeds))
+            if self.assumed is None:
+                return seen
+            return np.where((self.assumed[1:] | self.assumed[:1])[:, now], self.differences[:, now], seen)
         if record is not None or not rule.has_interim_analysis or planned is None:
             return None
         first = set(self.pairs[:planned])
@@ -174,13 +203,18 @@ class _Compared:
     def baseline(self, label: str) -> ConditionComparison:
         return replace(self._level(label), verdict="baseline")
 
-    def condition(self, label: str, baseline: ConditionComparison, analysis: Analysis) -> ConditionComparison:
+    def condition(
+        self, label: str, baseline: ConditionComparison, analysis: Analysis, *worst: Analysis
+    ) -> ConditionComparison:
+        """Return a condition by its analysis; ``worst`` are those with missing seeds at the ends of their range."""
         runs, measure = self.paired.runs, self.measure
         condition = self._level(label)
         is_decided = not analysis.is_final
-        standing = self.standing.of(label, baseline.label, runs, is_decided=is_decided)
+        standing = self.standing.of(label, baseline.label, runs, self.paired.seeds[: analysis.seeds])
         pairs = _pairs(label, baseline.label, runs, measure)
-        has_p = len(pairs) >= FEWEST_PAIRS and standing.name != INTERIM
+        is_interim = standing.name == INTERIM
+        has_p = len(pairs) >= FEWEST_PAIRS and not is_interim
+        is_robust = analysis.is_decided and bool(worst) and {case.outcome for case in worst} == {analysis.outcome}
         condition = replace(
             condition,
             pairs=len(pairs),
@@ -191,6 +225,7 @@ class _Compared:
             standing=standing.name,
             standing_reasons=standing.reasons,
             pairs_planned=standing.pairs_planned,
+            missing_could_change=not is_robust if is_interim and len(pairs) >= FEWEST_PAIRS else None,
         )
         if condition.seconds_per_run is not None and baseline.seconds_per_run:
             condition = replace(condition, cost_ratio=condition.seconds_per_run / baseline.seconds_per_run)
@@ -257,25 +292,10 @@ class _Compared:
             before=_mean(before),
             after_mean=mean,
             interval=interval,
-            difference=None,
-            typical_difference=None,
-            difference_interval=None,
-            pairs=0,
-            p_value=None,
             seeds=[run.seed for run in runs],
             iqm=_iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
             mean_bootstrap=_bootstrap(after, np.mean),
             iqm_bootstrap=_bootstrap(after, iqm),
-            difference_new_problems=None,
-            differences=[],
-            paired_seeds=[],
-            iqm_difference=None,
-            probability_of_improvement=None,
-            outlier_seeds=[],
-            pairs_needed=None,
-            decided_after=None,
-            unseen_collapse_rate=None,
-            mean_difference_bound=None,
             missing=[
                 MissingRun(run.run_id, run.seed, run.state, run.reason or (no_value if run.done else None))
                 for run in runs
@@ -286,7 +306,6 @@ class _Compared:
             seconds=sum(run.device_seconds for run in runs),
             tokens_per_run=_mean([run.tokens for run in finished]),
             seconds_per_run=_mean([run.device_seconds for run in finished]),
-            cost_ratio=None,
             held_out=any(run.evaluations for run in runs),
         )
 

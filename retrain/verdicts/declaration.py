@@ -4,11 +4,13 @@ A verdict is given of what was declared: this metric, margin and interim analysi
 baseline, this many steps. ``freeze`` keeps them in the manifest when the first run begins; a changed file changes none
 of them afterwards. What is looked at otherwise has a standing of its own:
 
-    declared      all runs that were declared have ended: the verdict holds
-    interim       some have not: differences and intervals are shown, no p and no verdict (looking after every pair
-                  and stopping at the first p below 0.05 calls equal conditions different far more often than 1 in 20)
-    exploratory   something was chosen after results were there (seeds or conditions added, other steps, another metric
-                  or baseline, campaigns put together): p is shown as if it had been declared, and no verdict
+    declared      all runs that were declared are there: the verdict holds
+    interim       some are not (to come, failed, lost): differences and intervals are shown, no p and no verdict
+                  (looking after every pair and stopping at the first p below 0.05 calls equal conditions different far
+                  more often than 1 in 20)
+    exploratory   something is not as declared (protocol deviations: seeds or conditions added, other steps, settings or
+                  problems, edited records; another metric or baseline, campaigns put together): p is shown as if it had
+                  been declared, and no verdict
 
 The interim analysis is part of the plan: what it has decided is decided.
 """
@@ -19,10 +21,12 @@ from typing import Any
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.schema.campaign import ENDED, InterimAnalysis
+from retrain.records.schema.campaign import InterimAnalysis
 from retrain.verdicts.results import Measure, RunResult
 
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
+DEVIATION = "protocol deviation"
+COMPLETE = ("done", "stopped")  # States of runs from which nothing is missing
 EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
 """Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule."""
 
@@ -70,12 +74,12 @@ class Standing:
     seeds: frozenset[int] | None = None
     added: Collection[str] = ()
 
-    def of(self, label: str, baseline: str, runs: Sequence[RunResult], *, is_decided: bool) -> ConditionStanding:
-        """Return the standing of a compared condition; ``is_decided``: by the interim analysis."""
+    def of(self, label: str, baseline: str, runs: Sequence[RunResult], analysed: Collection[int]) -> ConditionStanding:
+        """Return the standing of a compared condition whose analysis is of these seeds."""
         both = [run for run in runs if run.label in (label, baseline) and self._counts(run)]
-        open_seeds = {run.seed for run in both if run.state not in ENDED}
+        is_incomplete = any(run.state not in COMPLETE for run in both if run.seed in analysed)
         reasons = (*self.reasons, *self.of_condition.get(label, ()), *self.of_condition.get(baseline, ()))
-        name = EXPLORATORY if reasons else INTERIM if open_seeds and not is_decided else DECLARED
+        name = EXPLORATORY if reasons else INTERIM if is_incomplete else DECLARED
         return ConditionStanding(name, list(dict.fromkeys(reasons)), len({run.seed for run in both}))
 
     def _counts(self, run: RunResult) -> bool:
@@ -83,14 +87,19 @@ class Standing:
 
 
 def standing(
-    declared: Mapping[str, Any] | None, runs: Sequence[RunResult], measure: Measure, asked: Measure, baseline: str
+    first: Mapping[str, Any],
+    runs: Sequence[RunResult],
+    measure: Measure,
+    asked: Measure,
+    baseline: str,
+    deviations: Sequence[str],
 ) -> Standing:
     """Return the status of one campaign's runs.
 
-    ``declared`` is what its manifest kept, None in directories from before there was such a record: what they planned
-    then counts as declared. ``measure`` is the declared one and ``asked`` the one looked at.
+    ``first`` is what its manifest declared, {} in directories from before there was such a record: what they planned
+    then counts as declared. ``measure`` is the declared one and ``asked`` the one looked at; ``deviations`` are those
+    of the records.
     """
-    first = declared or {}
     reasons = []
     if asked != measure:
         reasons.append(f"{asked.name} was not declared as deciding ({measure.name} was)")
@@ -99,8 +108,9 @@ def standing(
     seeds = first.get("seeds")
     added = sorted({run.seed for run in runs} - set(seeds or [run.seed for run in runs]))
     if added:
-        reasons.append(f"{plural(len(added), 'seed')} {'was' if len(added) == 1 else 'were'} added: "
-                       f"{listed([str(seed) for seed in added], 8)}")  # fmt: skip
+        words = f"{plural(len(added), 'seed')} {'was' if len(added) == 1 else 'were'} added"
+        reasons.append(f"{DEVIATION}: {words}: {listed([str(seed) for seed in added], 8)}")
+    reasons += [f"{DEVIATION}: {clause}" for clause in deviations]
     labels = {run.label for run in runs}
     return Standing(
         tuple(reasons),
@@ -110,8 +120,9 @@ def standing(
     )
 
 
-def pooled(count: int) -> Standing:
-    return Standing((f"the runs come from {count} directories, and nothing declares them together",))
+def pooled(count: int, deviations: Sequence[str]) -> Standing:
+    together = f"the runs come from {count} directories, and nothing declares them together"
+    return Standing((together, *(f"{DEVIATION}: {clause}" for clause in deviations)))
 
 
 def _of_conditions(first: Mapping[str, Any], runs: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
@@ -119,11 +130,12 @@ def _of_conditions(first: Mapping[str, Any], runs: Sequence[RunResult]) -> dict[
     found: dict[str, tuple[str, ...]] = {}
     for label in dict.fromkeys(run.label for run in runs):
         if label not in first.get("conditions", [label]):
-            found[label] = (f"{condition_name(label)} was added",)
+            found[label] = (f"{DEVIATION}: {condition_name(label)} was added",)
             continue
         planned = first.get("max_steps", {}).get(label)
         trained = {run.config.get("training", {}).get("max_steps") for run in runs if run.label == label} - {None}
         if planned is not None and trained - {planned}:
             numbers = listed([str(steps) for steps in sorted(trained)], 4)
-            found[label] = (f"{condition_name(label)} was declared with {planned} steps and planned with {numbers}",)
+            words = f"{condition_name(label)} was declared with {planned} steps and planned with {numbers}"
+            found[label] = (f"{DEVIATION}: {words}",)
     return found

@@ -10,22 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retrain.config.base import Role
 from retrain.config.campaign import DECIDING_KEYS, condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.legacy import without_removed
-from retrain.config.root import role_of
-from retrain.config.runs import differences
+from retrain.config.runs import differences, tells_apart
 from retrain.errors import UsageError, listed
 from retrain.files import write_json
+from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.records.reader import planned_configs, read_manifest
+from retrain.records.registry import history
 from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.verdicts.comparison import compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
 from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
-MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
-"""In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 NAMED_KEYS = 4
 
@@ -35,13 +33,15 @@ Reader = Callable[[Path, Mapping[str, Any]], RunResult]
 @dataclass(frozen=True)
 class Source:
     """One directory: its runs in their order, its labels with the baseline first, what it declared and what its file
-    says otherwise since, what else a reader must know, and the rule that it declared."""
+    says otherwise since, protocol deviations of its records, what else a reader must know, and the rule that it
+    declared."""
 
     name: str
     runs: list[RunResult]
     labels: list[str]
     declared: dict[str, Any]
     changed: list[str]
+    deviations: list[str]
     notes: list[str]
     rule: DeclaredRule
 
@@ -67,7 +67,7 @@ def compare_directories(
     if asked.held_out:
         _same_evaluation(sources, asked.held_out)
     warnings = [
-        *(note for source in sources for note in source.notes),
+        *dict.fromkeys(note for source in sources for note in source.notes),
         *_disagreements(sources, decides, metric),
         *_pool(sources),
     ]
@@ -75,7 +75,7 @@ def compare_directories(
     runs, twice = _without_repeats(everything)
     warnings += twice + _differences(runs)
     first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
-    alone = len(sources) == 1
+    departures = [clause for source in sources for clause in source.deviations]
     comparison = compare_runs(
         runs,
         labels,
@@ -84,7 +84,9 @@ def compare_directories(
         margin=_margin(sources) if asked.key == measure.key else None,
         warnings=warnings,
         rule=_rule(sources, measure == asked and first == labels[0]),
-        standing=standing(declared, runs, measure, asked, first) if alone else pooled(len(sources)),
+        standing=standing(declared, runs, measure, asked, first, departures)
+        if len(sources) == 1
+        else pooled(len(sources), departures),
     )
     return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
 
@@ -105,11 +107,15 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
         raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
     manifest = read_manifest(directory)
-    runs = [read(directory, entry) for entry in manifest["runs"]]
+    entries = declared_entries(directory, manifest)
+    runs = [read(directory, entry) for entry in entries]
     # Before there was a record of it, the settings of the first run are what was declared.
     campaign = next((own for run in runs if (own := run.config.get("campaign")) is not None), {})
     keys = (*DECIDING_KEYS, *EARLIER_RULE_KEYS)
     declared = {key: campaign[key] for key in keys if key in campaign} | (manifest.get("declared") or {})
+    for run in runs:
+        run.pair = run.pair if run.config else (campaign.get("seed", 0), run.seed)
+    recorded, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
     labels = dict.fromkeys(run.label for run in runs)
     first = [label for label in [declared.get("baseline")] if label in labels]
     return Source(
@@ -118,7 +124,8 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         list(dict.fromkeys([*first, *labels])),
         declared,
         _changed(directory, declared),
-        manifest.get("notes") or [],
+        [*deviations(directory, manifest.get("declared") or {}, entries, recorded), *registered.deviations],
+        [*(manifest.get("notes") or []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
 
@@ -224,12 +231,6 @@ def _pool(sources: Sequence[Source]) -> list[str]:
                 f"({_changes(keys)}): kept apart."
             )
     return notes
-
-
-def tells_apart(key: str) -> bool:
-    """Whether runs with different values of this dotted key are no replicates of each other."""
-    role = role_of(key)
-    return role is None or not role & MAY_DIFFER
 
 
 def _changes(keys: dict[str, tuple[Any, Any]]) -> str:

@@ -13,6 +13,7 @@ from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
 
 ALIKE = "typical runs alike"
 NOT_SHOWN = "no difference shown"
+MISSING = "missing seeds could change the verdict"
 VARIED = {
     "all": "other seeds",
     "init": "other initial adapters",
@@ -84,7 +85,11 @@ def sentence(
 def _finding(condition: ConditionComparison, measure: Measure, margin: float | None, varied: str) -> str:
     pairs = plural(condition.pairs, "pair")
     if condition.standing == INTERIM:
-        return f"{condition.pairs} of {plural(condition.pairs_planned or 0, 'pair')}: interim, no verdict yet"
+        so_far = f"{condition.pairs} of {plural(condition.pairs_planned or 0, 'pair')}: interim, no verdict yet"
+        if condition.missing_could_change is None:
+            return so_far
+        robust = f"{direction(condition.typical_difference or 0.0, measure)} whatever the missing seeds show"
+        return f"{so_far}; {MISSING if condition.missing_could_change else robust}"
     if condition.standing == EXPLORATORY:
         return f"{pairs}: exploratory, no verdict ({'; '.join(condition.standing_reasons)})"
     if condition.pairs < FEWEST_PAIRS:
@@ -177,7 +182,8 @@ def missing_words(missing: Sequence[MissingRun]) -> list[str]:
     notes = []
     for kind, runs in (
         ("failed", [run for run in missing if run.state == "failed"]),
-        ("unfinished", [run for run in missing if run.state not in ("failed", "done", "stopped")]),
+        ("missing", [run for run in missing if run.state == "missing"]),
+        ("unfinished", [run for run in missing if run.state not in ("failed", "missing", "done", "stopped")]),
         ("stopped (interim analysis)", [run for run in missing if run.state == "stopped"]),
         ("finished without a value", [run for run in missing if run.state == "done"]),
     ):

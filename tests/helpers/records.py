@@ -14,10 +14,14 @@ from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.config import Config, load, parse_dict
-from retrain.files import append_jsonl, write_json
+from retrain.config.runs import RunSpec
+from retrain.files import append_jsonl, read_jsonl, write_json
 from retrain.records.context import RunContext
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
+from retrain.records.schema.campaign import Seal
+from retrain.records.schema.layout import EVALS, EVALUATIONS
+from retrain.records.seals import chained
 from retrain.types import (
     Action,
     CreditedGroup,
@@ -125,6 +129,15 @@ def find_conversations(node: Any) -> list[dict[str, Any]]:
     return results
 
 
+def seal_of(run: Path, evaluations: int | None = None) -> dict[str, Any]:
+    """The seal of the first evaluations of a run, None for all, with the completions of these steps."""
+    rows, completions = read_jsonl(run / EVALS)[:evaluations], read_jsonl(run / EVALUATIONS)
+    steps = {row["step"] for row in rows}
+    completions = [row for row in completions if row["step"] in steps]
+    digests = chained("", rows), chained("", completions)
+    return Seal("data", len(rows), digests[0], len(completions), digests[1]).to_row()
+
+
 BASE = [0.60, 0.64, 0.58, 0.66, 0.62, 0.59, 0.65, 0.61]
 
 
@@ -220,14 +233,18 @@ class Played:
                 row = {"step": 1, "name": "heldout", "eval/heldout/correct_rate": value}
                 append_jsonl(folder / "evals.jsonl", [row])
                 append_jsonl(folder / "metrics.jsonl", [{"step": 0, "num_tokens": 5, "correct_rate": value}])
-                self.manifest.update(spec.run_id, state=state, step=1)
+                self._end(spec, state)
 
     def put(self, seed: int, label: str, value: float, **facts) -> None:
         """One finished run with this accuracy; further ``facts`` stand in the row of its evaluation."""
         spec = next(spec for spec in self.specs if spec.seed == seed and spec.label.startswith(label))
         row = {"step": 1, "name": "heldout", "eval/heldout/correct_rate": value, **facts}
         append_jsonl(self.manifest.directory / "runs" / spec.run_id / "evals.jsonl", [row])
-        self.manifest.update(spec.run_id, state="done", step=1)
+        self._end(spec, "done")
+
+    def _end(self, spec: RunSpec, state: str) -> None:
+        self.manifest.seal(spec.run_id, spec.label, seal_of(self.manifest.directory / "runs" / spec.run_id))
+        self.manifest.update(spec.run_id, state=state, step=1)
 
     def analyse(self, under_way: Container[str] = ()) -> dict[str, Any] | None:
         """Make the interim analysis if it is due; what it saw, None before."""

@@ -271,23 +271,18 @@ def test_a_command_that_is_refused_late_changes_no_record_and_leaves_no_new_dire
 # -- a manifest or plan that is gone ----------------------------------------------------------------------------------
 
 
-def test_a_campaign_without_its_manifest_is_refused_and_can_be_accepted(two_runs, tmp_path):
+def test_a_campaign_without_its_manifest_is_refused(two_runs, tmp_path):
     path, whole = two_runs
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     (out / "manifest.json").unlink()
     before = contents(out)
     for command in (["resume", str(out)], ["train", str(path), "--out", str(out), "--set", "campaign.seeds=[2]"]):
-        result = CliRunner().invoke(app, command)
+        result = CliRunner().invoke(app, [*command, "--accept-changes"])
         assert result.exit_code == 2
-        assert "manifest.json is missing: which of " in result.stderr
-        assert "--accept-changes" in result.stderr
+        assert "has records of runs and no manifest.json" in result.stderr
         assert contents(out) == before
-    assert resume(out, NullObserver(), approval=Approval(accept=True)).exit_status == 0
-    runs = read_json(out / "manifest.json")["runs"]
-    assert [(run["state"], run["step"]) for run in runs] == [("done", 2), ("done", 2)]
-    for name in ("metrics.jsonl", "evals.jsonl", "final/adapter_model.safetensors"):
-        for run in runs:
-            assert (out / run["path"] / name).read_bytes() == (whole / run["path"] / name).read_bytes()
+    shutil.copy(whole / "manifest.json", out)
+    assert resume(out, NullObserver()).exit_status == 0
 
 
 def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_runs, tmp_path):

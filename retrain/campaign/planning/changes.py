@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retrain.config.runs import RunSpec, differences
+from retrain.config.runs import EXTENSION, RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
@@ -18,7 +18,6 @@ from retrain.training.inputs import change_line
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
 """Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
-EXTENSION = "training.max_steps"
 MISSING = "(not recorded)"
 
 

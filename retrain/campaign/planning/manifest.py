@@ -20,15 +20,16 @@ from retrain.config import parse_dict
 from retrain.config.campaign import DECIDING_KEYS, Campaign
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
-from retrain.config.runs import RunSpec, run_directory
-from retrain.errors import NotReadable, RetrainError, UsageError, plural
+from retrain.config.runs import RunSpec, condition_hash, run_directory
+from retrain.errors import NotReadable, RetrainError, UsageError
 from retrain.files import dumps, stamp_of, write_bytes, write_json, write_text
 from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
+from retrain.records.registry import OFF, ON, Registry
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import CampaignManifest, RunEntry
-from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, FINAL, LOG, MANIFEST, METRICS, PLAN
+from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, EVALS, FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
 from retrain.util.session import LEASE, LOCK
 
@@ -62,16 +63,17 @@ def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
 def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the manifest's entries by run id, and one line for each record that is missing although runs have begun.
 
-    Where the manifest itself is missing, the entries come from ``plan.json`` and from what the runs have left: one that
-    has records counts as interrupted.
+    Raises UsageError where runs have begun and there is no manifest: which of them are done, failed or stopped, and
+    what was declared, is not known.
     """
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
-        entries = _entries_without_manifest(directory, specs)
-        if not begun(list(entries.values())):
-            return {}, []
-        lost = f"{MANIFEST} is missing: which of {plural(len(entries), 'run')} are done, failed or stopped is not known"
-        return entries, [lost]
+        if any(_has_records(place) for place in (directory, *(directory / "runs").glob("*"))):
+            raise UsageError(
+                f"{directory} has records of runs and no {MANIFEST}, so that what was declared is not known: restore "
+                "the file from a copy, or begin anew with another --out"
+            )
+        return {}, []
     entries, missing = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}, []
     for spec in specs:
         entry = entries.get(spec.run_id)
@@ -85,32 +87,14 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     return entries, missing
 
 
-def _entries_without_manifest(directory: Path, specs: Sequence[RunSpec]) -> dict[str, dict[str, Any]]:
-    planned = [spec.to_json() for spec in specs]
-    if (directory / PLAN).is_file():
-        planned = read_plan_file(directory)["runs"] + planned
-    entries: dict[str, dict[str, Any]] = {}
-    for run in planned:
-        place = directory / "runs" / run["run_id"] if run["is_campaign"] else directory
-        reader = RunReader(place)
-        has_records = bool(reader.checkpoint_directories()) or any(
-            (place / name).is_file() for name in (METRICS, f"{FINAL}/{MARK}")
-        )
-        entry = RunEntry(
-            run_id=run["run_id"],
-            label=run["label"],
-            seed=run["seed"],
-            max_steps=run["config"]["training"]["max_steps"],
-            state="interrupted" if has_records else "pending",
-            step=reader.last_row().get("step", -1) + 1 if has_records else 0,
-        )
-        entries.setdefault(entry.run_id, entry.to_row())
-    return entries
+def _has_records(run: Path) -> bool:
+    has_rows = any((run / name).is_file() for name in (METRICS, EVALS, f"{FINAL}/{MARK}"))
+    return has_rows or bool(RunReader(run).checkpoint_directories())
 
 
 def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """Return what these runs declare: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds`` and
-    ``max_steps`` by label."""
+    """Return what these runs declare: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds``, and by
+    label ``max_steps`` and ``settings`` (their hash)."""
     campaign = specs[0].config.campaign
     steps = {spec.label: spec.config.training.max_steps for spec in specs}
     return {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
@@ -118,6 +102,7 @@ def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
         "conditions": list(steps),
         "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
         "max_steps": steps,
+        "settings": {spec.label: condition_hash(spec.config.to_dict()) for spec in specs},
     }
 
 
@@ -131,7 +116,9 @@ def freeze(
     a record from an earlier release does not hold is taken from them, not from the file as it is now.
     """
     if begun(before):
-        content["declared"] = {**declaration(specs), **_planned(before, configs), **(content.get("declared") or {})}
+        planned = declaration(specs)
+        del planned["settings"]  # what an earlier release has begun may have had others
+        content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
     else:
         content["declared"] = declaration(specs)
 
@@ -227,6 +214,24 @@ class Manifest:
         """How many steps a run has done; the next event writes it."""
         self._change(run_id, {"step": step})
 
+    def seal(self, run_id: str, label: str, seal: Values) -> None:
+        """Keep the seal of a run's evaluations, which the next event writes, and declare the condition's data with its
+        first run."""
+        self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
+        declared = self.content.get("declared") or {}
+        data = declared.get("data") or {}
+        if seal and label not in data:
+            self.note(declared={**declared, "data": {**data, label: seal["data"]}})
+
+    @property
+    def is_registered(self) -> bool:
+        return self.content.get("registry", OFF) != OFF
+
+    def declare(self, data: str) -> None:
+        """Put the declaration into the registry, with the hash of the problems, unless it is there."""
+        if self.content.get("registry") == ON:
+            self.note(registry=Registry(self.directory).declare(self.content["declared"], data))
+
     def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
         """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
         self._change(run_id, changes, without)
@@ -298,6 +303,11 @@ class CampaignObserver(NullObserver):
         self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next event writes it
         self.observer.step(spec, row)
 
+    def sealed(self, spec: SpecLike, seal: Values) -> None:
+        self.manifest.seal(spec.run_id, spec.label, seal)
+        self.manifest.declare(seal.get("data", ""))
+        self.observer.sealed(spec, seal)
+
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
         self.observer.evaluated(spec, name, row)
 
@@ -305,6 +315,9 @@ class CampaignObserver(NullObserver):
         changes: dict[str, Any] = {"state": status, "reason": message or None}
         if status == "failed":
             changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
+        if status == "done" and self.manifest.is_registered:  # before the manifest says so: a kill repeats it
+            entry = RunEntry.from_row(self.manifest.run(spec.run_id))
+            Registry(self.manifest.directory).finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)
 

@@ -38,7 +38,8 @@ class Plan:
 
     ``directory`` is written to; ``folder`` is that of the TOML file, where relative paths to data and modules are
     looked up first. ``source`` is the file as it was read, None for a directory that is continued from its own plan;
-    ``sets`` are the ``section.key=value`` settings that this plan was changed with.
+    ``sets`` are the ``section.key=value`` settings that this plan was changed with; ``registry`` says whether a
+    declaration goes into the registry (``records.registry``: ON, OFF), "" where nobody has asked.
     """
 
     specs: list[RunSpec]
@@ -47,6 +48,7 @@ class Plan:
     name: str
     source: Loaded | None = None
     sets: tuple[str, ...] = ()
+    registry: str = ""
 
     @cached_property
     def longest(self) -> Longest:
@@ -55,11 +57,11 @@ class Plan:
         return longest_completions(spec.config for spec in self.specs)
 
     @classmethod
-    def of(cls, loaded: Loaded, out: Path | None = None) -> Plan:
+    def of(cls, loaded: Loaded, out: Path | None = None, registry: str = "") -> Plan:
         """The plan of a file. Raises ConfigError when a run's configuration does not hold."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
-        return cls(plan(loaded), directory, loaded.path.parent, name, loaded)
+        return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
 
     def job(self, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
         """Return the job of these runs; ``how`` are the fields that have defaults."""

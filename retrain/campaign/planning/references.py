@@ -34,6 +34,7 @@ from retrain.plugins import check_backend_class, load_function, plugin_ranges
 from retrain.policy.teaching import teacher_fault
 from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
+from retrain.records.registry import ON, Registry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
@@ -52,6 +53,8 @@ def check(plan: Plan, places: bool = True) -> Plan:
             raise ConfigError(list(dict.fromkeys(problems)))
     if places:
         check_places(plan.directory, plan.specs)
+        if plan.registry == ON and plan.specs[0].is_campaign:
+            Registry(plan.directory).check()
     return plan
 
 

@@ -82,6 +82,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Sealed:
+    """``seal`` covers all evaluations that the run has recorded."""
+
+    run_id: str
+    seal: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class RunEnded:
     """``status`` is done, with everything saved, or failed, for ``reason``."""
 
@@ -130,7 +138,9 @@ class WorkerFault:
     text: str
 
 
-Event = JobStarted | Tick | RunStarted | StepDone | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+Event = (
+    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+)
 
 
 def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> None:
@@ -140,6 +150,8 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
+        case Sealed(run_id, seal):
+            observer.sealed(specs[run_id], seal)
         case Evaluated(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
@@ -266,7 +278,7 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (JobStarted, RunStarted, StepDone, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
+    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
 }
 
 

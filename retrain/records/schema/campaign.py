@@ -11,6 +11,22 @@ ENDED = ("done", "failed", "stopped")  # Final states of a run
 
 
 @dataclass(frozen=True)
+class Seal(Record):
+    """Hashes of a run's evaluations. Each covers the hash of the row before and the row without its seconds."""
+
+    data: str
+    """Hash of the problems, training and held-out."""
+    evaluations: int
+    """Rows of `evals.jsonl`."""
+    evaluations_sha256: str
+    """SHA-256 over them."""
+    completions: int
+    """Rows of `emergence/evaluations.jsonl`."""
+    completions_sha256: str
+    """SHA-256 over them."""
+
+
+@dataclass(frozen=True)
 class RunEntry(Record):
     """One run in ``manifest.json``."""
 
@@ -37,7 +53,9 @@ class RunEntry(Record):
     """After a failure, the log that has the traceback."""
     worker: str | None = None
     """While a worker process trains it, which."""
-    omitted_if_empty = ("log", "worker")
+    seal: Row | None = None
+    """Hashes of its evaluations so far; none of runs that earlier versions began."""  # Seal
+    omitted_if_empty = ("log", "worker", "seal")
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,9 @@ class CampaignManifest(Record):
     """When the file was written (seconds since the epoch)."""
     declared: Row = field(default_factory=dict)
     """Declaration of the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
-    `seeds` and `max_steps`."""
+    `seeds`, and by label `max_steps`, `settings` and `data` (hashes)."""
+    registry: str | None = None
+    """When the declaration went into the registry, `on` before that, `off` with `--no-registry`."""
     notes: list[str] = field(default_factory=list)
     """Deviations from the declaration, for a reader of the verdict."""
     lanes: int | None = None
@@ -97,8 +117,8 @@ class CampaignManifest(Record):
     report: str | None = None
     """File name of the report, once it is written."""
     omitted_if_empty = (
-        "updated", "declared", "notes", "lanes", "slots", "cohorts", "memory", "interim", "comparison", "squeeze",
-        "squeezes", "report",
+        "updated", "declared", "registry", "notes", "lanes", "slots", "cohorts", "memory", "interim", "comparison",
+        "squeeze", "squeezes", "report",
     )  # fmt: skip
 
 

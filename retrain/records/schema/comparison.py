@@ -43,7 +43,7 @@ class OutlierSeed(Record):
     """Its difference minus the typical difference."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConditionSummary(Record):
     """One condition under a further measure, without a verdict."""
 
@@ -59,21 +59,21 @@ class ConditionSummary(Record):
     """Mean value of the finished runs."""
     interval: list[float] | None
     """Its 95 % interval over seeds: score interval for shares, t for others."""
-    difference: float | None
+    difference: float | None = None
     """Mean paired difference to the baseline."""
-    typical_difference: float | None
+    typical_difference: float | None = None
     """Typical paired difference: the value about which the differences balance, large ones cut."""
-    difference_interval: list[float] | None
+    difference_interval: list[float] | None = None
     """95 % interval of the typical difference for other seeds and these problems, for all conditions and analyses
     together; null where nothing can be excluded."""
-    pairs: int
+    pairs: int = 0
     """Pairs of seeds with the baseline."""
-    p_value: float | None
+    p_value: float | None = None
     """p of no typical difference, corrected for all conditions and analyses; null where there are too few pairs for a
     verdict."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConditionComparison(ConditionSummary):
     """One condition under the measure that decides; what is about pairs is null for the baseline."""
 
@@ -85,25 +85,25 @@ class ConditionComparison(ConditionSummary):
     """Mean with an expanded bootstrap interval over seeds, null below 8 seeds."""
     iqm_bootstrap: Bounds | None
     """Interquartile mean with the same interval."""
-    difference_new_problems: Bounds | None
+    difference_new_problems: Bounds | None = None
     """Difference with its interval for other seeds and new problems; null without the evaluations' completions."""
-    differences: list[float]
+    differences: list[float] = field(default_factory=list)
     """Difference of each pair."""
-    paired_seeds: list[int]
+    paired_seeds: list[int] = field(default_factory=list)
     """Seed of each pair."""
-    iqm_difference: Bounds | None
+    iqm_difference: Bounds | None = None
     """Interquartile mean of the differences."""
-    probability_of_improvement: Bounds | None
+    probability_of_improvement: Bounds | None = None
     """Probability that a run of this condition has a larger value than one of the baseline."""
-    outlier_seeds: list[OutlierSeed]
+    outlier_seeds: list[OutlierSeed] = field(default_factory=list)
     """Seeds that are no typical ones."""
-    pairs_needed: int | None
+    pairs_needed: int | None = None
     """Pairs that a verdict needs."""
-    decided_after: int | None
+    decided_after: int | None = None
     """Pairs of the interim analysis that found a difference; null where the planned end decides."""
-    unseen_collapse_rate: float | None
+    unseen_collapse_rate: float | None = None
     """For "typical runs alike": the rate of collapse that these runs leave open."""
-    mean_difference_bound: float | None
+    mean_difference_bound: float | None = None
     """For "typical runs alike": how far the means differ at most if runs collapse to the untrained model at this
     rate."""
     missing: list[MissingRun]
@@ -118,7 +118,7 @@ class ConditionComparison(ConditionSummary):
     """Mean tokens of a finished run."""
     seconds_per_run: float | None
     """Mean device time of a finished run (s)."""
-    cost_ratio: float | None
+    cost_ratio: float | None = None
     """Device time of a run relative to the baseline's."""
     held_out: bool
     """True if its runs were evaluated on held-out problems."""
@@ -132,6 +132,9 @@ class ConditionComparison(ConditionSummary):
     """Why it is not `declared`."""
     pairs_planned: int | None = None
     """Pairs of seeds that were declared."""
+    missing_could_change: bool | None = None
+    """While declared runs are missing and 6 pairs are there: false if the verdict would be the same with every missing
+    value at either end of its range."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ METRICS, COLUMNS, EVALS = "metrics.jsonl", "metrics.f32", "evals.jsonl"
 EMERGENCE = "emergence"
 STEPS, GENERATIONS = f"{EMERGENCE}/steps.jsonl", f"{EMERGENCE}/generations.jsonl"
 EVALUATIONS = f"{EMERGENCE}/evaluations.jsonl"
+EVALUATION_FILES = (EVALS, EVALUATIONS)  # Records with the rows of evaluations
 ITERATIONS = "iterations.jsonl"
 TRAIN = "train"  # The split of steps; that of an evaluation is "eval/<name>"
 SUMMARIES, LOGTREE, PAGE = "_rollout_summaries.jsonl", "_logtree.json", ".html"  # Endings, after an iteration's name
@@ -28,6 +29,7 @@ FINAL, SAVED = "final", "checkpoints"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 STATE = "state.json"  # Of a checkpoint
+REGISTRY = "registry.jsonl"  # Beside the directories of campaigns
 SERVER_NEWS = "servers.jsonl"  # In ``workers/`` of a campaign's directory while it trains
 
 
@@ -53,6 +55,7 @@ CAMPAIGN_FILES = (
     RecordFile(COMPARISON, "conditions against the first, paired by seed", Comparison),
     RecordFile(REPORT, "verdict, curves, distributions, the same prompt under two conditions: one file, no network"),
     RecordFile("base/evaluation_<how>.npz", "the untrained model's held-out answers, sampled once for all runs"),
+    RecordFile(f"../{REGISTRY}", "beside the directory: every declaration and finished run of all campaigns there"),
     RecordFile(f"squeeze/{ANALYSIS}", "energy by LoRA rank, from the first run"),
     RecordFile(f"squeeze/{VERIFICATION}", "held-out accuracy at every rank beside the full adapter, paired by problem"),
     RecordFile("squeeze/rank_<r>/", "an adapter compressed to the recommended rank, if that is known"),
@@ -60,7 +63,7 @@ CAMPAIGN_FILES = (
     *MACHINE_FILES,
 )
 
-ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz")
+ONLY_OF_CAMPAIGNS = (COMPARISON, REPORT, "base/evaluation_<how>.npz", f"../{REGISTRY}")
 
 RUN_FILES = (
     RecordFile(MARK, "which run owns this directory; also in every checkpoint and adapter"),

@@ -244,6 +244,8 @@ class RecorderState(Record):
     """Numbers of the evaluations that join the next row of metrics."""
     rows: dict[str, int] = field(default_factory=dict)
     """Rows of each file that belong to the finished steps."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """Hash of the rows of each file of evaluations; none where an earlier version has recorded some of them."""
     trackers: dict[str, Row | None] = field(default_factory=dict)
     """Return value of the last start of each tracker."""
     sent: dict[str, int] = field(default_factory=dict)

@@ -5,8 +5,7 @@ from retrain.config import parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import why_fixed
 from retrain.config.root import defines_run, keys, role_of
-from retrain.config.runs import RunSpec
-from retrain.verdicts.pooling import tells_apart
+from retrain.config.runs import RunSpec, tells_apart
 
 
 def test_every_key_has_a_role():

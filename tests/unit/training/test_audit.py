@@ -11,13 +11,13 @@ from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
-from retrain.config.runs import differences
+from retrain.config.runs import differences, tells_apart
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
 from retrain.rewards import Grader, build_grader
 from retrain.verdicts.audited import audited
-from retrain.verdicts.pooling import conclude, tells_apart
+from retrain.verdicts.pooling import conclude
 from retrain.verdicts.report import write_report
 from retrain.verdicts.results import RunResult
 

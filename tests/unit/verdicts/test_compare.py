@@ -120,7 +120,7 @@ def test_all_conditions_are_judged_together(tmp_path):
     states = {f"c_s{seed}": "failed" for seed in range(1, 9)}
     report = compare_directories([campaign(tmp_path, results, states=states)])
     b, c, d = report["conditions"][1:]
-    assert (c["p_value"], c["verdict"]) == (None, "cannot tell: no pair of finished runs")
+    assert (c["p_value"], c["verdict"]) == (None, "interim: 0 of 8 pairs")
     expected = judge(np.array([b["differences"], [np.nan] * 8, d["differences"]]))
     assert [b["p_value"], d["p_value"]] == [expected[0].p, expected[2].p]
     assert "corrected for 3 comparisons" in b["sentence"]

@@ -42,9 +42,28 @@ def test_a_look_before_the_planned_end_gives_no_verdict_and_no_p(tmp_path):
     output = CliRunner().invoke(app, ["compare", str(tmp_path)]).output
     assert "interim: 6 of 8 pairs" in output
     assert "better" not in output
-    failed = dict.fromkeys(PENDING, "failed")  # nothing more is to come
-    ended = finding(declared(campaign(tmp_path / "failed", TWO, states=failed)))
-    assert (ended["standing"], ended["verdict"]) == ("declared", "better")
+    assert "6 of 8 pairs: interim, no verdict yet; missing seeds could change the verdict" in found["sentence"]
+
+
+def test_a_declared_run_that_failed_or_is_missing_counts_in_the_worst_case(tmp_path):
+    """One lost run of nine can turn neither p nor the mean where they differ by 30 points, and the mean at 3."""
+    values, nine = [*BASE, 0.6], list(range(1, 10))
+
+    def of(name: str, lead: float, state: str = "failed") -> dict[str, Any]:
+        results = {"a": [value - 0.4 for value in values], "b": [value - 0.4 + lead for value in values]}
+        folder = declared(campaign(tmp_path / name, results, states={"b_s4": state}), seeds=nine)
+        return finding(folder)
+
+    clear = of("clear", 0.3)
+    assert (clear["standing"], clear["verdict"], clear["p_value"]) == ("interim", "interim: 8 of 9 pairs", None)
+    assert clear["missing_could_change"] is False
+    assert "interim, no verdict yet; better whatever the missing seeds show" in clear["sentence"]
+    small = of("small", 0.03)
+    assert (small["standing"], small["missing_could_change"]) == ("interim", True)
+    assert "missing seeds could change the verdict" in small["sentence"]
+    assert of("killed", 0.3, "interrupted")["standing"] == "interim"
+    whole = of("whole", 0.3, "done")
+    assert (whole["standing"], whole["verdict"], whole["missing_could_change"]) == ("declared", "better", None)
 
 
 @pytest.mark.parametrize(("first", "asked", "why"), [

@@ -1,0 +1,240 @@
+"""The registry of a folder: which comparisons its campaigns have declared, and how each run finished.
+
+Lines are only added. What was declared and seen stays known when a directory is deleted, when the same comparison is
+declared again, and when its seeds are chosen from those of an earlier one.
+"""
+
+import fcntl
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import NotOurs, StorageError, listed, plural
+from retrain.files import append_jsonl, writing
+from retrain.ownership import owner_of
+from retrain.records.observer import Observer
+from retrain.records.reader import RunReader, json_lines
+from retrain.records.schema.base import Values
+from retrain.records.schema.campaign import RunEntry
+from retrain.records.schema.layout import REGISTRY
+from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
+
+OFF, ON = "off", "on"
+"""``registry`` in the manifest of a campaign that is not registered, and of one before it declares. Afterwards it is
+the time in the line of the declaration."""
+DECLARED = ("max_steps", "seeds", "baseline", "primary_metric", "equivalence_margin", "sequential")
+NOT_REGISTERED = (
+    f"Not registered (--no-registry, or {REGISTRY} could not be written): whether this comparison was declared before "
+    "is not known."
+)
+ORDINALS = ("", "First", "Second", "Third", "Fourth", "Fifth", "Sixth", "Seventh", "Eighth", "Ninth")
+NAMED_SEEDS, NAMED_DIRECTORIES = 8, 4
+
+
+class Registry:
+    """The registry beside a campaign's ``directory``."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory.absolute()
+        self.path = self.directory.parent / REGISTRY
+
+    @property
+    def owner(self) -> str:
+        """Id in the directory's mark."""
+        owner = owner_of(self.directory)
+        return owner.id if owner else ""
+
+    def check(self) -> None:
+        """Raise NotOurs where the file is another program's."""
+        first = next((row for _, row in json_lines(self.path)), {})
+        is_empty = not self.path.exists() or not self.path.stat().st_size
+        if self.path.is_symlink() or not (is_empty or "owner" in first):
+            advice = "move it away, or train with --no-registry, which every output says"
+            raise NotOurs(f"{self.path} is not a registry of retrain: {advice}")
+
+    def prepare(self, observer: Observer) -> str:
+        """Create the file; return ON, or OFF where it cannot be written, which is said."""
+        try:
+            with self._locked():
+                return ON
+        except StorageError as error:
+            observer.message(f"{error}: the campaign is not registered", "warning")
+            return OFF
+
+    def declare(self, declared: Values, data: str) -> str:
+        """Add a campaign's declaration; return the time in its line. One that a process was killed behind is not
+        repeated."""
+        with self._locked():
+            line = Declaration(
+                kind="declaration",
+                time=_now(),
+                owner=self.owner,
+                directory=self.directory.name,
+                data=data,
+                conditions=declared["settings"],
+                **{key: declared[key] for key in DECLARED},
+            )
+            before = [other for other in self.lines() if other.owner == line.owner]
+            if before and isinstance(before[-1], Declaration) and _content(before[-1]) == _content(line):
+                return before[-1].time
+            append_jsonl(self.path, [line.to_row()])
+            return line.time
+
+    def finish(self, entry: RunEntry, declared: Values) -> None:
+        """Add a run that has finished, unless its line is there."""
+        result: dict[str, float | None] = {}
+        for row in RunReader(self.directory / entry.path).evaluations():
+            result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
+        seal = entry.seal or {}
+        line = FinishedRun(
+            kind="run",
+            time=_now(),
+            owner=self.owner,
+            directory=self.directory.name,
+            data=seal.get("data", ""),
+            run_id=entry.run_id,
+            condition=declared["settings"].get(entry.label, ""),
+            max_steps=entry.max_steps,
+            seed=entry.seed or 0,
+            result=result,
+            sha256=seal.get("evaluations_sha256", ""),
+        )
+        with self._locked():
+            if _content(line) not in map(_content, self.lines()):
+                append_jsonl(self.path, [line.to_row()])
+
+    def lines(self) -> list[RegistryLine]:
+        """Return the lines in their order; damaged ones are left out."""
+        kinds: Mapping[object, type[RegistryLine]] = {"declaration": Declaration, "run": FinishedRun}
+        found = []
+        for _, row in json_lines(self.path):
+            with suppress(TypeError):
+                if kind := kinds.get(row.get("kind")):
+                    found.append(kind.from_row(row))
+        return found
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock of the file, which is created and ends with a whole line."""
+        with writing(self.path), open(self.path, "ab+") as file:
+            with suppress(OSError):  # a file system without locks: lines are appended whole
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if file.seek(0, 2):
+                file.seek(-1, 2)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+                    file.flush()
+            yield
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
+
+
+def _content(line: RegistryLine) -> dict[str, Any]:
+    return line.to_row() | {"time": ""}
+
+
+@dataclass(frozen=True)
+class History:
+    """What a registry says of a campaign: ``deviations`` as clauses, ``notes`` as sentences."""
+
+    deviations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def history(directory: Path, manifest: Values) -> History:
+    """Return what the registry beside a campaign says of it; nothing where an earlier version has declared it."""
+    registered = manifest.get("registry")
+    if not registered:
+        return History()
+    if registered == OFF:
+        return History(notes=[NOT_REGISTERED])
+    registry = Registry(directory)
+    owner, lines = registry.owner, registry.lines()
+    place = next((n for n, line in enumerate(lines) if line.owner == owner and isinstance(line, Declaration)), None)
+    if place is None:
+        begun = registered != ON
+        return History(notes=[f"{REGISTRY} beside the directory does not have its declaration."] if begun else [])
+    first = lines[place]
+    assert isinstance(first, Declaration)
+    before = [line for line in lines[:place] if line.owner != owner]
+    mine = [line for line in lines[place + 1 :] if line.owner == owner]
+    again = [*_declared_again(mine), *_seeds_known_before(first, before)]
+    return History([*again, *_other_than_finished(mine, manifest)], _earlier_declarations(first, before, registry.path))
+
+
+def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
+    places = [n for n, line in enumerate(mine) if isinstance(line, Declaration)]
+    finished = sum(isinstance(line, FinishedRun) for line in mine[: places[-1]]) if places else 0
+    return [f"declared anew in its directory after {plural(finished, 'run')} had finished there"] if finished else []
+
+
+def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:
+    """Return a clause where seeds had finished in other directories, under two or more of the conditions, before they
+    were declared here. A campaign with all the seeds of an earlier one repeats it and chooses none."""
+    finished: dict[int, set[str]] = {}
+    homes: dict[str, None] = {}
+    for line in before:
+        same = isinstance(line, FinishedRun) and line.subject in first.comparison and line.data == first.data
+        if isinstance(line, FinishedRun) and same and line.seed in first.seeds:
+            finished.setdefault(line.seed, set()).add(line.condition)
+            homes[line.directory] = None
+    known = sorted(seed for seed, conditions in finished.items() if len(conditions) > 1)
+    repeated = [
+        line
+        for line in before
+        if isinstance(line, Declaration)
+        and len(line.comparison & first.comparison) > 1
+        and set(line.seeds) == set(first.seeds)
+    ]
+    if not known or repeated:
+        return []
+    seeds, places = listed([str(seed) for seed in known], NAMED_SEEDS), listed(list(homes), NAMED_DIRECTORIES)
+    return [f"seeds had finished before they were declared ({seeds}; in {places})"]
+
+
+def _other_than_finished(mine: Sequence[RegistryLine], manifest: Values) -> list[str]:
+    """Return a clause for each run that is not as it was when it finished."""
+    entries = {row["run_id"]: RunEntry.from_row(row) for row in manifest["runs"]}
+    finished: dict[str, list[FinishedRun]] = {}
+    for line in mine:
+        if isinstance(line, FinishedRun):
+            finished.setdefault(line.run_id, []).append(line)
+    clauses = []
+    for run_id, lines in finished.items():
+        entry, last = entries.get(run_id), lines[-1]
+        result = ", ".join(f"{value:.4g}" for value in last.result.values() if value is not None)
+        said = f"{run_id} had finished" + (f" with {result}" if result else "")
+        if entry is None:
+            clauses.append(f"{said} and is not in the manifest")
+        elif entry.max_steps > last.max_steps:
+            continue  # continued with more steps
+        elif entry.state in ("failed", "stopped"):
+            clauses.append(f"{said} and is {entry.state}")
+        elif entry.state == "done" and (entry.seal or {}).get("evaluations_sha256", "") != last.sha256:
+            clauses.append(f"{said} and has other evaluations")
+        if len({line.sha256 for line in lines if line.max_steps == last.max_steps}) > 1:
+            clauses.append(f"{run_id} has finished more than once, with different evaluations")
+    return clauses
+
+
+def _earlier_declarations(first: Declaration, before: Sequence[RegistryLine], path: Path) -> list[str]:
+    """Return a sentence that counts the declarations of the same comparison, and names the earlier ones."""
+    earlier = {
+        line.owner: line for line in before if isinstance(line, Declaration) and line.comparison == first.comparison
+    }
+    if not earlier:
+        return []
+    number = len(earlier) + 1
+    ordinal = ORDINALS[number] if number < len(ORDINALS) else f"{number}th"
+    names = []
+    for owner, line in earlier.items():
+        mark = owner_of(path.parent / line.directory)
+        finished = sum(isinstance(run, FinishedRun) and run.owner == owner for run in before)
+        gone = "" if mark and mark.id == owner else ", directory gone"
+        names.append(f"{line.directory} ({plural(len(line.seeds), 'seed')}, {plural(finished, 'run')} finished{gone})")
+    return [f"{ordinal} declaration of this comparison; before it: {listed(names, NAMED_DIRECTORIES)}."]
