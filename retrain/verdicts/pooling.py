@@ -22,6 +22,7 @@ from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.verdicts.comparison import compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
+from retrain.verdicts.follow_up import follow_up
 from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
@@ -86,6 +87,7 @@ def compare_directories(
         rule=_rule(sources, measure == asked and first == labels[0]),
         standing=standing(declared, runs, measure, asked, first) if alone else pooled(len(sources)),
     )
+    comparison["follow_up"] = follow_up(comparison, directories[0]) if alone else ""
     return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
 
 
