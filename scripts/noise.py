@@ -65,7 +65,7 @@ def read(directory: Path) -> tuple[Spread, str]:
 
 def table(spreads: list[Spread]) -> list[str]:
     """The lines to print, in points."""
-    whole = next((each for each in spreads if each.vary == "all"), None)
+    whole = next((each for each in spreads if each.vary == "all" and each.sd), None)
     lines = [f"{'varies':<10} {'degrees of freedom':>18}  {'standard deviation, points':<28} share of all variance"]
     for each in spreads:
         interval = f"{100 * each.sd:.2f} [{100 * each.low:.2f}, {100 * each.high:.2f}]"

@@ -345,8 +345,7 @@ def write_plan(plan: Plan) -> None:
     else:
         path = plan.source.path
         file = {"file": path.name, "folder": str(path.resolve().parent), "toml": plan.source.text}
-        if plan.source.sets:
-            file["sets"] = list(plan.source.sets)
+        file |= {"sets": list(plan.source.sets)} if plan.source.sets else {}
     runs = [spec.to_json() for spec in plan.specs]
     write_json(plan.directory / PLAN, {"format": 1, **file, "runs": runs})
 
