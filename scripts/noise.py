@@ -8,7 +8,8 @@
 
 For each directory the standard deviation over seeds of the primary metric (within conditions, pooled over them) with
 its 95 % interval by chi-squared, which takes the values as normal; and its variance as a share of that of the directory
-in which everything varies. Shares need not add up to 1: what comes from one source depends on the others.
+in which everything varies, with its 95 % interval by F. Shares need not add up to 1: what comes from one source depends
+on the others, and each holds the noise of the evaluation.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import chi2
+from scipy.stats import chi2, f
 
 
 class Spread(NamedTuple):
@@ -64,11 +65,14 @@ def read(directory: Path) -> tuple[Spread, str]:
 
 def table(spreads: list[Spread]) -> list[str]:
     """The lines to print, in points."""
-    whole = next((each.sd for each in spreads if each.vary == "all"), None)
+    whole = next((each for each in spreads if each.vary == "all" and each.sd), None)
     lines = [f"{'varies':<10} {'degrees of freedom':>18}  {'standard deviation, points':<28} share of all variance"]
     for each in spreads:
         interval = f"{100 * each.sd:.2f} [{100 * each.low:.2f}, {100 * each.high:.2f}]"
-        share = f"{(each.sd / whole) ** 2:.2f}" if whole else "-"
+        share = f"{(each.sd / whole.sd) ** 2:.2f}" if whole else "-"
+        if whole and each is not whole:
+            ends = [(each.sd / whole.sd) ** 2 / f.ppf(at, each.freedom, whole.freedom) for at in (0.975, 0.025)]
+            share += f" [{ends[0]:.2f}, {ends[1]:.1f}]"
         lines.append(f"{each.vary:<10} {each.freedom:>18}  {interval:<28} {share}")
     return lines
 

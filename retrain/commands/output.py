@@ -80,7 +80,7 @@ def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
         print(table_of(WIDE).text())
     else:
         console = Console()
-        console.print(table_of(console.width).rich())
+        console.print(table_of(console.width).rich(), crop=False)
 
 
 def count(number: float) -> str:

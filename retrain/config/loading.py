@@ -46,14 +46,15 @@ class Repeat(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration file that holds: its text, what it means, where its keys were written, and what there is to say
-    about it."""
+    """A configuration file that holds: its text, what it means, where its keys were written, what there is to say about
+    it, and the ``section.key=value`` settings that were applied."""
 
     config: Config
     path: FilePath
     text: str
     places: Places
     warnings: list[str] = field(default_factory=list)
+    sets: tuple[str, ...] = ()
 
 
 def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
@@ -74,7 +75,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, places, warnings)
+    return Loaded(config, path, text, places, warnings, tuple(sets))
 
 
 def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:

@@ -69,8 +69,10 @@ def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
         cells["verdict"].stylize("green" if condition["verdict"].endswith("better") else "")
         rows.append([cells[heading] for heading in headings])
     lines = [Text(visible(condition["sentence"])) for condition in report["conditions"] if condition["sentence"]]
-    below = (_costs(report), visible(report["note"]), visible(report["follow_up"]))
-    lines += [Text(line, style="dim") for line in below if line]
+    power, _, command = report["follow_up"].partition("\n")
+    lines += [Text(line, style="dim") for line in (_costs(report), visible(report["note"]), visible(power)) if line]
+    if command:
+        lines.append(Text(visible(command), style="dim", no_wrap=True, overflow="ignore"))  # to be copied
     gap = 2 if width >= WIDE else 1
     return ResultTable(comparison_title(report), headings, rows, ("condition", "verdict"), lines, gap)
 

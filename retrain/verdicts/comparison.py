@@ -32,7 +32,6 @@ from retrain.records.schema.comparison import (
 from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
-from retrain.verdicts.follow_up import follow_up
 from retrain.verdicts.problem_scores import ProblemScores
 from retrain.verdicts.results import (
     Measure,
@@ -112,7 +111,6 @@ def compare_runs(
             failed=[run.run_id for run in runs if run.state == "failed"],
             warnings=notes,
             note=" ".join([*notes, *missing_words([run for each in conditions for run in each.missing])]),
-            follow_up=follow_up(others, paired.seeds, margin, measure),
         )
     )
 
@@ -142,10 +140,6 @@ class _PairedRuns:
     def differences(self) -> Floats:
         """float64 [conditions - 1, pairs]."""
         return self.values[1:] - self.values[:1]
-
-    @property
-    def seeds(self) -> list[int]:
-        return [seed for _, seed in self.pairs]
 
     def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
         """Judge the declared conditions as one family, and those that were added together with them."""

@@ -133,7 +133,8 @@ def _verdicts(campaign: Campaign) -> str:
     if comparison["note"]:
         body += f"<p class='warn'>{escape(comparison['note'])}</p>"
     if comparison["follow_up"]:
-        body += f"<p class='muted'>{escape(comparison['follow_up'])}</p>"
+        power, _, command = comparison["follow_up"].partition("\n")
+        body += f"<p class='muted'>{escape(power)} <code>{escape(command)}</code></p>"
     unit = "points" if comparison["share"] else ""
     rows = [
         Row(

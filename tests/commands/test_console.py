@@ -146,8 +146,8 @@ def test_which_console(monkeypatch):
 
 def printed(renderable, width: int) -> str:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(renderable)
-    assert all(len(line) <= width for line in stream.getvalue().splitlines())
+    Console(file=stream, width=width).print(renderable, crop=False)
+    assert all(len(line) <= width or line == COMMAND for line in stream.getvalue().splitlines())
     return stream.getvalue()
 
 
@@ -157,6 +157,9 @@ def condition(label: str, **values: Any) -> dict[str, Any]:
     given = {"label": label, "seeds": [1, 2], "finished": [1, 2], "before": 0.5, "verdict": "", "sentence": ""}
     return nothing | given | {"tokens": 1000, "seconds": 60.0} | values
 
+
+COMMAND = f"retrain train a.toml --set 'campaign.seeds=[{','.join(map(str, range(3, 40)))}]' --out logs/a_seeds3-39"
+"""Longer than any of the terminals, and not to be broken into lines."""
 
 COMPARISON = {
     "baseline": "grpo+none",
@@ -170,7 +173,7 @@ COMPARISON = {
                   tokens=2000, seconds=61.0),
     ],
     "note": "Fewer than 6 pairs.",
-    "follow_up": "To follow up, declare a new campaign.",
+    "follow_up": f"A new campaign finds it; declare it with\n{COMMAND}",
 }  # fmt: skip
 
 
@@ -178,8 +181,9 @@ def test_the_comparison():
     plain = comparison_table(COMPARISON).text()
     for text in (printed(comparison_table(COMPARISON, 120).rich(), 120), plain):
         for part in ("maxrl+gtpo_hicra[red]", "+12.3 [−1.0, +25.6]", "1/2", "65 to 75%", "50.0% → 70.0%",
-                     "no verdict possible", "Fewer than 6 pairs.", "To follow up", "3.0k tokens, 2:01"):  # fmt: skip
+                     "no verdict possible", "Fewer than 6 pairs.", "3.0k tokens, 2:01"):  # fmt: skip
             assert part in text
+        assert COMMAND in text.splitlines()
     medium = printed(comparison_table(COMPARISON, 80).rich(), 80)
     assert "+12.3 [−1.0, +25.6]" in medium
     assert "With 2 pairs no verdict is possible." in medium

@@ -358,14 +358,16 @@ def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def write_plan(plan: Plan) -> None:
-    """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), and
-    every run with its resolved configuration. Of a plan without a file, what is there says where it came from."""
+    """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), the
+    settings that were applied to it, and every run with its resolved configuration. Of a plan without a file, what is
+    there says where it came from."""
     if plan.source is None:
         content = read_plan_file(plan.directory)
-        file = {key: content[key] for key in ("file", "folder", "toml")}
+        file = {key: content[key] for key in ("file", "folder", "toml", "sets") if key in content}
     else:
         path = plan.source.path
         file = {"file": path.name, "folder": str(path.resolve().parent), "toml": plan.source.text}
+        file |= {"sets": list(plan.source.sets)} if plan.source.sets else {}
     runs = [spec.to_json() for spec in plan.specs]
     write_json(plan.directory / PLAN, {"format": 1, **file, "runs": runs})
 

@@ -185,6 +185,6 @@ class Comparison(Record):
     note: str
     """The warnings and what is missing, in one text."""
     follow_up: str = ""
-    """After "no difference shown": the command of a new campaign with fresh seeds, and its power."""
+    """After "no difference shown": the power of a new campaign with fresh seeds and, on a second line, its command."""
     declared: Row = field(default_factory=dict)
     """The same as in `manifest.json`."""

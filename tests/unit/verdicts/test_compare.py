@@ -54,16 +54,13 @@ def test_a_verdict_that_can_be_quoted(tmp_path):
 NOISE = [0.010, -0.012, 0.004, 0.008, -0.006, 0.011, -0.009, 0.005]
 
 
-def test_no_difference_shown_says_what_stays_open_and_how_to_go_on(tmp_path):
+def test_no_difference_shown_says_what_stays_open(tmp_path):
     values = [b + d for b, d in zip(BASE, NOISE, strict=True)]
     report = compare_directories([campaign(tmp_path, {"a": list(BASE), "b": values})])
     other = report["conditions"][1]
     low, high = other["difference_interval"]
     assert other["verdict"] == "no difference shown"
     assert f"up to {100 * max(-low, high):.1f} points stay open" in other["sentence"]
-    assert "campaign.seeds=[9,10,11,12,13,14,15,16,17,18] --out NEW_DIR. Its 10 seeds" in report["follow_up"]
-    assert "with 98 % probability" in report["follow_up"]
-    assert report["follow_up"] in invoke(tmp_path).stdout.replace("\n", " ")
 
 
 def test_typical_runs_alike_has_a_second_bound(tmp_path):
