@@ -1,7 +1,7 @@
 """The conditions of a file as runs that a probe can assemble in a temporary directory."""
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
@@ -21,11 +21,15 @@ def conditions_of(plan: Plan) -> list[RunSpec]:
     return specs
 
 
-def temporary(spec: RunSpec, **changes: dict[str, Any]) -> RunSpec:
-    """Return the run without trackers and exported adapter, with ``changes`` by section."""
+def temporary(spec: RunSpec, seed: int | None = None, resume_from: Path | None = None) -> RunSpec:
+    """Return the run without trackers, exported adapter and checkpoints, with another seed and beginning if given."""
     data = spec.config.to_dict()
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
-    for section, values in changes.items():
-        data[section] |= values
-    return replace(spec, is_campaign=True, config=parse_dict(data))
+    data["training"]["save_every"] = 0
+    if seed is not None:
+        data["training"]["seed"] = seed
+    if resume_from is not None:
+        data["resume"]["from"] = str(resume_from.absolute())
+    seed = spec.seed if seed is None else seed
+    return replace(spec, run_id=f"{spec.label}_s{seed}", seed=seed, is_campaign=True, config=parse_dict(data))

@@ -8,7 +8,7 @@ the data. Its seed is fresh: the order of the problems and all sampling are its 
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,6 @@ from retrain.records.schema.base import Values
 from retrain.records.schema.layout import ADAPTER_CONFIG, STATE
 from retrain.training.bases import Bases
 from retrain.training.checkpoints import verify_checkpoint
-from retrain.training.run import Run
 from retrain.training.state import RunState
 from retrain.verdicts.results import Measure
 
@@ -42,22 +41,20 @@ FORECAST = (
     "A forecast and no verdict: the order after these few steps need not be the order at the end, and conditions whose "
     "intervals overlap have none. The campaign decides."
 )
-FIRST_SEED = 1001  # Beyond the seeds that a campaign and its follow-ups usually have
+LAST_USUAL_SEED = 1000  # Fresh seeds lie beyond those of a campaign and its follow-ups
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Fork:
-    """``plan`` has every condition with every fresh seed, seed by seed; each run continues ``checkpoint`` of the run
-    ``run_id`` from ``step`` to ``end``. ``left_out`` names the conditions that cannot; ``share`` is the part of the
-    file's steps that is trained."""
+    """``plan`` has every condition with every fresh seed, seed by seed; each run continues ``checkpoint``, whose state
+    is ``state``, to step ``end``. ``left_out`` names the conditions that cannot; ``share`` is the part of the file's
+    steps that is trained."""
 
     plan: Plan
     checkpoint: Path
-    run_id: str
-    has_gate: bool
-    step: int
+    state: RunState
     end: int
     measure: Measure
     left_out: list[str]
@@ -97,21 +94,11 @@ def plan_fork(plan: Plan, checkpoint: Path, steps: int, seeds: int) -> Fork:
     fitting = [spec for spec in specs if not faults[spec.label]]
     if len(fitting) < 2:
         raise UsageError(f"{checkpoint} has fewer than two conditions to continue: {'; '.join(left_out)}")
-    first = 1 + max(FIRST_SEED - 1, _seed_of(state.run_id), *(spec.seed for spec in plan.specs))
-    resume = {"from": str(checkpoint.absolute())}
-    forked = [
-        replace(run, run_id=f"{spec.label}_s{seed}", seed=seed)
-        for seed in range(first, first + seeds)
-        for spec in fitting
-        for run in [temporary(spec, training={"seed": seed, "save_every": 0}, resume=resume)]
-    ]
+    forked = [temporary(spec, seed, checkpoint) for seed in _fresh_seeds(plan, state, seeds) for spec in fitting]
     measure = Measure.parse(campaign.primary_metric, held_out.name)
-    if not measure.is_held_out:
-        measure = Measure.parse("correct_rate", held_out.name)
+    measure = measure if measure.is_held_out else Measure.parse("correct_rate", held_out.name)
     share = steps * len(forked) / sum(spec.config.training.max_steps for spec in plan.specs)
-    has_gate = "sepa" in state.algorithm
-    plan = Plan(forked, plan.directory, plan.folder, plan.name)
-    return Fork(plan, checkpoint, state.run_id, has_gate, state.step, end, measure, left_out, share)
+    return Fork(replace(plan, specs=forked), checkpoint, state, end, measure, left_out, share)
 
 
 def _state_of(checkpoint: Path) -> RunState:
@@ -130,9 +117,10 @@ def _model_id(name: str) -> str:
     return bundled_name(name) or (str(Path(name).resolve()) if Path(name).is_dir() else name)
 
 
-def _seed_of(run_id: str) -> int:
-    seed = run_id.rpartition("_s")[2]
-    return int(seed) if seed.isdecimal() else 0
+def _fresh_seeds(plan: Plan, state: RunState, count: int) -> range:
+    own = state.run_id.rpartition("_s")[2]
+    first = 1 + max(LAST_USUAL_SEED, int(own) if own.isdecimal() else 0, *(spec.seed for spec in plan.specs))
+    return range(first, first + count)
 
 
 def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Mapping[str, Any]) -> str:
@@ -154,6 +142,7 @@ class _Measurements(Messages):
     def __init__(self, fork: Fork, progress: Progress):
         super().__init__(progress)
         self.fork = fork
+        self.samples = {each.name: each.samples for each in fork.plan.specs[0].config.held_out}
         self.before: dict[int, float] = {}
         self.after: dict[tuple[str, int], float] = {}
         self.failures: list[str] = []
@@ -165,10 +154,10 @@ class _Measurements(Messages):
             self.message(f"step {row['step'] + 1} of {self.fork.end}")
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        answers = row[f"eval/{name}/problems"] * row["samples"]
+        answers = row[f"eval/{name}/problems"] * self.samples[name]
         self.tokens += round(answers * (row[f"eval/{name}/mean_length"] or 0))
         value = row.get(self.fork.measure.key)
-        if value is not None and row["step"] == self.fork.step:
+        if value is not None and row[f"eval/{name}/step"] == self.fork.state.step:
             self.before[spec.seed] = value
         elif value is not None:
             self.after[spec.label, spec.seed] = value
@@ -178,7 +167,7 @@ class _Measurements(Messages):
             self.failures.append(f"{spec.run_id} failed: {message}")
 
 
-def run_fork(fork: Fork, progress: Progress, bases: Bases | None = None) -> dict[str, Any]:
+def run_fork(fork: Fork, progress: Progress) -> dict[str, Any]:
     """Continue every condition and return the ranking as plain data, the best condition first.
 
     ``change`` is the mean change of the held-out metric over seeds, ``difference`` the same against the baseline's,
@@ -188,8 +177,7 @@ def run_fork(fork: Fork, progress: Progress, bases: Bases | None = None) -> dict
     begin, results = time.monotonic(), _Measurements(fork, progress)
     on_gpu = torch.cuda.is_available() and fork.plan.specs[0].config.backend.device != "cpu"
     waiting = deque(cut(fork.plan.specs, on_gpu))
-    temporary_directory = TemporaryDirectory(prefix="retrain-probe-")
-    with temporary_directory as folder, nullcontext(bases) if bases else Bases() as bases:
+    with TemporaryDirectory(prefix="retrain-probe-") as folder, Bases() as bases:
         plan = replace(fork.plan, directory=Path(folder))
         while waiting:
             group = waiting.popleft()
@@ -202,8 +190,8 @@ def run_fork(fork: Fork, progress: Progress, bases: Bases | None = None) -> dict
     return {
         "name": fork.plan.name,
         "checkpoint": str(fork.checkpoint),
-        "run": fork.run_id,
-        "step": fork.step,
+        "run": fork.state.run_id,
+        "step": fork.state.step,
         "end": fork.end,
         "max_steps": min(spec.config.training.max_steps for spec in fork.plan.specs),
         "seeds": fork.seeds,
@@ -227,39 +215,28 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         if len(results.failures) > failed:
             raise UsageError(f"{fork.checkpoint} cannot be continued: {results.failures[failed]}")
         for run in cohort.runs:
-            if not fork.has_gate:
+            if "sepa" not in fork.state.algorithm:
                 run.algorithm.restore(with_open_gate(run.algorithm.state()))
         cohort.extents = {run: {fork.end: "whole"} for run in cohort.runs}
+        first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
             next(pauses)  # the engine has the weights
-            cohort.evaluations.trained({run: "whole" for run in _first_of_seeds(cohort.runs, results.before)})
+            cohort.evaluations.trained(dict.fromkeys(first.values(), "whole"))
             for _ in pauses:
                 if all(run.error is not None or run.step >= fork.end for run in cohort.runs):
                     break
         bases.forget_adapters()
 
 
-def _first_of_seeds(runs: Sequence[Run], known: Mapping[int, float]) -> list[Run]:
-    """Return one run of every seed that is not in ``known``."""
-    first = {run.spec.seed: run for run in reversed(runs)}
-    return [run for seed, run in first.items() if seed not in known]
-
-
 def _condition(label: str, fork: Fork, results: _Measurements) -> dict[str, Any]:
-    changes, baseline = (
-        {
-            seed: results.after[name, seed] - results.before[seed]
-            for seed in fork.seeds
-            if (name, seed) in results.after and seed in results.before
-        }
-        for name in (label, fork.labels[0])
-    )
-    pairs = [(changes[seed], baseline[seed]) for seed in changes if seed in baseline]
+    before, after = results.before, results.after
+    seeds = [seed for seed in fork.seeds if (label, seed) in after and seed in before]
+    pairs = [(after[label, seed], after[fork.labels[0], seed]) for seed in seeds if (fork.labels[0], seed) in after]
     return {
         "label": label,
-        "change": _interval([(change, 0.0) for change in changes.values()]),
+        "change": _interval([(after[label, seed], before[seed]) for seed in seeds]),
         "difference": None if label == fork.labels[0] else _interval(pairs),
-        "changes": [changes.get(seed) for seed in fork.seeds],
+        "changes": {seed: after[label, seed] - before[seed] for seed in seeds},
     }
 
 
