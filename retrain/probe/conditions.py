@@ -26,7 +26,7 @@ def temporary(spec: RunSpec, seed: int | None = None, resume_from: Path | None =
     data = spec.config.to_dict()
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
-    data["training"]["save_every"] = 0
+    data["training"] |= {"save_every": 0, "keep_every": 0}
     if seed is not None:
         data["training"]["seed"] = seed
     if resume_from is not None:

@@ -144,7 +144,10 @@ def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, tr
 
 def test_lanes_change_nothing(trained: tuple[Path, Path]):
     path, checkpoint = trained
-    one, all_lanes = changes(forked(path, checkpoint, "campaign.lanes=1")), changes(forked(path, checkpoint))
+    one, all_lanes = (
+        changes(forked(path, checkpoint, *sets))
+        for sets in (["campaign.lanes=1", "training.keep_last=2", "training.keep_every=2"], [])
+    )
     assert one.keys() == all_lanes.keys()
     assert all(one[label] == pytest.approx(all_lanes[label], abs=1e-9) for label in one)
 
