@@ -38,8 +38,8 @@ from retrain.training.state import RunState
 from retrain.verdicts.results import Measure
 
 FORECAST = (
-    "A forecast and no verdict: the order after these few steps need not be the order at the end, and conditions whose "
-    "intervals overlap have none. The campaign decides."
+    "A forecast and no verdict: on two campaigns the order of such forks had rank correlations of 0.2 to 0.9 with that "
+    "at the end (docs/results.md). Conditions whose intervals overlap have no order; the campaign decides."
 )
 LAST_USUAL_SEED = 1000  # Fresh seeds lie beyond those of a campaign and its follow-ups
 

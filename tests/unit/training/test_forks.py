@@ -50,6 +50,7 @@ SEPA = """
 [sepa]
 steps = 3
 delay_steps = 1
+correct_rate_gate = 0
 """
 CONDITIONS = (("grpo", "none"), ("maxrl", "gtpo_sepa"), ("rloo", "none"))
 
@@ -111,7 +112,7 @@ def test_the_command_ranks_the_conditions_and_writes_nothing(trained: tuple[Path
     means = [each["change"]["estimate"] for each in ranked]
     assert means == sorted(means, reverse=True)
     assert len(set(means)) == 3
-    lines = table.output.splitlines()
+    lines = table.stdout.splitlines()
     rows = [line.split()[:2] for line in lines if line[:4].strip().isdigit()]
     assert rows == [[str(rank), condition_name(each["label"])] for rank, each in enumerate(ranked, 1)]
     for each in ranked:
@@ -155,16 +156,17 @@ def test_lanes_change_nothing(trained: tuple[Path, Path]):
 def test_the_gate_of_sepa_counts_as_open_since_the_start(tmp_path: Path, model: Path, trained: tuple[Path, Path]):
     sepa = ("maxrl", "gtpo_sepa")
     path = toy(tmp_path, model, ("maxrl", "gtpo"), sepa, sepa, last="sepa.correct_rate_gate = 0.9")
+    plain, opened, shut = plan_fork(Plan.of(load(path, ())), trained[1], 2, seeds=2).labels
     found = changes(forked(path, trained[1]))
-    assert found["maxrl+gtpo_sepa"] == found["maxrl+gtpo_sepa~correct_rate_gate=0.9"]
-    assert found["maxrl+gtpo_sepa"] != found["maxrl+gtpo"]
+    assert found[shut] == found[opened]
+    assert found[plain] != found[opened]
 
 
 def test_conditions_that_do_not_fit_are_named(tmp_path: Path, model: Path, trained: tuple[Path, Path]):
     conditions = [("grpo", "none"), ("rloo", "none"), ("grpo", "none")]
     for last, words in (
-        ("lora_rank = 2", "the checkpoint's adapter has rank 4 and alpha 8"),
-        ("lora.alpha = 4", "the checkpoint's adapter has rank 4 and alpha 8"),
+        ("lora_rank = 2", "the checkpoint's adapter has rank 4 and alpha 32"),
+        ("lora.alpha = 4", "the checkpoint's adapter has rank 4 and alpha 32"),
         ("evaluation.problems = 5", "evaluation differ"),
     ):
         fork = plan_fork(Plan.of(load(toy(tmp_path, model, *conditions, last=last), ())), trained[1], 2, 2)
@@ -184,7 +186,8 @@ def test_a_run_that_fails_has_no_rank(tmp_path: Path, model: Path, trained: tupl
     done = CliRunner().invoke(app, typed)
     assert done.exit_code == 0, done.output
     assert "fragile_s1001 failed: no completion of 3 steps in a row could be graded" in done.output
-    assert [line.split()[0] for line in done.output.splitlines() if "grpo" in line and "rank" not in line][-1] == "-"
+    ranks = [line.split()[0] for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"], ["-"])]
+    assert ranks == ["1", "2", "-"]
 
 
 def test_seeds_are_beyond_all_that_are_in_use(trained: tuple[Path, Path]):
