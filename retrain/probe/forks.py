@@ -21,6 +21,7 @@ from retrain.campaign.planning.plan import Plan, base_key, cut, smaller_cohorts
 from retrain.campaign.running.assemble import DoesNotFit, assemble
 from retrain.campaign.running.protocol import CohortJob
 from retrain.campaign.running.trial import Messages
+from retrain.config.evaluation import Extent
 from retrain.config.runs import RunSpec
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import read_json
@@ -127,7 +128,7 @@ def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapt
     """Return why a condition cannot continue the checkpoint, "" where it can."""
     model, lora, algorithm = spec.config.model, spec.config.lora, spec.config.algorithm
     if base_key(spec) != base_key(baseline):
-        return "its base, problems, environment or evaluation differ from the baseline's"
+        return "its base, problems or adapted layers differ from the baseline's"
     rank = min([model.lora_rank, *(rank for stage, rank in lora.anneal if stage < step)])
     if adapter["r"] != rank or not np.isclose(adapter["lora_alpha"] / rank, lora.alpha / model.lora_rank):
         return f"the checkpoint's adapter has rank {adapter['r']} and alpha {adapter['lora_alpha']:g}"
@@ -217,11 +218,12 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         for run in cohort.runs:
             if "sepa" not in fork.state.algorithm:
                 run.algorithm.restore(with_open_gate(run.algorithm.state()))
-        cohort.extents = {run: {fork.end: "whole"} for run in cohort.runs}
+        whole: Extent = "whole"
+        cohort.extents = {run: {fork.end: whole} for run in cohort.runs}
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
             next(pauses)  # the engine has the weights
-            cohort.evaluations.trained(dict.fromkeys(first.values(), "whole"))
+            cohort.evaluations.trained(dict.fromkeys(first.values(), whole))
             for _ in pauses:
                 if all(run.error is not None or run.step >= fork.end for run in cohort.runs):
                     break
@@ -241,4 +243,4 @@ def _condition(label: str, fork: Fork, results: _Measurements) -> dict[str, Any]
 
 
 def _interval(pairs: Sequence[tuple[float, float]]) -> dict[str, float | None] | None:
-    return vars(paired_interval(*zip(*pairs, strict=True))) if pairs else None
+    return vars(paired_interval([a for a, _ in pairs], [b for _, b in pairs])) if pairs else None

@@ -167,7 +167,7 @@ def test_conditions_that_do_not_fit_are_named(tmp_path: Path, model: Path, train
     for last, words in (
         ("lora_rank = 2", "the checkpoint's adapter has rank 4 and alpha 32"),
         ("lora.alpha = 4", "the checkpoint's adapter has rank 4 and alpha 32"),
-        ("evaluation.problems = 5", "evaluation differ"),
+        ('lora.target_modules = ["q_proj"]', "adapted layers differ"),
     ):
         fork = plan_fork(Plan.of(load(toy(tmp_path, model, *conditions, last=last), ())), trained[1], 2, 2)
         assert fork.labels == ["grpo+none", "rloo+none"]
