@@ -218,12 +218,12 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         for run in cohort.runs:
             if "sepa" not in fork.state.algorithm:
                 run.algorithm.restore(with_open_gate(run.algorithm.state()))
-        whole: Extent = "whole"
-        cohort.extents = {run: {fork.end: whole} for run in cohort.runs}
+        evaluations: dict[int, Extent] = {fork.end: "whole"}
+        cohort.extents = dict.fromkeys(cohort.runs, evaluations)
         first = {run.spec.seed: run for run in reversed(cohort.runs) if run.spec.seed not in results.before}
         with closing(cohort.train()) as pauses:
             next(pauses)  # the engine has the weights
-            cohort.evaluations.trained(dict.fromkeys(first.values(), whole))
+            cohort.evaluations.trained(dict.fromkeys(first.values(), "whole"))
             for _ in pauses:
                 if all(run.error is not None or run.step >= fork.end for run in cohort.runs):
                     break
