@@ -1,15 +1,17 @@
-"""``probe``: the updates that the conditions of a file would make, compared on the same rollouts before any run."""
+"""``probe``: the conditions of a file compared before its campaign, by their updates or by late forks."""
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
 from retrain.commands.output import duration, note, print_table, visible
+from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.records.text import interval, minus, number
+from retrain.records.text import interval, minus, number, short
 
 
 def probe(
@@ -17,22 +19,42 @@ def probe(
     batches: Annotated[
         int, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts to sample.")
     ] = 16,
+    fork: Annotated[
+        int | None,
+        typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions so far, and rank them."),
+    ] = None,
+    at: Annotated[
+        Path | None, typer.Option("--at", metavar="CHECKPOINT", help="With --fork: where all conditions begin.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option("--seeds", metavar="N", min=2, help="With --fork: fresh seeds of each condition.")
+    ] = 4,
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the updates of all conditions on the same rollouts: direction, length and noise. Nothing is trained."""
+    """Compare the updates of all conditions on the same rollouts: direction, length and noise. Nothing is trained.
+
+    With --fork, continue all conditions from the same late checkpoint, and rank them by their held-out change.
+    """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
-    from retrain.probe import comparable
-    from retrain.probe import probe as compare
+    from retrain.probe import forks, gradients
 
+    if (fork is None) != (at is None):
+        raise UsageError("--fork and --at belong together: type --fork STEPS --at CHECKPOINT")
     plan = Plan.of(read(file, sets))
-    comparable(plan)  # reports a file with nothing to compare before anything is loaded
-    report = compare(check(plan, places=False), batches, _progress)
+    # What cannot be compared or continued is reported before anything is loaded.
+    if fork is None or at is None:
+        gradients.comparable(plan)
+        report, show = gradients.probe(check(plan, places=False), batches, _progress), _print_gradients
+    else:
+        planned = forks.plan_fork(plan, at, fork, seeds)
+        check(plan, places=False)
+        report, show = forks.run_fork(planned, _progress), _print_forks
     if as_json:
         print(dumps({"file": str(file), **report}, indent=2))
     else:
-        _print_report(report)
+        show(report)
 
 
 def _progress(text: str) -> None:
@@ -40,7 +62,7 @@ def _progress(text: str) -> None:
         print(visible(text), file=sys.stderr)
 
 
-def _print_report(report: Mapping[str, Any]) -> None:
+def _print_gradients(report: Mapping[str, Any]) -> None:
     from retrain.config.campaign import condition_name
 
     for text in report["notes"]:
@@ -65,3 +87,31 @@ def _print_report(report: Mapping[str, Any]) -> None:
     print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left=("condition",))
     print()
     print(f"{duration(report['seconds'])} for {len(rows)} conditions")
+
+
+def _print_forks(report: Mapping[str, Any]) -> None:
+    from retrain.config.campaign import condition_name
+
+    for text in report["notes"]:
+        note(text)
+    print(
+        f"{visible(report['run'])} at step {report['step']} of {report['max_steps']}, {report['metric']} "
+        f"{number(report['before'])}: forks to step {report['end']}, seeds {report['seeds']}"
+    )
+    print()
+    rows = [
+        [
+            str(rank) if each["change"] else "-",
+            visible(condition_name(each["label"])),
+            interval(each["change"], 3),
+            "baseline" if each["label"] == report["baseline"] else interval(each["difference"], 3),
+        ]
+        for rank, each in enumerate(report["conditions"], 1)
+    ]
+    print_table(("rank", "condition", "change", "against the baseline"), rows, left=("condition",))
+    print()
+    print(
+        f"{short(report['tokens'])} sampled tokens in {duration(report['seconds'])}, "
+        f"{100 * report['share']:.0f} % of the steps of the file"
+    )
+    print(report["forecast"])

@@ -141,6 +141,10 @@ class _PairedRuns:
         """float64 [conditions - 1, pairs]."""
         return self.values[1:] - self.values[:1]
 
+    @property
+    def seeds(self) -> list[int]:
+        return [seed for _, seed in self.pairs]
+
     def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
         """Judge the declared conditions as one family, and those that were added together with them."""
         seen = self._seen_at_interim(rule)

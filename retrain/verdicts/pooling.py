@@ -89,7 +89,7 @@ def compare_directories(
         if len(sources) == 1
         else pooled(len(sources), departures),
     )
-    comparison["follow_up"] = follow_up(comparison, directories[0]) if alone else ""
+    comparison["follow_up"] = follow_up(comparison, directories[0]) if len(sources) == 1 else ""
     return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
 
 

@@ -22,7 +22,7 @@ from retrain.files import read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
-from retrain.probe import comparable, probe
+from retrain.probe.gradients import comparable, probe
 from retrain.records.observer import NullObserver
 from retrain.types import Sample, TrainBatch
 

@@ -19,12 +19,12 @@ import torch
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.campaign.planning.plan import Plan, base_key
-from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.engines.protocol import Engine
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import DoesNotFit, LocalPolicy
+from retrain.probe.conditions import conditions_of, temporary
 from retrain.records.observer import Messages
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
@@ -34,7 +34,6 @@ from retrain.training.bases import Bases
 from retrain.training.run import Run
 from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
 
-BATCHES = 16
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed
 AT_ONCE = 4  # Number of batches that are sampled in one call
 
@@ -57,7 +56,7 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
         raise UsageError(f"--batches {batches} is too few for an interval: type --batches {LEAST_BATCHES} or more")
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-probe-")))
-        job = replace(plan, directory=aside).job([_untracked(spec) for spec in specs])
+        job = replace(plan, directory=aside).job([temporary(spec) for spec in specs])
         try:
             cohort = assemble(job, _Observer(progress), lambda: False, stack, bases)
         except DoesNotFit as short:
@@ -99,12 +98,7 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
 def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
     """Return the runs of the first seed whose gradients can be compared with the baseline's on its rollouts, baseline
     first, and notes about the others. Raises UsageError unless there are two."""
-    specs = [spec for spec in plan.specs if spec.seed == plan.specs[0].seed]
-    if len(specs) < 2:
-        raise UsageError(f"{plan.name} has one condition: a probe compares two or more")
-    for spec in specs:
-        if spec.config.backend.backend != "local":
-            raise UsageError(f"{spec.config.backend.backend} gives no gradients: a probe needs the built-in backend")
+    specs = conditions_of(plan)
     first, kept, notes = specs[0], list[RunSpec](), list[str]()
     for spec in specs:
         if _adapter(spec) != _adapter(first):
@@ -126,13 +120,6 @@ def _sampling(spec: RunSpec) -> tuple[Any, ...]:
     training, config = spec.config.training, spec.config
     sizes = training.batch_size, training.group_size, training.dynamic_sampling
     return *sizes, training.sampling.requested, config.reward.grading, repr(config.environment), config.resume.from_
-
-
-def _untracked(spec: RunSpec) -> RunSpec:
-    data = spec.config.to_dict()
-    data["logging"] |= {"report_to": [], "wandb_project": None}
-    data["backend"]["adapter_path"] = None
-    return replace(spec, is_campaign=True, config=parse_dict(data))
 
 
 class _Observer(Messages):
@@ -178,7 +165,7 @@ def _compare(
 ) -> tuple[np.ndarray, np.ndarray, list[float | None]]:
     """Return cosines to the baseline's gradient and lengths, float64 [C, B] each, and for each condition the cosine
     between the sums of every other gradient that is not 0. A cosine with a gradient of length 0 is NaN."""
-    states = [_open_gate(run.algorithm.state()) if run.step == 0 else run.algorithm.state() for run in runs]
+    states = [with_open_gate(run.algorithm.state()) if run.step == 0 else run.algorithm.state() for run in runs]
     cosines_CB, norms_CB = np.full((2, len(runs), len(sampled)), np.nan)
     sums = [[torch.zeros(()), torch.zeros(())] for _ in runs]
     for i, groups in enumerate(sampled):
@@ -218,7 +205,7 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
         run.algorithm.restore(state)
 
 
-def _open_gate(state: dict[str, Any]) -> dict[str, Any]:
+def with_open_gate(state: dict[str, Any]) -> dict[str, Any]:
     """Return the algorithm's state with SEPA's gate open from the start: a schedule that waits for success would make
     the condition look like the one without it."""
     sepa = state.get("sepa")

@@ -1,0 +1,35 @@
+"""The conditions of a file as runs that a probe can assemble in a temporary directory."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from retrain.campaign.planning.plan import Plan
+from retrain.config import parse_dict
+from retrain.config.runs import RunSpec
+from retrain.errors import UsageError
+
+
+def conditions_of(plan: Plan) -> list[RunSpec]:
+    """Return the first seed's run of every condition, baseline first. Raises UsageError for a single condition, and for
+    a backend other than the built-in one."""
+    specs = [spec for spec in plan.specs if spec.seed == plan.specs[0].seed]
+    if len(specs) < 2:
+        raise UsageError(f"{plan.name} has one condition: a probe compares two or more")
+    for spec in specs:
+        if spec.config.backend.backend != "local":
+            raise UsageError(f"{spec.config.backend.backend} gives no gradients: a probe needs the built-in backend")
+    return specs
+
+
+def temporary(spec: RunSpec, seed: int | None = None, resume_from: Path | None = None) -> RunSpec:
+    """Return the run without trackers, exported adapter and checkpoints, with another seed and beginning if given."""
+    data = spec.config.to_dict()
+    data["logging"] |= {"report_to": [], "wandb_project": None}
+    data["backend"]["adapter_path"] = None
+    data["training"] |= {"save_every": 0, "keep_every": 0}
+    if seed is not None:
+        data["training"]["seed"] = seed
+    if resume_from is not None:
+        data["resume"]["from"] = str(resume_from.absolute())
+    seed = spec.seed if seed is None else seed
+    return replace(spec, run_id=f"{spec.label}_s{seed}", seed=seed, is_campaign=True, config=parse_dict(data))
