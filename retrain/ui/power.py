@@ -5,8 +5,7 @@ from typing import Any
 
 from retrain.campaign.planning.manifest import read_plan
 from retrain.ui.sources import Home
-from retrain.verdicts.follow_up import pair_spread
-from retrain.verdicts.planning import WANTED_POWER, seeds_needed
+from retrain.verdicts.planning import WANTED_POWER, pair_spread, seeds_needed
 from retrain.verdicts.results import Measure
 from retrain.verdicts.words import amount
 

@@ -15,8 +15,7 @@ from retrain.config.root import unused
 from retrain.config.runs import RunSpec, without_sepa
 from retrain.errors import UsageError, plural
 from retrain.records.schema.layout import MANIFEST
-from retrain.verdicts.follow_up import pair_spread
-from retrain.verdicts.planning import EFFECTS, PLANNED_SEEDS, WANTED_POWER, power, seeds_needed
+from retrain.verdicts.planning import EFFECTS, PLANNED_SEEDS, WANTED_POWER, pair_spread, power, seeds_needed
 from retrain.verdicts.pooling import read_source
 from retrain.verdicts.results import Measure, RunResult, require_measure, values_of
 from retrain.verdicts.rule import FEWEST_INTERIM_SEEDS, FEWEST_PAIRS, interim_seeds

@@ -22,7 +22,7 @@ from retrain.records.registry import history
 from retrain.records.schema.layout import COMPARISON, MANIFEST
 from retrain.verdicts.comparison import compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
-from retrain.verdicts.follow_up import follow_up
+from retrain.verdicts.planning import follow_up
 from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
