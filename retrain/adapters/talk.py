@@ -268,7 +268,8 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[st
 
 
 def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> dict[str, Any]:
-    """``step_seconds``: at least as long as these answers took, at most in proportion to their number."""
+    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least what these answers took,
+    at most that in proportion to their number."""
     training = config.training
     answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
     ends = sorted((seconds, seconds * step / answers))
@@ -282,7 +283,8 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 
 def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
-    """``step_seconds``: all answers of a step at these seconds each, as many at once as the reward has workers.
+    """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
+    many at once as the reward has workers.
 
     The first answer waits for the workers to start and is left out of the mean where there are others.
     """

@@ -402,7 +402,7 @@ class Controller:
         return works
 
     def _due_analyses(self) -> dict[str, RunSpec]:
-        """Return by place the runs whose adapters are to be analysed and are not yet; they may still train."""
+        """Return the runs whose LoRA rank is still to be analysed, by the analysis folder; they may still train."""
         content, over = self.manifest.content, ("failed", "stopped")
         hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:

@@ -13,22 +13,23 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.records.text import interval, minus, number, short
 
+BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
+
 
 def probe(
     file: ConfigFile,
     batches: Annotated[
-        int, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts to sample.")
-    ] = 16,
+        int | None, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts to sample (16).")
+    ] = None,
     fork: Annotated[
-        int | None,
-        typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions so far, and rank them."),
+        int | None, typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions for so many steps.")
     ] = None,
     at: Annotated[
         Path | None, typer.Option("--at", metavar="CHECKPOINT", help="With --fork: where all conditions begin.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option("--seeds", metavar="N", min=2, help="With --fork: fresh seeds of each condition.")
-    ] = 4,
+        int | None, typer.Option("--seeds", metavar="N", min=2, help="With --fork: fresh seeds of each condition (4).")
+    ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
@@ -42,13 +43,17 @@ def probe(
 
     if (fork is None) != (at is None):
         raise UsageError("--fork and --at belong together: type --fork STEPS --at CHECKPOINT")
+    if fork is not None and batches is not None:
+        raise UsageError("--batches is for a probe without --fork: leave one of them out")
+    if fork is None and seeds is not None:
+        raise UsageError("--seeds is for --fork: type --fork STEPS --at CHECKPOINT")
     plan = Plan.of(read(file, sets))
     # What cannot be compared or continued is reported before anything is loaded.
     if fork is None or at is None:
         gradients.comparable(plan)
-        report, show = gradients.probe(check(plan, places=False), batches, _progress), _print_gradients
+        report, show = gradients.probe(check(plan, places=False), batches or BATCHES, _progress), _print_gradients
     else:
-        planned = forks.plan_fork(plan, at, fork, seeds)
+        planned = forks.plan_fork(plan, at, fork, seeds or SEEDS)
         check(plan, places=False)
         report, show = forks.run_fork(planned, _progress), _print_forks
     if as_json:

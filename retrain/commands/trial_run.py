@@ -14,11 +14,11 @@ from typing import Any
 
 from retrain.adapters.talk import trial_report
 from retrain.campaign.planning.plan import Plan
-from retrain.config import parse_dict
 from retrain.config.campaign import condition_name, find_label
 from retrain.config.runs import RunSpec
 from retrain.errors import UsageError
 from retrain.policy.local import DoesNotFit
+from retrain.probe.conditions import temporary
 from retrain.records.observer import Messages
 from retrain.training.assemble import assemble
 
@@ -33,7 +33,7 @@ def trial(
     ``condition`` is the label of the run's condition, None the first; the seed is the first. Returns ``run``, ``seed``,
     ``model`` and what ``trial_report`` returns. Raises RetrainError as training does.
     """
-    spec = _untracked(chosen(plan, condition))
+    spec = temporary(chosen(plan, condition))
     samples = samples or min(ANSWERS, spec.config.training.group_size)
     with ExitStack() as stack:
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
@@ -51,7 +51,7 @@ def trial(
 
 
 def chosen(plan: Plan, condition: str | None) -> RunSpec:
-    """The first run of the condition. Raises UsageError when there is no such condition."""
+    """Return the first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     label = labels[0] if condition is None else find_label(condition, labels)
     if label is None:
@@ -59,15 +59,8 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
     return next(spec for spec in plan.specs if spec.label == label)
 
 
-def _untracked(spec: RunSpec) -> RunSpec:
-    data = spec.config.to_dict()
-    data["logging"] |= {"report_to": [], "wandb_project": None}
-    data["backend"]["adapter_path"] = None
-    return replace(spec, config=parse_dict(data), is_campaign=False)
-
-
 def others(plan: Plan, condition: str | None) -> list[str]:
-    """Labels of the conditions whose reward or sampling is not that of the one that is tried.
+    """Return the labels of the conditions whose reward or sampling differs from that of the tried one.
 
     Raises UsageError when there is no such condition.
     """

@@ -21,15 +21,18 @@ def conditions_of(plan: Plan) -> list[RunSpec]:
     return specs
 
 
-def temporary(spec: RunSpec, seed: int | None = None, resume_from: Path | None = None) -> RunSpec:
-    """Return the run without trackers, exported adapter and checkpoints, with another seed and beginning if given."""
+def temporary(spec: RunSpec) -> RunSpec:
+    """Return the run without trackers, exported adapter and checkpoints, for a directory that is removed again."""
     data = spec.config.to_dict()
     data["logging"] |= {"report_to": [], "wandb_project": None}
     data["backend"]["adapter_path"] = None
     data["training"] |= {"save_every": 0, "keep_every": 0}
-    if seed is not None:
-        data["training"]["seed"] = seed
-    if resume_from is not None:
-        data["resume"]["from"] = str(resume_from.absolute())
-    seed = spec.seed if seed is None else seed
+    return replace(spec, is_campaign=True, config=parse_dict(data))
+
+
+def forked(spec: RunSpec, seed: int, checkpoint: Path) -> RunSpec:
+    """Return the temporary run with another seed that continues ``checkpoint``."""
+    data = temporary(spec).config.to_dict()
+    data["training"]["seed"] = seed
+    data["resume"]["from"] = str(checkpoint.absolute())
     return replace(spec, run_id=f"{spec.label}_s{seed}", seed=seed, is_campaign=True, config=parse_dict(data))

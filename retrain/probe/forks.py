@@ -1,8 +1,8 @@
-"""Late forks: every condition of a file continued for a few steps from one checkpoint, ranked by held-out change.
+"""Continues every condition of a file for a few steps from one checkpoint and ranks them by their held-out change.
 
-All runs step together on one frozen base, in a temporary directory and without trackers. A fork continues what
-``[resume] from`` continues: weights, moments, the number of steps done and with it every schedule, and the position in
-the data. Its seed is fresh: the order of the problems and all sampling are its own.
+All runs step together on one frozen base, in a temporary directory and without trackers. As with ``[resume] from``,
+they continue the weights, AdamW's moments, the step number and with it every schedule, and the position in the data.
+Their seeds are fresh, so that the order of the problems and all samples are new.
 """
 
 import time
@@ -26,7 +26,7 @@ from retrain.maths.statistics import paired_interval
 from retrain.models.directory import bundled_name
 from retrain.policy.critic import WEIGHTS as CRITIC
 from retrain.policy.local import DoesNotFit
-from retrain.probe.conditions import conditions_of, temporary
+from retrain.probe.conditions import conditions_of, forked
 from retrain.probe.gradients import with_open_gate
 from retrain.records.observer import Messages, SpecLike
 from retrain.records.schema.base import Values
@@ -49,17 +49,20 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fork:
-    """``plan`` has every condition with every fresh seed, seed by seed; each run continues ``checkpoint``, whose state
-    is ``state``, to step ``end``. ``left_out`` names the conditions that cannot; ``share`` is the part of the file's
-    steps that is trained."""
+    """Runs that continue one checkpoint."""
 
     plan: Plan
+    """Every condition with every fresh seed, seed by seed."""
     checkpoint: Path
     state: RunState
+    """State in the checkpoint."""
     end: int
+    """Step at which the runs stop."""
     measure: Measure
     left_out: list[str]
+    """Conditions that cannot continue the checkpoint, each with the reason."""
     share: float
+    """Steps of all these runs by the steps of the whole file."""
 
     @property
     def labels(self) -> list[str]:
@@ -75,31 +78,36 @@ def plan_fork(plan: Plan, checkpoint: Path, steps: int, seeds: int) -> Fork:
     the end of the schedules, and fewer than two conditions that fit."""
     specs = conditions_of(plan)
     state, adapter = _state_of(checkpoint), read_json(checkpoint / ADAPTER_CONFIG)
-    base, model = str(adapter["base_model_name_or_path"]), specs[0].config.model.model
-    if _model_id(base) != _model_id(model):
-        raise UsageError(
-            f"{checkpoint} was trained on {base}, and {plan.name} trains {model}: name one of its own runs"
-        )
-    if state.step == 0:
-        raise UsageError(f"{checkpoint} is at step 0: a fork continues a later checkpoint")
-    last, end = min(spec.config.training.max_steps for spec in specs), state.step + steps
-    if end > last:
-        raise UsageError(f"{checkpoint} is at step {state.step} of {last}: --fork {steps} goes beyond the end")
-    held_out, campaign = specs[0].config.decisive, specs[0].config.campaign
-    if held_out is None:
-        raise UsageError(f"{plan.name} has no held-out problems to rank by: set [evaluation] problems above 0")
-    if campaign.vary == "init":
-        raise UsageError('[campaign] vary = "init" makes all seeds of a fork alike: type --set campaign.vary="all"')
+    held_out = specs[0].config.decisive
+    if fault := _plan_fault(plan, specs, checkpoint, state, str(adapter["base_model_name_or_path"]), steps):
+        raise UsageError(fault)
+    assert held_out is not None
     faults = {spec.label: _misfit(spec, specs[0], checkpoint, state.step, adapter) for spec in specs}
     left_out = [f"{label} is left out: {fault}" for label, fault in faults.items() if fault]
     fitting = [spec for spec in specs if not faults[spec.label]]
     if len(fitting) < 2:
         raise UsageError(f"{checkpoint} has fewer than two conditions to continue: {'; '.join(left_out)}")
-    forked = [temporary(spec, seed, checkpoint) for seed in _fresh_seeds(plan, state, seeds) for spec in fitting]
-    measure = Measure.parse(campaign.primary_metric, held_out.name)
+    runs = [forked(spec, seed, checkpoint) for seed in _fresh_seeds(plan, state, seeds) for spec in fitting]
+    measure = Measure.parse(specs[0].config.campaign.primary_metric, held_out.name)
     measure = measure if measure.is_held_out else Measure.parse("correct_rate", held_out.name)
-    share = steps * len(forked) / sum(spec.config.training.max_steps for spec in plan.specs)
-    return Fork(replace(plan, specs=forked), checkpoint, state, end, measure, left_out, share)
+    share = steps * len(runs) / sum(spec.config.training.max_steps for spec in plan.specs)
+    return Fork(replace(plan, specs=runs), checkpoint, state, state.step + steps, measure, left_out, share)
+
+
+def _plan_fault(plan: Plan, specs: Sequence[RunSpec], checkpoint: Path, state: RunState, base: str, steps: int) -> str:
+    """Return why no condition can continue the checkpoint, "" if nothing is wrong for all of them."""
+    model, last = specs[0].config.model.model, min(spec.config.training.max_steps for spec in specs)
+    if _model_id(base) != _model_id(model):
+        return f"{checkpoint} was trained on {base}, and {plan.name} trains {model}: name one of its own runs"
+    if state.step == 0:
+        return f"{checkpoint} is at step 0: a fork continues a later checkpoint"
+    if state.step + steps > last:
+        return f"{checkpoint} is at step {state.step} of {last}: --fork {steps} goes beyond the end"
+    if specs[0].config.decisive is None:
+        return f"{plan.name} has no held-out problems to rank by: set [evaluation] problems above 0"
+    if specs[0].config.campaign.vary == "init":
+        return '[campaign] vary = "init" makes all seeds of a fork alike: type --set campaign.vary="all"'
+    return ""
 
 
 def _state_of(checkpoint: Path) -> RunState:
@@ -169,7 +177,7 @@ class _Measurements(Messages):
 
 
 def run_fork(fork: Fork, progress: Progress) -> dict[str, Any]:
-    """Continue every condition and return the ranking as plain data, the best condition first.
+    """Continue every condition and return the ranking as plain data, the highest change first.
 
     ``change`` is the mean change of the held-out metric over seeds, ``difference`` the same against the baseline's,
     paired by seed, each with a 95 % t interval. A seed's evaluation before is shared by its conditions, which have the

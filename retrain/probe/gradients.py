@@ -44,11 +44,10 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
     """Return the comparison of the plan's conditions, of its first seed, as plain data.
 
     Each condition has ``norm`` (mean length of its gradient), ``length`` (ratio to the baseline's length, geometric
-    mean), ``cosine`` (to the baseline's gradient on the same batch, mean) and ``halves`` (cosine
-    between its own mean gradients of one and of the other half of the batches: what is left of a direction when the
-    rollouts change). Intervals are
-    95 % bootstrap intervals over batches. Raises UsageError for a file with nothing to compare, and what training
-    raises.
+    mean), ``cosine`` (to the baseline's gradient on the same batch, mean) and ``halves`` (cosine between its own mean
+    gradients of one and of the other half of the batches: what is left of a direction when the rollouts change).
+    Intervals are 95 % bootstrap intervals over batches. Raises UsageError for a file with nothing to compare, and what
+    training raises.
     """
     begin = time.monotonic()
     specs, notes = comparable(plan)

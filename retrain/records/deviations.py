@@ -1,4 +1,4 @@
-"""In what the records of a campaign depart from its declaration (``declared`` in the manifest)."""
+"""Finds where the records of a campaign differ from its declaration (``declared`` in the manifest)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change 
 
 
 def declared_entries(directory: Path, manifest: Values) -> list[Row]:
-    """Return the manifest's runs in the declared order, with those that were declared and are not in it ("missing").
+    """Return the manifest's runs in the declared order; declared runs that are not in it are added as "missing".
 
-    A run that counts as done and has records of fewer steps than it declared is interrupted.
+    A run whose state is "done" becomes "interrupted" if its records have fewer steps than were declared.
     """
     declared = manifest.get("declared") or {}
     order = [(label, seed) for seed in declared.get("seeds") or () for label in declared.get("conditions") or ()]
@@ -43,10 +43,13 @@ def _recorded_steps(run: Path) -> int:
 def deviations(
     directory: Path, declared: Values, entries: Sequence[Values], configs: Mapping[str, Values]
 ) -> list[str]:
-    """Return a clause for each deviation of the runs' records; ``configs`` are those that the runs recorded, by id."""
+    """Return a clause for each way in which runs differ from the declaration, with the runs that it concerns.
+
+    ``configs`` are the contents of the runs' ``config.json``, by run id.
+    """
     found: dict[str, list[str]] = {}
     for entry in map(RunEntry.from_row, entries):
-        for clause in _of_run(directory, entry, declared, configs.get(entry.run_id) or {}):
+        for clause in _run_deviations(directory, entry, declared, configs.get(entry.run_id) or {}):
             found.setdefault(clause, []).append(entry.run_id)
     return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in found.items()]
 
@@ -56,7 +59,7 @@ def is_sealed(manifest: Values) -> bool:
     return all(entry.get("seal") for entry in manifest["runs"] if entry["state"] == "done")
 
 
-def _of_run(directory: Path, entry: RunEntry, declared: Values, config: Values) -> Sequence[str]:
+def _run_deviations(directory: Path, entry: RunEntry, declared: Values, config: Values) -> Sequence[str]:
     clauses = []
     settings, data = ((declared.get(key) or {}).get(entry.label) for key in ("settings", "data"))
     if config and settings and condition_hash(config) != settings:

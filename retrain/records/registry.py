@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import NotOurs, StorageError, listed, plural
-from retrain.files import append_jsonl, writing
+from retrain.files import append_jsonl, dumps, writing
 from retrain.ownership import owner_of
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader, json_lines
@@ -40,6 +40,7 @@ class Registry:
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.path = self.directory.parent / REGISTRY
+        self._own: set[str] | None = None
 
     @property
     def owner(self) -> str:
@@ -48,7 +49,7 @@ class Registry:
         return owner.id if owner else ""
 
     def check(self) -> None:
-        """Raise NotOurs where the file is another program's."""
+        """Raise NotOurs if the file belongs to another program."""
         first = next((row for _, row in json_lines(self.path)), {})
         is_empty = not self.path.exists() or not self.path.stat().st_size
         if self.path.is_symlink() or not (is_empty or "owner" in first):
@@ -56,7 +57,7 @@ class Registry:
             raise NotOurs(f"{self.path} is not a registry of retrain: {advice}")
 
     def prepare(self, observer: Observer) -> str:
-        """Create the file; return ON, or OFF where it cannot be written, which is said."""
+        """Create the file and return ON; warn and return OFF if it cannot be written."""
         try:
             with self._locked():
                 return ON
@@ -65,8 +66,7 @@ class Registry:
             return OFF
 
     def declare(self, declared: Values, data: str) -> str:
-        """Add a campaign's declaration; return the time in its line. One that a process was killed behind is not
-        repeated."""
+        """Add a declaration, unless the campaign's last one is the same; return the time in its line."""
         with self._locked():
             line = Declaration(
                 kind="declaration",
@@ -84,7 +84,7 @@ class Registry:
             return line.time
 
     def finish(self, entry: RunEntry, declared: Values) -> None:
-        """Add a run that has finished, unless its line is there."""
+        """Add a run that has finished, unless its line is there because a process was killed behind it."""
         result: dict[str, float | None] = {}
         for row in RunReader(self.directory / entry.path).evaluations():
             result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
@@ -103,8 +103,11 @@ class Registry:
             sha256=seal.get("evaluations_sha256", ""),
         )
         with self._locked():
-            if _content(line) not in map(_content, self.lines()):
+            if self._own is None:  # read once: only this process adds lines of its campaign
+                self._own = {dumps(_content(other)) for other in self.lines() if other.owner == line.owner}
+            if (content := dumps(_content(line))) not in self._own:
                 append_jsonl(self.path, [line.to_row()])
+                self._own.add(content)
 
     def lines(self) -> list[RegistryLine]:
         """Return the lines in their order; damaged ones are left out."""
@@ -118,7 +121,7 @@ class Registry:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock of the file, which is created and ends with a whole line."""
+        """Lock the file; create it if it is missing, and end a line that a killed process left half written."""
         with writing(self.path), open(self.path, "ab+") as file:
             with suppress(OSError):  # a file system without locks: lines are appended whole
                 fcntl.flock(file, fcntl.LOCK_EX)
@@ -174,27 +177,17 @@ def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
 
 
 def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:
-    """Return a clause where seeds had finished in other directories, under two or more of the conditions, before they
-    were declared here. A campaign with all the seeds of an earlier one repeats it and chooses none."""
-    finished: dict[int, set[str]] = {}
-    homes: dict[str, None] = {}
-    for line in before:
-        same = isinstance(line, FinishedRun) and line.subject in first.comparison and line.data == first.data
-        if isinstance(line, FinishedRun) and same and line.seed in first.seeds:
-            finished.setdefault(line.seed, set()).add(line.condition)
-            homes[line.directory] = None
-    known = sorted(seed for seed, conditions in finished.items() if len(conditions) > 1)
-    repeated = [
-        line
-        for line in before
-        if isinstance(line, Declaration)
-        and len(line.comparison & first.comparison) > 1
-        and set(line.seeds) == set(first.seeds)
-    ]
-    if not known or repeated:
+    """Return a clause if seeds had finished in other directories, under two or more of the conditions, before they were
+    declared here. A campaign with all the seeds of an earlier one repeats it and chooses none."""
+    if any(isinstance(line, Declaration) and first.repeats(line) for line in before):
         return []
-    seeds, places = listed([str(seed) for seed in known], NAMED_SEEDS), listed(list(homes), NAMED_DIRECTORIES)
-    return [f"seeds had finished before they were declared ({seeds}; in {places})"]
+    finished = [line for line in before if isinstance(line, FinishedRun) and line.belongs_to(first)]
+    known = [seed for seed in first.seeds if len({line.condition for line in finished if line.seed == seed}) > 1]
+    if not known:
+        return []
+    seeds = listed(list(map(str, sorted(known))), NAMED_SEEDS)
+    directories = listed(list(dict.fromkeys(line.directory for line in finished)), NAMED_DIRECTORIES)
+    return [f"seeds had finished before they were declared ({seeds}; in {directories})"]
 
 
 def _other_than_finished(mine: Sequence[RegistryLine], manifest: Values) -> list[str]:
@@ -206,20 +199,25 @@ def _other_than_finished(mine: Sequence[RegistryLine], manifest: Values) -> list
             finished.setdefault(line.run_id, []).append(line)
     clauses = []
     for run_id, lines in finished.items():
-        entry, last = entries.get(run_id), lines[-1]
-        result = ", ".join(f"{value:.4g}" for value in last.result.values() if value is not None)
-        said = f"{run_id} had finished" + (f" with {result}" if result else "")
-        if entry is None:
-            clauses.append(f"{said} and is not in the manifest")
-        elif entry.max_steps > last.max_steps:
-            continue  # continued with more steps
-        elif entry.state in ("failed", "stopped"):
-            clauses.append(f"{said} and is {entry.state}")
-        elif entry.state == "done" and (entry.seal or {}).get("evaluations_sha256", "") != last.sha256:
-            clauses.append(f"{said} and has other evaluations")
+        last = lines[-1]
+        if change := _change_since(last, entries.get(run_id)):
+            result = ", ".join(f"{value:.4g}" for value in last.result.values() if value is not None)
+            clauses.append(f"{run_id} had finished" + (f" with {result}" if result else "") + f" and {change}")
         if len({line.sha256 for line in lines if line.max_steps == last.max_steps}) > 1:
             clauses.append(f"{run_id} has finished more than once, with different evaluations")
     return clauses
+
+
+def _change_since(last: FinishedRun, entry: RunEntry | None) -> str:
+    """Return how a run's entry in the manifest differs from the line that was added when it finished, "" if not."""
+    if entry is None:
+        return "is not in the manifest"
+    if entry.max_steps > last.max_steps:  # continued with more steps
+        return ""
+    if entry.state in ("failed", "stopped"):
+        return f"is {entry.state}"
+    is_same = (entry.seal or {}).get("evaluations_sha256", "") == last.sha256
+    return "" if entry.state != "done" or is_same else "has other evaluations"
 
 
 def _earlier_declarations(first: Declaration, before: Sequence[RegistryLine], path: Path) -> list[str]:

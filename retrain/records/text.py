@@ -99,3 +99,14 @@ def duration(seconds: float | None) -> str:
         return f"{total // 86400}d {total % 86400 // 3600}h"
     hours, minutes = total // 3600, total % 3600 // 60
     return f"{hours}:{minutes:02d}:{total % 60:02d}" if hours else f"{minutes}:{total % 60:02d}"
+
+
+def probability(p: float) -> str:
+    """Format a p-value for a table."""
+    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
+
+
+def p_words(p: float) -> str:
+    """Format a p-value for a sentence: `p = 0.017`, or `p < 0.0001`."""
+    said = probability(p)
+    return f"p {said}" if said.startswith("<") else f"p = {said}"

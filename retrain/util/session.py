@@ -74,7 +74,7 @@ class DirectoryIdentity:
             )
 
     def _read_mark(self) -> object:
-        """Return the content of the mark, which nothing changes while the directory is written."""
+        """Return the content of the directory's mark. It is constant while this process may write here."""
         path = self.directory / MARK
         try:
             return None if path.is_symlink() else read_json_if_present(path)
@@ -335,8 +335,8 @@ def _runs_here(lease: dict[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """Consequences of a signal that asks for an end: the exit status, the runs' reason in the manifest, and whether a
-    second one means haste. A closing terminal sends several hangups, also after a SIGTERM."""
+    """How the program ends after a signal: with which exit status, which reason in the manifest, and whether a second
+    signal ends it at once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
 
     status: int
     reason: str

@@ -80,16 +80,8 @@ def compare_runs(
         measure = Measure("final", "correct_rate")
     require_measure(measure, runs)
     rule, standing = rule or DeclaredRule(), standing or Standing()
-    paired = _PairedRuns.of(runs, order, measure)
-    analyses = paired.analyses(rule, standing.added, margin)
-    compared = _Compared(paired, rule, standing, margin)
-    base = compared.baseline(first)
-    extremes = [] if standing.reasons else paired.extremes()
-    worst = [case.analyses(rule, standing.added, margin) for case in extremes]
-    others = [
-        compared.condition(label, base, *found) for label, *found in zip(order[1:], analyses, *worst, strict=True)
-    ]
-    conditions = [base, *others]
+    conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
+    others = conditions[1:]
     standings = {condition.standing for condition in others}
     interim = {condition.label for condition in others if condition.standing == INTERIM}
     notes = [*warnings, *_warnings(others, measure, held_out or metric is not None), *_graded(runs, measure)]
@@ -115,6 +107,22 @@ def compare_runs(
     )
 
 
+def _conditions(
+    paired: "_PairedRuns", rule: DeclaredRule, standing: Standing, margin: float | None
+) -> list[ConditionComparison]:
+    """Return all conditions, the baseline first, with their verdicts and what missing seeds could change of them."""
+    first, *labels = paired.labels
+    compared = _Compared(paired, rule, standing, margin)
+    baseline = compared.baseline(first)
+    analyses = [paired.analyses(rule, standing.added, margin)]
+    if not standing.reasons:
+        analyses += [case.analyses(rule, standing.added, margin) for case in paired.extremes()]
+    return [
+        baseline,
+        *(compared.condition(label, baseline, *own) for label, *own in zip(labels, *analyses, strict=True)),
+    ]
+
+
 @dataclass(frozen=True)
 class _PairedRuns:
     """The runs of all conditions under one measure, paired by seed; the baseline comes first."""
@@ -127,7 +135,7 @@ class _PairedRuns:
     values: Floats
     """float64 [conditions, pairs], NaN where a run has no value."""
     assumed: NDArray[np.bool_] | None = None
-    """Values that were made up, bool [conditions, pairs]."""
+    """True where ``values`` holds an assumed value of a missing run, bool [conditions, pairs]."""
 
     @classmethod
     def of(cls, runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> "_PairedRuns":
@@ -157,8 +165,8 @@ class _PairedRuns:
         return found
 
     def extremes(self) -> list["_PairedRuns"]:
-        """Return the pairs with every missing value at the end of its range that is worst for the conditions, and at
-        the one that is best; nothing where no verdict can be at stake or the range is not known."""
+        """Return the two worst cases of what is missing: every condition's missing values at the low end of their range
+        and the baseline's at the high end, and the reverse. Empty if nothing is missing or the range is unknown."""
         stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}
         kept = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
         missing = np.isnan(self.values) & ~kept

@@ -17,7 +17,7 @@ from retrain.records import charts
 from retrain.records.charts import Row
 from retrain.records.html import asset, generator, page
 from retrain.records.schema.layout import REPORT
-from retrain.records.text import duration, escape, short
+from retrain.records.text import duration, escape, p_words, short
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
 from retrain.verdicts.report_sections import (
@@ -34,7 +34,7 @@ from retrain.verdicts.report_sections import (
     squeeze_section,
     title_of,
 )
-from retrain.verdicts.words import amount, new_problems, p_words
+from retrain.verdicts.words import amount, new_problems
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:

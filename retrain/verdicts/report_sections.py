@@ -12,7 +12,7 @@ from retrain.records import charts
 from retrain.records.charts import Series
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.records.text import escape, points, short
+from retrain.records.text import escape, points, probability, short
 from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
 from retrain.verdicts.evidence import (
@@ -27,7 +27,7 @@ from retrain.verdicts.evidence import (
     window_of,
 )
 from retrain.verdicts.results import Measure
-from retrain.verdicts.words import brackets, difference_words, level_brackets, new_problems, number, probability
+from retrain.verdicts.words import brackets, difference_words, new_problems, number
 
 TWINS = 8  # Prompts shown for each comparison
 OPEN_TWINS = 2  # Of these, the prompts that are unfolded initially and in print
@@ -64,7 +64,7 @@ def title_of(measure: Measure) -> str:
 def level_words(condition: dict[str, Any], measure: Measure) -> str:
     """Mean after training with its interval, as text."""
     unit = "%" if measure.is_share else ""
-    return f"{number(condition['after_mean'], measure)}{unit}" + level_brackets(condition["interval"], measure)
+    return f"{number(condition['after_mean'], measure)}{unit}" + brackets(condition["interval"], measure, sign=False)
 
 
 def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
 from retrain.records.schema.comparison import ConditionComparison, MissingRun
-from retrain.records.text import minus, percent, points
+from retrain.records.text import minus, p_words, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
 from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
@@ -88,8 +88,10 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
         so_far = f"{condition.pairs} of {plural(condition.pairs_planned or 0, 'pair')}: interim, no verdict yet"
         if condition.missing_could_change is None:
             return so_far
-        robust = f"{direction(condition.typical_difference or 0.0, measure)} whatever the missing seeds show"
-        return f"{so_far}; {MISSING if condition.missing_could_change else robust}"
+        if condition.missing_could_change:
+            return f"{so_far}; {MISSING}"
+        found = direction(condition.typical_difference or 0.0, measure)
+        return f"{so_far}; {found} also with the missing accuracies at 0 % or at 100 %"
     if condition.standing == EXPLORATORY:
         return f"{pairs}: exploratory, no verdict ({'; '.join(condition.standing_reasons)})"
     if condition.pairs < FEWEST_PAIRS:
@@ -122,8 +124,8 @@ def _qualifications(condition: ConditionComparison, baseline: ConditionCompariso
 
 
 def population(measure: Measure, varied: str = "all") -> str:
-    """Return of what a verdict over seeds speaks: p and the interval beside it know how seeds vary, in what `[campaign]
-    vary` lets them, and not how problems do."""
+    """Return what a verdict holds for. p and the interval contain the spread between seeds, as far as `[campaign] vary`
+    lets them differ, and not that between problems."""
     return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
@@ -140,22 +142,17 @@ def new_problems(condition: Mapping[str, Any], measure: Measure) -> list[float] 
 
 
 def wider_ends(bounds: Mapping[str, Any] | None, ends: Sequence[float] | None, measure: Measure) -> list[float] | None:
-    """Return the interval of a difference that holds for new problems too; None without one, and where it reads as the
-    one for these problems does."""
+    """Return the interval that also holds for new problems; None if there is none, or if it prints as the one for these
+    problems."""
     if not bounds or bounds["low"] is None:
         return None
     wider = [bounds["low"], bounds["high"]]
     return None if brackets(wider, measure) == brackets(ends, measure) else wider
 
 
-def brackets(ends: Sequence[float] | None, measure: Measure) -> str:
-    """Return an interval behind its estimate; "" where there is none."""
-    return f" [{', '.join(number(end, measure, sign=True) for end in ends)}]" if ends else ""
-
-
-def level_brackets(ends: Sequence[float] | None, measure: Measure) -> str:
-    """Return the same behind a level, which needs no sign."""
-    return f" [{', '.join(number(end, measure) for end in ends)}]" if ends else ""
+def brackets(ends: Sequence[float] | None, measure: Measure, *, sign: bool = True) -> str:
+    """Format the interval that stands behind an estimate; "" if there is none. Levels have no ``sign``."""
+    return f" [{', '.join(number(end, measure, sign=sign) for end in ends)}]" if ends else ""
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
@@ -167,30 +164,23 @@ def amount(value: float, measure: Measure, *, sign: bool = False) -> str:
     return number(value, measure, sign=sign) + (" points" if measure.is_share else "")
 
 
-def probability(p: float) -> str:
-    return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
-
-
-def p_words(p: float) -> str:
-    """Format a p-value for a sentence: `p = 0.017`, or `p < 0.0001`."""
-    said = probability(p)
-    return f"p {said}" if said.startswith("<") else f"p = {said}"
+_MISSING_KINDS = {
+    "failed": "failed",
+    "missing": "missing",
+    "unfinished": "unfinished",
+    "stopped": "stopped (interim analysis)",
+    "done": "finished without a value",
+}
 
 
 def missing_words(missing: Sequence[MissingRun]) -> list[str]:
-    """Name the runs that are in no mean, and why: failed ones and those that have not finished are told apart."""
+    """Name the runs that are in no mean, by the reason."""
     notes = []
-    for kind, runs in (
-        ("failed", [run for run in missing if run.state == "failed"]),
-        ("missing", [run for run in missing if run.state == "missing"]),
-        ("unfinished", [run for run in missing if run.state not in ("failed", "missing", "done", "stopped")]),
-        ("stopped (interim analysis)", [run for run in missing if run.state == "stopped"]),
-        ("finished without a value", [run for run in missing if run.state == "done"]),
-    ):
-        if runs:
-            names = listed([run.run_id for run in runs], NAMED_RUNS)
-            are = "is" if len(runs) == 1 else "are"
-            notes.append(f"{plural(len(runs), f'{kind} run')} {are} not in the means: {names}.")
-    if any(run.state == "failed" for run in missing):
+    states = [run.state if run.state in _MISSING_KINDS else "unfinished" for run in missing]
+    for state, kind in _MISSING_KINDS.items():
+        if runs := [run.run_id for run, own in zip(missing, states, strict=True) if own == state]:
+            verb = "is" if len(runs) == 1 else "are"
+            notes.append(f"{plural(len(runs), f'{kind} run')} {verb} not in the means: {listed(runs, NAMED_RUNS)}.")
+    if "failed" in states:
         notes.append("If runs fail because of what is compared, the means of the others flatter their condition.")
     return notes

@@ -105,8 +105,8 @@ class WorkerActor:
 
 
 class RayExecutor:
-    """Starts an actor with ``gpus`` and ``cpus`` for each worker. ``ours``: this executor opened the connection to the
-    cluster and closes it."""
+    """Starts an actor with ``gpus`` and ``cpus`` for each worker. With ``ours`` it opened the connection to the cluster
+    itself, and closes it."""
 
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
         self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
@@ -161,7 +161,7 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        """Return once that a worker waits for room in the cluster."""
+        """Return a message, the first time that a worker has waited long for resources of the cluster."""
         now, ray = time.monotonic(), ray_module()
         if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []

@@ -149,10 +149,10 @@ class Manifest:
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
         self.directory, self.content = directory, content
-        self.files = RecordFiles(directory, guard)
+        self.files, self.registry = RecordFiles(directory, guard), Registry(directory)
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
-        """Held while texts change, and while the writing thread joins them."""
+        """Guards the texts, which events replace while the writing thread joins them."""
         self._run_texts = {run_id: _indented(run, 4) for run_id, run in self._by_id.items()}
         self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
@@ -215,8 +215,8 @@ class Manifest:
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Keep the seal of a run's evaluations, which the next event writes, and declare the condition's data with its
-        first run."""
+        """Keep the seal of a run's evaluations, which the next event writes; the first seal of a condition declares the
+        hash of its problems."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}
@@ -228,9 +228,9 @@ class Manifest:
         return self.content.get("registry", OFF) != OFF
 
     def declare(self, data: str) -> None:
-        """Put the declaration into the registry, with the hash of the problems, unless it is there."""
+        """Add the declaration to the registry, unless it is there. ``data`` is the hash of the problems."""
         if self.content.get("registry") == ON:
-            self.note(registry=Registry(self.directory).declare(self.content["declared"], data))
+            self.note(registry=self.registry.declare(self.content["declared"], data))
 
     def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
         """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
@@ -317,7 +317,7 @@ class CampaignObserver(NullObserver):
             changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
         if status == "done" and self.manifest.is_registered:  # before the manifest says so: a kill repeats it
             entry = RunEntry.from_row(self.manifest.run(spec.run_id))
-            Registry(self.manifest.directory).finish(entry, self.manifest.content["declared"])
+            self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)
 

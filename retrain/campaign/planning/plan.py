@@ -64,7 +64,7 @@ class Plan:
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
 
     def job(self, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
-        """Return the job of these runs; ``how`` are the fields that have defaults."""
+        """Return the job that trains these runs; ``how`` sets those fields of ``CohortJob`` that have defaults."""
         return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 

@@ -1,8 +1,7 @@
-"""How jobs are done: in this process, one after another over one base in memory, or by an executor that is kept busy.
+"""Runs the jobs of a campaign: in this process, one after another over one base model in memory, or by an executor.
 
-What there is to do is given as ``Work``, in the order in which it should begin; whoever gives it decides after each end
-what follows from that. ``Scheduler`` knows nothing of runs but their names: two works that touch the same run are not
-under way at the same time.
+The controller passes what there is to do as ``Work``, in the order in which it should begin, and decides after each job
+what follows. ``Scheduler`` knows only the names of runs: it never has two jobs under way that touch the same run.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class InProcess:
-    """Does jobs. The base stays in memory between them, until ``close``. Torch is imported for the first job, or when
-    somebody asks about GPUs.
+    """Runs jobs in this process. The base model stays in memory between them, until ``close``. Torch is imported for
+    the first job, or by ``has_gpu``.
 
-    ``team`` are processes that compute together with this one; ``servers`` are kept by another one, which launches
-    them; ``bases`` are those of a rank other than 0.
+    ``team`` are the other ranks' processes. ``servers`` are those that another process has launched. ``bases`` is given
+    by a rank other than 0, which has loaded them already.
     """
 
     slots = 1
@@ -49,7 +48,7 @@ class InProcess:
         return torch.cuda.is_available()
 
     def do(self, job: Job, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-        """Do a job. ``stop`` is asked between steps; it may raise, and then nothing more is saved.
+        """Run a job. ``stop`` is called between steps; if it raises, nothing more is saved.
 
         Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
         plug-in cannot be used.
@@ -103,7 +102,7 @@ class InProcess:
                 self._own_bases().forget_adapters()
 
     def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
-        """What rank would have been enough. A fault here costs the analysis, not the runs."""
+        """Analyse which LoRA rank would have been enough. A failure is a warning: the run itself is complete."""
         from retrain.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.runs[0], partial(observer.message, level="warning")
@@ -183,28 +182,30 @@ class JobsHere:
 
 
 class Work(Protocol):
-    """Something that takes one job at a time until it is done."""
+    """A part of the campaign that needs one job at a time until nothing is left of it."""
 
     @property
     def names(self) -> frozenset[str]: ...
 
     @property
     def trains(self) -> bool:
-        """Whether a stop comes before it; what only looks at finished runs is still done when nothing else is left."""
+        """Return whether its jobs train. After a request to stop, only works that do not train are still begun."""
         ...
 
     def job(self) -> Job | None:
-        """What is to be done now that its turn has come; None when nothing is left of it."""
+        """Return the next job; None when nothing is left to do."""
 
     def give_up(self, reason: str) -> None:
-        """Its job has died too often."""
+        """Record as failed what is left of it, because its job has died too often."""
 
 
 class Scheduler:
-    """Does works with an executor. ``hear`` gets every event; ``after`` says, once a job has ended (not for "died"),
-    what has to be done next; ``stopping`` is asked at every event whether to end after the steps under way;
-    ``max_restarts`` is how often the job of one work may die; ``room`` is how many jobs may be under way or wait at the
-    executor, its slots unless given."""
+    """Keeps an executor busy with works.
+
+    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died), and returns the
+    works that follow. ``stopping`` is asked at every event whether to end after the steps under way. ``max_restarts``
+    limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its slots by default.
+    """
 
     def __init__(
         self,
@@ -226,17 +227,17 @@ class Scheduler:
 
     @property
     def names_under_way(self) -> Set[str]:
-        """The runs that are being worked on, as they are now and will be: it changes with them."""
+        """The runs of all jobs under way: a live set, which changes as jobs begin and end."""
         return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
-        """Ask the jobs whose runs are all ``unwanted`` for an end after their step."""
+        """Ask jobs to end after their step if all their runs are ``unwanted``."""
         for work, handle in self._under_way.values():
             if work.names and unwanted(work.names):
                 handle.stop()
 
     def carry_out(self, works: Iterable[Work]) -> bool:
-        """Do all of these works; False when asked to stop before all that train were done.
+        """Carry out these works. Return False if a request to stop came before all that train were done.
 
         Raises what the executor's events or ``after`` raise. What ``after`` raises (a RetrainError) ends the other jobs
         first, saved.
@@ -276,7 +277,7 @@ class Scheduler:
             return []
 
     def _again(self, work: Work, reason: str) -> Iterable[Work]:
-        """The work whose job has died, unless that has happened too often."""
+        """Return the work whose job has died, to be begun again, or what follows once that happened too often."""
         if self.stopping():
             self.lost_steps = True
             return [work]
@@ -289,7 +290,7 @@ class Scheduler:
         return self.after(work, JobEnded("", "died", reason))
 
     def _fill(self) -> None:
-        """Begin what may begin, in its order, while there are free slots."""
+        """Begin waiting works in their order while there are free slots."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:
@@ -304,7 +305,7 @@ class Scheduler:
                 self._busy |= work.names
 
     def _has_training_left(self) -> bool:
-        """Whether anything trains or would; what has nothing left to do is forgotten."""
+        """Return whether any work trains or is to train; drop waiting works with nothing left to do."""
         if any(work.trains for work, _ in self._under_way.values()):
             return True
         self._waiting = deque(work for work in self._waiting if work.job() is not None)

@@ -36,34 +36,38 @@ class Declaration(RegistryLine):
     primary_metric: str
     """Metric that decides."""
     equivalence_margin: float | None
-    """Margin."""
+    """Accuracies closer than this count as alike, null where none was declared."""
     sequential: str
     """`on` with an interim analysis."""
 
     @property
     def comparison(self) -> frozenset[tuple[str, int]]:
-        """What is compared, whatever its name, metric and seeds: the conditions, as (hash of settings, steps)."""
+        """Return the conditions as (hash of settings, steps): the same for another name, metric and seeds."""
         return frozenset((settings, self.max_steps[label]) for label, settings in self.conditions.items())
+
+    def repeats(self, earlier: "Declaration") -> bool:
+        """Return whether two or more of its conditions were declared earlier, with exactly its seeds."""
+        return len(earlier.comparison & self.comparison) > 1 and set(earlier.seeds) == set(self.seeds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun(RegistryLine):
-    """A run that has finished."""
+    """A run and its result, written when it ends as `done`."""
 
     run_id: str
     """Name of the run."""
     condition: str
     """Hash of its settings."""
     max_steps: int
-    """Its steps."""
+    """Steps that were trained."""
     seed: int
-    """Its seed."""
+    """Seed of the run."""
     result: dict[str, float | None]
     """Last accuracy on each held-out set."""
     sha256: str
     """Hash of its evaluations, as in its seal."""
 
-    @property
-    def subject(self) -> tuple[str, int]:
-        """Condition and steps, as in ``Declaration.comparison``."""
-        return self.condition, self.max_steps
+    def belongs_to(self, declaration: Declaration) -> bool:
+        """Return whether the run has a condition, the problems and a seed of the declaration."""
+        is_compared = (self.condition, self.max_steps) in declaration.comparison
+        return is_compared and self.data == declaration.data and self.seed in declaration.seeds

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import toy_world
+from helpers.campaigns import WORLD, toy_world
 from helpers.models import campaign_head, qwen3_directory
 from typer.testing import CliRunner
 
@@ -19,17 +19,7 @@ from retrain.probe.forks import FORECAST, plan_fork, run_fork
 from retrain.records.observer import NullObserver
 
 STEPS, AT = 6, 3
-SETTINGS = """
-[model]
-model = "{model}"
-lora_rank = 4
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "float64"
-[training]
+SETTINGS = """[training]
 batch_size = 3
 group_size = 4
 max_tokens = 8
@@ -66,7 +56,7 @@ def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "",
     path = folder / "toy.toml"
     keys = {"seeds": [1], "max_steps": STEPS, "primary_metric": "final:reward_mean", "allow_confounded": True, **keys}
     head = campaign_head(*conditions, **keys)
-    settings = SETTINGS.format(model=model, module=model.parent / "toyrewards.py")
+    settings = WORLD.format(model=model, module=model.parent / "toyrewards.py", dtype="float64") + SETTINGS
     sepa = SEPA if any(transform == "gtpo_sepa" for _, transform in conditions) else ""
     path.write_text(f"{head}{last}\n{settings}{sepa}")
     return path
@@ -201,6 +191,8 @@ def test_seeds_are_beyond_all_that_are_in_use(trained: tuple[Path, Path]):
     [
         (["--fork", "2"], [], "--fork and --at belong together"),
         (["--at", "{at}"], [], "--fork and --at belong together"),
+        (["--fork", "2", "--at", "{at}", "--batches", "4"], [], "--batches is for a probe without --fork"),
+        (["--seeds", "3"], [], "--seeds is for --fork"),
         (["--fork", "2", "--at", "{at}/nowhere"], [], "nowhere is no checkpoint"),
         (["--fork", "4", "--at", "{at}"], [], "is at step 3 of 6: --fork 4 goes beyond the end"),
         (["--fork", "2", "--at", "{at}"], ["model.model=tiny-reasoner"], "trains tiny-reasoner: name one of its own"),

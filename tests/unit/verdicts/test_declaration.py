@@ -57,7 +57,7 @@ def test_a_declared_run_that_failed_or_is_missing_counts_in_the_worst_case(tmp_p
     clear = of("clear", 0.3)
     assert (clear["standing"], clear["verdict"], clear["p_value"]) == ("interim", "interim: 8 of 9 pairs", None)
     assert clear["missing_could_change"] is False
-    assert "interim, no verdict yet; better whatever the missing seeds show" in clear["sentence"]
+    assert "interim, no verdict yet; better also with the missing accuracies at 0 % or at 100 %" in clear["sentence"]
     small = of("small", 0.03)
     assert (small["standing"], small["missing_could_change"]) == ("interim", True)
     assert "missing seeds could change the verdict" in small["sentence"]
