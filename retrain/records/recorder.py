@@ -7,6 +7,7 @@ A row depends on what happened and on the recorder's saved state only, so a resu
 
 from __future__ import annotations
 
+import hashlib
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ from retrain.records.schema.rows import (
     StepSummary,
 )
 from retrain.records.scores import eval_row, evaluation_keys
-from retrain.records.seals import chained, data_digest
+from retrain.records.seals import chained
 from retrain.records.text import without_keys
 from retrain.records.timeline import write_timeline
 from retrain.records.tokens import tokens_name, write_tokens
@@ -106,7 +107,7 @@ class RunRecorder:
         self._started = True
         if facts is not None:
             self.files.write(lambda: write_json(self.directory / layout.CONFIG, facts))
-            self._data = data_digest(facts)
+            self._data = _data_digest(facts)
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self.files.write(lambda: system.write(self.directory))
@@ -390,3 +391,9 @@ def _step_summary(record: StepRecord, row: Row) -> Row:
         uncertainty_kind=row["uncertainty_kind"],
     )
     return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}
+
+
+def _data_digest(facts: Values) -> str:
+    """Return the hash of a run's problems, training and held-out, as its ``config.json`` describes them."""
+    problems = [facts.get("data_hash"), facts.get("heldout_hashes")]
+    return hashlib.sha256(dumps(problems).encode()).hexdigest()[:16]

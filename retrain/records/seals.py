@@ -30,12 +30,6 @@ def chained(digest: str, rows: Iterable[Values]) -> str:
     return digest
 
 
-def data_digest(facts: Values) -> str:
-    """Return the hash of a run's problems, training and held-out, as its ``config.json`` describes them."""
-    problems = [facts.get("data_hash"), facts.get("heldout_hashes")]
-    return hashlib.sha256(dumps(problems).encode()).hexdigest()[:16]
-
-
 def contradictions(run: Path, seal: Seal | None) -> tuple[str, ...]:
     """Return what contradicts the evaluations of a finished run, one clause for each fault.
 

@@ -4,8 +4,8 @@ A reward of your own is a function named in the TOML (``[reward] type = "custom"
 Python, a subclass of ``Reward`` handed to ``Grader``.
 """
 
-from retrain.rewards.base import Grader, Reward
-from retrain.rewards.build import build_grader
+from retrain.rewards.base import Reward
+from retrain.rewards.build import Grader, build_grader
 from retrain.types import RewardResult
 
 __all__ = ["Grader", "Reward", "RewardResult", "build_grader"]

@@ -1,5 +1,4 @@
-r"""The interface of a reward, the grader that the trainer calls, checks of what rewards return, and the rewards by text
-alone, ``match`` and ``format``.
+r"""The interface of a reward, checks of what rewards return, and the rewards by text alone, ``match`` and ``format``.
 
 A reward never ends a run: whatever it raises, returns or waits for becomes a record with ``total_reward=None``
 and the reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import SupportsFloat
 
 from retrain.plugins import described
-from retrain.types import CORRECT_ABOVE, Problem, RewardResult, with_correctness
+from retrain.types import Problem, RewardResult
 
 Item = tuple[Problem, str]  # A problem and the text of one completion
 AUDIT = "audit"  # Name of the audit's score among the sample metrics, and prefix of its other metrics
@@ -73,58 +72,6 @@ class Reward:
 
     def close(self) -> None:
         """Release processes and connections; grading again opens new ones."""
-
-
-class Grader:
-    """Grades the completions of a step with one reward; a context manager.
-
-    ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
-    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
-    reward, goes into the sample metrics, which are recorded and reach no advantage.
-    """
-
-    def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
-        self.reward, self.correct_above, self.audit = reward, correct_above, audit
-        self.names = reward.names or (reward.name,)
-        self.columns = (*reward.columns, *(audit.columns if audit else ()))
-        self.ranges = dict(reward.ranges)
-        if len(self.names) == 1 and "reward" in reward.ranges:  # the only component is the total
-            self.ranges.setdefault(self.names[0], reward.ranges["reward"])
-        for name, limits in (audit.ranges if audit else {}).items():
-            self.ranges[AUDIT if name == "reward" else f"{AUDIT}/{name}"] = limits
-
-    def grade(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return results in order; a completion that cannot be graded has ``total_reward=None``."""
-        results = self.reward.grade_all(list(items))
-        for result in results:
-            if not result.components:
-                result.components = {self.reward.name: result.total_reward}
-            if result.total_reward is None and not result.error:
-                result.error = "no reward applies to this completion"
-        if self.audit is not None:
-            self._add_audit(self.audit, items, results)
-        return [with_correctness(result, self.correct_above) for result in results]
-
-    def _add_audit(self, audit: Reward, items: Sequence[Item], results: Sequence[RewardResult]) -> None:
-        try:
-            audits = audit.grade_all(items)
-        except Exception as error:  # an audit costs its own number, never the run
-            audits = [failed(described(error))] * len(items)
-        for result, audited in zip(results, audits, strict=True):
-            result.audit_error = audited.error
-            numbers = {f"{AUDIT}/{name}": value for name, value in audited.sample_metrics.items()}
-            result.sample_metrics = {**result.sample_metrics, AUDIT: audited.total_reward, **numbers}
-
-    def close(self) -> None:
-        for reward in (self.reward, self.audit):
-            if reward is not None:
-                reward.close()
-
-    def __enter__(self) -> Grader:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
 
 def failed(error: str) -> RewardResult:

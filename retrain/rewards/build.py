@@ -1,4 +1,6 @@
-"""From the ``[reward]`` section to a grader."""
+"""The grader that the trainer calls, built from the ``[reward]`` section."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -6,13 +8,66 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import tasks
-from retrain.rewards.base import FormatReward, Grader, Item, MatchReward, Reward, weighted_sum
+from retrain.plugins import described
+from retrain.rewards.base import AUDIT, FormatReward, Item, MatchReward, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.endpoint import JudgeEndpoint
 from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
 from retrain.rewards.reward_model import RewardModelReward
 from retrain.rewards.symbolic import MathReward
-from retrain.types import RewardResult
+from retrain.types import CORRECT_ABOVE, RewardResult, with_correctness
+
+
+class Grader:
+    """Grades the completions of a step with one reward; a context manager.
+
+    ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
+    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
+    reward, goes into the sample metrics, which are recorded and reach no advantage.
+    """
+
+    def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
+        self.reward, self.correct_above, self.audit = reward, correct_above, audit
+        self.names = reward.names or (reward.name,)
+        self.columns = (*reward.columns, *(audit.columns if audit else ()))
+        self.ranges = dict(reward.ranges)
+        if len(self.names) == 1 and "reward" in reward.ranges:  # the only component is the total
+            self.ranges.setdefault(self.names[0], reward.ranges["reward"])
+        for name, limits in (audit.ranges if audit else {}).items():
+            self.ranges[AUDIT if name == "reward" else f"{AUDIT}/{name}"] = limits
+
+    def grade(self, items: Sequence[Item]) -> list[RewardResult]:
+        """Return results in order; a completion that cannot be graded has ``total_reward=None``."""
+        results = self.reward.grade_all(list(items))
+        for result in results:
+            if not result.components:
+                result.components = {self.reward.name: result.total_reward}
+            if result.total_reward is None and not result.error:
+                result.error = "no reward applies to this completion"
+        if self.audit is not None:
+            self._add_audit(self.audit, items, results)
+        return [with_correctness(result, self.correct_above) for result in results]
+
+    def _add_audit(self, audit: Reward, items: Sequence[Item], results: Sequence[RewardResult]) -> None:
+        try:
+            audits = audit.grade_all(items)
+        except Exception as error:  # an audit costs its own number, never the run
+            audits = [failed(described(error))] * len(items)
+        for result, audited in zip(results, audits, strict=True):
+            result.audit_error = audited.error
+            numbers = {f"{AUDIT}/{name}": value for name, value in audited.sample_metrics.items()}
+            result.sample_metrics = {**result.sample_metrics, AUDIT: audited.total_reward, **numbers}
+
+    def close(self) -> None:
+        for reward in (self.reward, self.audit):
+            if reward is not None:
+                reward.close()
+
+    def __enter__(self) -> Grader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -94,16 +95,17 @@ def _has_records(run: Path) -> bool:
 
 def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
     """Return what these runs declare: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds``, and by
-    label ``max_steps`` and ``settings`` (their hash)."""
-    campaign = specs[0].config.campaign
-    steps = {spec.label: spec.config.training.max_steps for spec in specs}
-    return {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
+    label ``max_steps`` and, for a campaign, ``settings`` (their hash)."""
+    campaign, by_label = specs[0].config.campaign, {spec.label: spec for spec in specs}
+    declared = {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
         "baseline": specs[0].label,
-        "conditions": list(steps),
+        "conditions": list(by_label),
         "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
-        "max_steps": steps,
-        "settings": {spec.label: condition_hash(spec.config.to_dict()) for spec in specs},
+        "max_steps": {label: spec.config.training.max_steps for label, spec in by_label.items()},
     }
+    if specs[0].is_campaign:
+        declared["settings"] = {label: condition_hash(spec.config.to_dict()) for label, spec in by_label.items()}
+    return declared
 
 
 def freeze(
@@ -117,7 +119,7 @@ def freeze(
     """
     if begun(before):
         planned = declaration(specs)
-        del planned["settings"]  # what an earlier release has begun may have had others
+        planned.pop("settings", None)  # what an earlier release has begun may have had others
         content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
     else:
         content["declared"] = declaration(specs)
@@ -149,11 +151,13 @@ class Manifest:
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
         self.directory, self.content = directory, content
-        self.files, self.registry = RecordFiles(directory, guard), Registry(directory)
+        self.files = RecordFiles(directory, guard)
         self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
-        """Guards the texts, which events replace while the writing thread joins them."""
-        self._run_texts = {run_id: _indented(run, 4) for run_id, run in self._by_id.items()}
+        """Guards entries and texts, which events change while the writing thread joins them."""
+        self._run_texts: dict[str, str] = {}
+        self._changed = set(self._by_id)
+        """Runs whose text differs from their entry. Making JSON costs more than an event, so the next write does it."""
         self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
 
@@ -223,6 +227,11 @@ class Manifest:
         if seal and label not in data:
             self.note(declared={**declared, "data": {**data, label: seal["data"]}})
 
+    @cached_property
+    def registry(self) -> Registry:
+        """The registry beside the directory."""
+        return Registry(self.directory)
+
     @property
     def is_registered(self) -> bool:
         return self.content.get("registry", OFF) != OFF
@@ -243,8 +252,8 @@ class Manifest:
 
     def write(self) -> None:
         """Have the file replaced by all that ``content`` says now."""
-        for run_id in self._by_id:
-            self._change(run_id, {})
+        with self._lock:
+            self._changed |= self._by_id.keys()
         self._write_facts(self.content)
 
     def _change(self, run_id: str, changes: Mapping[str, Any], without: Sequence[str] = ()) -> None:
@@ -253,7 +262,7 @@ class Manifest:
             entry.update(changes)
             for key in without:
                 entry.pop(key, None)
-            self._run_texts[run_id] = _indented(entry, 4)
+            self._changed.add(run_id)
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
         """Have the file replaced, also after a failure, which the new one may make good."""
@@ -271,7 +280,9 @@ class Manifest:
         """Write the file as ``files.dumps`` with an indent of 2 would."""
         with self._lock:
             self._waits = False
-            runs = ",\n    ".join(self._run_texts.values())
+            self._run_texts |= {run_id: _indented(self._by_id[run_id], 4) for run_id in self._changed}
+            self._changed.clear()
+            runs = ",\n    ".join(self._run_texts[run_id] for run_id in self._by_id)
             facts = self._fact_texts | {"runs": f'"runs": [\n    {runs}\n  ]' if runs else '"runs": []'}
             text = "{\n  " + ",\n  ".join([facts[key] for key in [*self.content] if key in facts]) + "\n}\n"
         write_text(self.directory / MANIFEST, text)
@@ -306,7 +317,6 @@ class CampaignObserver(NullObserver):
     def sealed(self, spec: SpecLike, seal: Values) -> None:
         self.manifest.seal(spec.run_id, spec.label, seal)
         self.manifest.declare(seal.get("data", ""))
-        self.observer.sealed(spec, seal)
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
         self.observer.evaluated(spec, name, row)
