@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The server's JSON, and what it says by itself (server-sent events); in a copy without a server, what was kept of it.
 
 import {answer as kept, isCopy} from "./copy.js";
@@ -14,6 +15,7 @@ export class ApiError extends Error {
 
 // get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence, and
 // AbortError once nobody waits for the answer.
+/** @param {string} name @param {Record<string, unknown>} [params] @param {AbortSignal} [signal] @returns {Promise<any>} */
 export async function get(name, params, signal) {
   const body = await ask(name, params, signal);
   if (signal) signal.throwIfAborted();

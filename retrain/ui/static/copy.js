@@ -1,3 +1,4 @@
+// @ts-nocheck
 // A copy of the page without a server (retrain ui --bundle): its answers are files beside it, read when they are asked for.
 
 import {holder} from "./names.js";

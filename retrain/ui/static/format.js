@@ -1,3 +1,4 @@
+// @ts-nocheck
 // How numbers are written: as in the reports, with real minus signs and as many digits as mean something.
 
 export const NOTHING = "–";

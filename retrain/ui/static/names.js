@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What places and runs are called, and which place holds another.
 
 // The last part of a place: the name of its directory.

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What there is: the list of campaigns and runs, read once and again by the page that shows it, and who holds a place.
 
 import {get} from "./api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The URL is the whole state: /<view>/<place>?<query>. Views read it and change it through here only. A copy without a
 // server has one address, so there the state stands behind a #.
 
@@ -14,6 +15,7 @@ function plain(text) {
   try { return decodeURIComponent(text); } catch (error) { return text; }
 }
 
+/** @param {string} view @param {string} [place] @param {Record<string, unknown>} [query] */
 export function link(view, place, query) {
   const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
   const text = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== ""))

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The chosen theme, before anything is drawn: a classic script, so that the page never flashes in the other one.
 try {
   const theme = localStorage.getItem("retrain-theme");

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The keys of a chart: its cursor goes from point to point, its range is made narrower and wider around it.
 
 const FEWEST = 3;

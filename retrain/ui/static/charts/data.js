@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What a chart draws: lines of {name, index, kind, x, y, low, high}. `kind` is mean, run or thin; y may hold null.
 
 import {table} from "./save.js";

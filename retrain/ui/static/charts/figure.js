@@ -1,6 +1,7 @@
+// @ts-nocheck
 // A chart of lines as a figure of its own: SVG with plain colours, legend and axes' titles.
 
-import {DASHES, css, ink} from "../colours.js";
+import {DASHES, css, dashOf, ink} from "../colours.js";
 import {svg} from "../dom.js";
 import {niceStep, tickText} from "../format.js";
 import {extremes, flat} from "./data.js";
@@ -74,7 +75,7 @@ export function figure({title, xKind, unit, lines, logX, logY, zoom, limits, zer
     const kept = line.sparse ? line.x.map((at, i) => i).filter((i) => line.y[i] !== null) : null;
     inside.append(svg("path", {d: path(kept ? kept.map((i) => line.x[i]) : line.x, kept ? kept.map((i) => line.y[i]) : line.y, x, y, ok), stroke: ink(line.index),
       "stroke-opacity": line.kind === "shade" ? 0 : line.kind === "thin" ? 0.3 : line.kind === "mean" ? 1 : 0.8, "stroke-width": line.kind === "mean" ? 2 : 1.2,
-      "stroke-dasharray": line.kind === "mean" ? DASHES[(line.index || 0) % DASHES.length].join(" ") || null : null, "stroke-linejoin": "round"}));
+      "stroke-dasharray": line.kind === "mean" ? DASHES[dashOf(line.index || 0)].join(" ") || null : null, "stroke-linejoin": "round"}));
   }
   return svg("svg", {xmlns: "http://www.w3.org/2000/svg", width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "font-family": "system-ui, sans-serif"},
     svg("defs", null, clip), svg("rect", {width: WIDTH, height: HEIGHT, fill: css("--raised")}),

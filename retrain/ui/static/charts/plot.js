@@ -1,7 +1,8 @@
+// @ts-nocheck
 // A chart on a canvas (uPlot): lines, bands over seeds, thin lines behind, a healthy range, a strip of n, one cursor for
 // all charts of a page. It draws; what the numbers are was decided on the server.
 
-import {DASHES, css, faded, ink} from "../colours.js";
+import {DASHES, css, dashOf, faded, ink} from "../colours.js";
 import {count, duration, number, tickText} from "../format.js";
 import {aligned, flat, middle} from "./data.js";
 
@@ -21,7 +22,7 @@ export function xText(kind, value) {
 
 // Many lines are drawn thinner and lighter, so that none hides the others.
 function seriesOf(line, many) {
-  const dash = line.kind === "mean" ? DASHES[(line.index || 0) % DASHES.length] : [];
+  const dash = line.kind === "mean" ? DASHES[dashOf(line.index || 0)] : [];
   const [width, alpha] = {mean: [2, 1], run: many ? [1, 0.5] : [1.3, 0.85], thin: [1, 0.28], shade: [0, 0]}[line.kind || "run"];
   const few = line.x.length < 40 && line.kind !== "thin" && line.kind !== "shade";
   return {

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Charts as files: the numbers as CSV, the picture as SVG or PNG with colours of its own.
 
 import {css} from "../colours.js";
