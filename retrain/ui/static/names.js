@@ -1,16 +1,24 @@
-// @ts-nocheck
 // What places and runs are called, and which place holds another.
 
-// The last part of a place: the name of its directory.
+/**
+ * The last part of a place: the name of its directory.
+ * @param {string} place
+ */
 export function nameOf(place) {
-  return place.split("/").pop();
+  return place.slice(place.lastIndexOf("/") + 1);
 }
 
+/** @param {{run_id?: string, place: string}} run */
 export function runName(run) {
   return run.run_id || nameOf(run.place);
 }
 
-// The innermost of these places that is `place` or lies above it; null where none does.
+/**
+ * The innermost of these places that is `place` or lies above it; null where none does.
+ * @param {string[]} places
+ * @param {string} place
+ */
 export function holder(places, place) {
-  return places.filter((each) => place === each || place.startsWith(`${each}/`)).sort((a, b) => b.length - a.length)[0] || null;
+  const holders = places.filter((each) => place === each || place.startsWith(`${each}/`));
+  return holders.sort((a, b) => b.length - a.length)[0] || null;
 }

@@ -1,25 +1,42 @@
-// @ts-nocheck
 // The URL is the whole state: /<view>/<place>?<query>. Views read it and change it through here only. A copy without a
 // server has one address, so there the state stands behind a #.
 
 import {isCopy} from "./copy.js";
 
+/** @typedef {(state: {view: string, place: string, query: Record<string, string>}) => void} Listener */
+
+/** @type {Listener[]} */
 const listeners = [];
 
-// Segments of a path may keep what is safe there, so that links stay readable.
+/**
+ * Segments of a path may keep what is safe there, so that links stay readable.
+ * @param {string} text
+ */
 function segment(text) {
   return encodeURIComponent(text).replace(/%(2B|3D|40|3A|2C|24|26)/g, (code) => decodeURIComponent(code));
 }
 
+/** @param {string} text */
 function plain(text) {
-  try { return decodeURIComponent(text); } catch (error) { return text; }
+  try {
+    return decodeURIComponent(text);
+  } catch (error) {
+    return text;
+  }
 }
 
-/** @param {string} view @param {string} [place] @param {Record<string, unknown>} [query] */
+/**
+ * @param {string} view
+ * @param {string} [place]
+ * @param {Record<string, unknown>} [query]
+ */
 export function link(view, place, query) {
   const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
-  const text = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== ""))
-    .toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
+  const given = Object.entries(query || {}).filter(
+    ([, value]) => ![null, undefined, ""].includes(/** @type {any} */ (value)),
+  );
+  const pairs = given.map(([key, value]) => [key, String(value)]);
+  const text = new URLSearchParams(pairs).toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
   return (isCopy() ? "#" : "") + (text ? `${path}?${text}` : path);
 }
 
@@ -31,23 +48,34 @@ function address() {
 }
 
 export function here() {
-  const [path, search] = address(), [, view, ...rest] = path.split("/");
+  const [path, search] = address();
+  const [, view, ...rest] = path.split("/");
   const query = Object.fromEntries(new URLSearchParams(search));
   delete query.token;
   return {view: view || "campaigns", place: rest.map(plain).join("/").replace(/\/+$/, ""), query};
 }
 
+/**
+ * @param {string} url
+ * @param {{replace?: boolean}} [options]
+ */
 export function go(url, {replace = false} = {}) {
-  if (url !== (isCopy() ? location.hash : location.pathname + location.search)) history[replace ? "replaceState" : "pushState"](null, "", url);
+  const present = isCopy() ? location.hash : location.pathname + location.search;
+  if (url !== present) history[replace ? "replaceState" : "pushState"](null, "", url);
   listeners.forEach((run) => run(here()));
 }
 
-// Changes some keys of the query; null takes a key away. Typing and sliding replace, choosing pushes.
+/**
+ * Changes some keys of the query; null takes a key away. Typing and sliding replace, choosing pushes.
+ * @param {Record<string, unknown>} changes
+ * @param {{replace?: boolean}} [options]
+ */
 export function patch(changes, options) {
   const state = here();
   go(link(state.view, state.place, {...state.query, ...changes}), options);
 }
 
+/** @param {Listener} run */
 export function onRoute(run) {
   listeners.push(run);
 }
@@ -55,10 +83,11 @@ export function onRoute(run) {
 export function startRouter() {
   addEventListener("popstate", () => listeners.forEach((run) => run(here())));
   document.addEventListener("click", (event) => {
-    const anchor = event.target.closest && event.target.closest("a[href]");
-    if (!anchor || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
+    const anchor = /** @type {Element} */ (event.target).closest("a");
+    const modified = event.button || event.metaKey || event.ctrlKey || event.shiftKey;
+    if (!anchor || !anchor.hasAttribute("href") || event.defaultPrevented || modified) return;
     if (anchor.target || anchor.hasAttribute("download") || anchor.origin !== location.origin) return;
-    const target = anchor.getAttribute("href");
+    const target = anchor.getAttribute("href") || "";
     if (target.startsWith("#") && !(isCopy() && target.startsWith("#/"))) return;
     event.preventDefault();
     go(isCopy() ? target : anchor.pathname + anchor.search);

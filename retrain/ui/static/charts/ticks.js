@@ -101,7 +101,7 @@ export function yTexts(ticks, step, unit) {
 export function linearTicks(low, high, wanted, kind) {
   const least = (high - low) / wanted || 1;
   const whole = kind && xSteps(kind).find((each) => each >= least * (1 - 1e-9));
-  const step = whole || niceStep(least) || least;
+  const step = whole || niceStep(least);
   const first = Math.ceil(low / step - 1e-9);
   const last = Math.floor(high / step + 1e-9);
   return {step, ticks: Array.from({length: Math.max(0, last - first + 1)}, (_, i) => (first + i) * step)};
