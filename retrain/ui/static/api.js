@@ -5,10 +5,6 @@ import {answer as kept, isCopy} from "./copy.js";
 const AGAIN_MS = 15000;
 
 export class ApiError extends Error {
-  /**
-   * @param {number} status
-   * @param {string} sentence
-   */
   constructor(status, sentence) {
     super(sentence);
     this.status = status;
@@ -31,8 +27,6 @@ export async function get(name, params, signal) {
 }
 
 /**
- * @param {string} name
- * @param {Record<string, unknown>} [params]
  * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
@@ -56,8 +50,7 @@ async function ask(name, params, signal) {
     if (gone(error)) throw error;
     throw new ApiError(status, `The server's answer to /api/${name} is no JSON (status ${status}).`);
   }
-  if (!answer.ok)
-    throw new ApiError(status, (body && body.error) || `The server answered with status ${status}.`);
+  if (!answer.ok) throw new ApiError(status, (body && body.error) || `The server answered with status ${status}.`);
   return body;
 }
 
@@ -76,10 +69,7 @@ export function newest() {
   return next;
 }
 
-/**
- * Whether a request ended because nobody waits for it any more.
- * @param {any} error
- */
+// Whether a request ended because nobody waits for it any more.
 export function gone(error) {
   return error && error.name === "AbortError";
 }
@@ -96,7 +86,7 @@ export function listen(place, {changed, view, state}) {
     state("copy");
     return () => {};
   }
-  const read = (/** @type {(event: any) => void} */ run) => (/** @type {MessageEvent} */ event) => {
+  const read = (run) => (event) => {
     try {
       run(JSON.parse(event.data));
     } catch (error) {

@@ -62,8 +62,7 @@ let connection = "";
 /** @param {{place: string}} props */
 function Crumbs({place}) {
   const above = place && owner(place);
-  const crumb = (/** @type {string} */ view, /** @type {string} */ at, /** @type {string} */ name) =>
-    html`<a href=${link(view, at)} title=${at}>${name}</a>`;
+  const crumb = (view, at, name) => html`<a href=${link(view, at)} title=${at}>${name}</a>`;
   const home = above && crumb(above.kind === "campaign" ? "campaign" : "metrics", above.place, above.name);
   const own = place && (!above || above.place !== place) && crumb("metrics", place, nameOf(place));
   const mark = html`<a href=${link("campaigns")} class="mark">retrain</a>`;
@@ -76,7 +75,7 @@ function ViewLinks({state: {view, place}}) {
   const above = owner(place);
   const whole = above && above.kind === "campaign" ? above.place : null;
   const shown = WITH_PLACE.filter((each) => each.at !== "campaign" || whole || !above);
-  const item = (/** @type {View} */ each) => {
+  const item = (each) => {
     const target = each.at === "either" ? place : whole || place;
     const current = each.view === view ? "page" : null;
     return html`<a key=${each.view} href=${link(each.view, target)} aria-current=${current}>${each.title}</a>`;
@@ -112,11 +111,11 @@ function DrawnView({show, state: shown}) {
   useLayoutEffect(() => {
     const {view: name, place} = shown;
     const frame = {
-      places(/** @type {any[]} */ list) {
+      places(list) {
         tell(list);
         draw();
       },
-      patch(/** @type {any} */ changes, /** @type {any} */ options) {
+      patch(changes, options) {
         const now = here();
         if (view.current !== undefined && now.view === name && now.place === place) patch(changes, options);
       },
@@ -159,10 +158,6 @@ function draw() {
   render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);
 }
 
-/**
- * @param {string} title
- * @param {string} place
- */
 function setTitle(title, place) {
   document.title = [title, place, "retrain"].filter(Boolean).join(" · ");
 }
@@ -183,17 +178,16 @@ function switchTheme() {
 let listeningTo = null;
 let stopListening = () => {};
 
-/** @param {string} place */
 function follow(place) {
   if (listeningTo === place) return;
   stopListening();
   listeningTo = place;
   stopListening = listen(place, {
     changed: announce,
-    view: (/** @type {{url: unknown}} */ {url}) => {
+    view: ({url}) => {
       if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url);
     },
-    state: (/** @type {"live" | "lost" | "copy"} */ word) => {
+    state: (word) => {
       const lost = connection === "lost";
       connection = word;
       draw();
@@ -202,7 +196,6 @@ function follow(place) {
   });
 }
 
-/** @param {State} next */
 function show(next) {
   const same = state && state.view === next.view && state.place === next.place;
   state = next;

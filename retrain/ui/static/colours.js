@@ -16,17 +16,14 @@ export const SHAPES = [
 ];
 
 // Further indices repeat the colours with other dashes and shapes.
-/** @param {number} [index] */
 export function dashOf(index = 0) {
   return (index + Math.floor(index / COLOURS)) % DASHES.length;
 }
 
-/** @param {number} [index] */
 export function shapeOf(index = 0) {
   return index % SHAPES.length;
 }
 
-/** @param {number} [index] */
 export function colour(index = 0) {
   return `var(--c${((index || 0) % COLOURS) + 1})`;
 }
@@ -34,10 +31,7 @@ export function colour(index = 0) {
 /** @type {Record<string, string>} */
 let known = {};
 
-/**
- * Return the value that a variable of the style sheet has in the present theme, for canvases and files.
- * @param {string} name
- */
+// Return the value that a variable of the style sheet has in the present theme, for canvases and files.
 export function css(name) {
   if (!(name in known)) {
     const probe = document.createElement("span");
@@ -50,18 +44,10 @@ export function css(name) {
   return known[name];
 }
 
-/**
- * @param {number} [index]
- * @param {number} [alpha]
- */
 export function ink(index = 0, alpha = 1) {
   return faded(css(`--c${((index || 0) % COLOURS) + 1}`), alpha);
 }
 
-/**
- * @param {string} rgb
- * @param {number} alpha
- */
 export function faded(rgb, alpha) {
   const [red, green, blue] = rgb.match(/[\d.]+/g) || [0, 0, 0];
   return `rgba(${red}, ${green}, ${blue}, ${alpha})`;
@@ -72,7 +58,6 @@ export function themeChanged() {
   document.dispatchEvent(new CustomEvent("theme"));
 }
 
-/** @param {number} index */
 export function swatch(index) {
   return el("span", {
     class: `swatch dash${dashOf(index || 0)}`,
@@ -81,10 +66,6 @@ export function swatch(index) {
   });
 }
 
-/**
- * @param {string} label
- * @param {number} index
- */
 export function name(label, index) {
   return el("span", {class: "condition"}, swatch(index), label);
 }

@@ -26,10 +26,6 @@ export function madeAt() {
   return KEPT.made;
 }
 
-/**
- * @param {string} name
- * @param {Params} params
- */
 function nameOf(name, params) {
   const pairs = Object.entries(params).filter(
     ([key, value]) => !FREE.has(key) && value !== null && value !== undefined && value !== "",
@@ -38,7 +34,6 @@ function nameOf(name, params) {
   return `${name}?${texts.sort().join("&")}`;
 }
 
-/** @param {string} file */
 function load(file) {
   if (!loaded.has(file)) {
     loaded.set(
@@ -55,11 +50,7 @@ function load(file) {
   return loaded.get(file);
 }
 
-/**
- * @param {string} name
- * @param {Params} params
- * @returns {Promise<any>}
- */
+/** @returns {Promise<any>} */
 async function one(name, params) {
   const key = nameOf(name, params);
   if (!(key in KEPT.files)) return null;
@@ -67,10 +58,7 @@ async function one(name, params) {
   return known.has(key) ? known.get(key) : null;
 }
 
-/**
- * Columns are kept key by key for a whole campaign; those of several keys, or of one run, are put together here.
- * @param {Params} params
- */
+// Columns are kept key by key for a whole campaign; those of several keys, or of one run, are put together here.
 async function columns(params) {
   const places = [params.at].flat();
   const keys = [params.key].flat();
@@ -89,22 +77,16 @@ async function columns(params) {
   return runs.size ? {runs: [...runs.values()]} : null;
 }
 
-/**
- * The same prompt is kept for the newest steps alone.
- * @param {Params} params
- */
+// The same prompt is kept for the newest steps alone.
 async function samePrompt({step_a, step_b, ...about}) {
   const kept = await one("prompt", about);
   const sides = Object.entries({a: step_a, b: step_b});
-  const same =
-    kept && sides.every(([side, step]) => [undefined, null, kept[side].about.iteration].includes(step));
+  const same = kept && sides.every(([side, step]) => [undefined, null, kept[side].about.iteration].includes(step));
   return same ? kept : null;
 }
 
 /**
  * The answer that was kept, the nearest there is, or null.
- * @param {string} name
- * @param {Params} params
  * @returns {Promise<any>}
  */
 export async function answer(name, params) {

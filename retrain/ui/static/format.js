@@ -4,16 +4,11 @@
 
 export const NOTHING = "–";
 
-/** @param {string} text */
 export function minus(text) {
   return text.replace(/-(?=[\d.])/g, "−");
 }
 
-/**
- * As Python rounds: a tie that is exact goes to the even digit, so that the page says what the sentences say.
- * @param {number} value
- * @param {number} digits
- */
+// As Python rounds: a tie that is exact goes to the even digit, so that the page says what the sentences say.
 export function fixed(value, digits) {
   const scale = 10 ** digits;
   const floor = Math.floor(value * scale);
@@ -21,11 +16,7 @@ export function fixed(value, digits) {
   return ((floor + (floor % 2 ? 1 : 0)) / scale).toFixed(digits);
 }
 
-/**
- * A number in few characters, the same count of significant digits at every size.
- * @param {Maybe} value
- * @param {number} [digits]
- */
+// A number in few characters, the same count of significant digits at every size.
 export function number(value, digits = 3) {
   if (value === null || value === undefined || !Number.isFinite(value)) return NOTHING;
   const size = Math.abs(value);
@@ -39,36 +30,22 @@ export function number(value, digits = 3) {
   return minus(String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size)))))));
 }
 
-/**
- * @param {Maybe} share
- * @param {number} [digits]
- */
 export function percent(share, digits = 1) {
   if (share === null || share === undefined) return NOTHING;
   return minus(`${fixed(100 * share, digits).replace(/^-(?=0(?:\.0*)?$)/, "")}%`);
 }
 
-/**
- * A value of a metric with its unit: shares as per cent.
- * @param {Maybe} value
- * @param {boolean} [isShare]
- * @param {number} [digits]
- */
+// A value of a metric with its unit: shares as per cent.
 export function amount(value, isShare, digits = 1) {
   return isShare ? percent(value, digits) : number(value);
 }
 
-/**
- * @param {Maybe} value
- * @param {boolean} [isShare]
- */
 export function difference(value, isShare) {
   if (value === null || value === undefined) return NOTHING;
   const text = isShare ? fixed(100 * value, 1) : Number(value.toPrecision(3)).toString();
   return minus(value >= 0 ? `+${text}` : text);
 }
 
-/** @param {Maybe} value */
 export function count(value) {
   if (value === null || value === undefined) return NOTHING;
   if (value >= 1e9) return `${(value / 1e9).toFixed(1)}G`;
@@ -76,7 +53,6 @@ export function count(value) {
   return value >= 1e4 ? `${(value / 1e3).toFixed(1)}k` : String(Math.round(value));
 }
 
-/** @param {Maybe} seconds */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NOTHING;
   const whole = Math.round(seconds);
@@ -89,13 +65,11 @@ export function duration(seconds) {
   return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
-/** @param {Maybe} value */
 export function hours(value) {
   if (value === null || value === undefined) return NOTHING;
   return value < 0.1 ? `${(60 * value).toFixed(1)} min` : `${value.toFixed(value < 10 ? 1 : 0)} h`;
 }
 
-/** @param {Maybe} unix */
 export function ago(unix) {
   if (!unix) return NOTHING;
   const seconds = Math.max(0, Date.now() / 1000 - unix);
@@ -107,34 +81,21 @@ export function ago(unix) {
   return NOTHING;
 }
 
-/** @param {number} unix */
 export function clock(unix) {
   return new Date(1000 * unix).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "short"});
 }
 
-/**
- * @param {number} many
- * @param {string} word
- */
 export function plural(many, word) {
   return `${many} ${word}${many === 1 ? "" : "s"}`;
 }
 
-/**
- * Ticks at 1, 2, 2.5, 5 × 10^n.
- * @param {number} least
- */
+// Ticks at 1, 2, 2.5, 5 × 10^n.
 export function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
   const steps = [1, 2, 2.5, 5].map((factor) => factor * power);
   return steps.find((step) => step >= least * (1 - 1e-9)) || 10 * power;
 }
 
-/**
- * @param {number} value
- * @param {number} step
- * @param {string} [unit]
- */
 export function tickText(value, step, unit) {
   if (unit === "%" || unit === "points") [value, step] = [100 * value, 100 * step];
   let decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
@@ -147,10 +108,6 @@ export function tickText(value, step, unit) {
   return minus(text) + (unit === "%" ? "%" : "");
 }
 
-/**
- * @param {string} text
- * @param {number} most
- */
 export function shortened(text, most) {
   return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
 }

@@ -30,19 +30,11 @@ const MEANINGS = {
   Enter: "open",
 };
 
-/**
- * @param {string} key
- * @param {string} words
- * @param {() => void} run
- */
 export function frameKey(key, words, run) {
   frame.set(key, {words, run});
 }
 
-/**
- * Replace the keys of a view that is no component.
- * @param {KeyMap} [map]
- */
+// Replace the keys of a view that is no component.
 export function pageKeys(map) {
   page = map || {};
 }
@@ -67,14 +59,11 @@ function pageMap() {
   return new Map(entries.map(([key, [words, run]]) => [key, {words: words || MEANINGS[key], run}]));
 }
 
-/** @param {Element} target */
 function isTyping(target) {
-  const field =
-    "input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select, [contenteditable]";
+  const field = "input:not([type=checkbox]):not([type=radio]):not([type=range]), textarea, select, [contenteditable]";
   return target.closest && target.closest(field);
 }
 
-/** @param {KeyboardEvent} event */
 function onKeyDown(event) {
   const target = /** @type {HTMLElement} */ (event.target);
   if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -115,10 +104,9 @@ const CHART_KEYS = [
   ["Escape", "all of the x axis again, then no cursor"],
 ];
 
-/** @param {{caption: string, rows: string[][]}} props */
+/** @param {{caption: string, rows: any[]}} props */
 function KeyTable({caption, rows}) {
-  const row = (/** @type {string[]} */ [key, words]) =>
-    html`<tr key=${key}><td><kbd>${key}</kbd></td><td>${words}</td></tr>`;
+  const row = ([key, words]) => html`<tr key=${key}><td><kbd>${key}</kbd></td><td>${words}</td></tr>`;
   return html`<table><caption>${caption}</caption><tbody>${rows.map(row)}</tbody></table>`;
 }
 
@@ -128,7 +116,7 @@ export function help() {
     open.close();
     return;
   }
-  const rows = (/** @type {Map<string, Key>} */ map) => [...map].map(([key, {words}]) => [key, words]);
+  const rows = (map) => [...map].map(([key, {words}]) => [key, words]);
   const own = rows(pageMap());
   const charts = document.querySelector("main .plot[tabindex]");
   openDialog(
@@ -140,18 +128,12 @@ export function help() {
   );
 }
 
-/**
- * Move the focus along the elements that match, for j and k.
- * @param {string} selector
- * @param {number} by
- */
+// Move the focus along the elements that match, for j and k.
 export function step(selector, by) {
   const matches = /** @type {HTMLElement[]} */ ([...document.querySelectorAll(selector)]);
   const all = matches.filter((each) => each.offsetParent !== null);
   if (!all.length) return null;
-  const at = all.findIndex(
-    (each) => each === document.activeElement || each.contains(document.activeElement),
-  );
+  const at = all.findIndex((each) => each === document.activeElement || each.contains(document.activeElement));
   const start = by > 0 ? 0 : all.length - 1;
   const next = all[at < 0 ? start : Math.min(all.length - 1, Math.max(0, at + by))];
   next.focus({preventScroll: true});

@@ -1,9 +1,6 @@
 // What places and runs are called, and which place holds another.
 
-/**
- * The last part of a place: the name of its directory.
- * @param {string} place
- */
+// The last part of a place: the name of its directory.
 export function nameOf(place) {
   return place.slice(place.lastIndexOf("/") + 1);
 }
@@ -13,11 +10,7 @@ export function runName(run) {
   return run.run_id || nameOf(run.place);
 }
 
-/**
- * The innermost of these places that is `place` or lies above it; null where none does.
- * @param {string[]} places
- * @param {string} place
- */
+// The innermost of these places that is `place` or lies above it; null where none does.
 export function holder(places, place) {
   const holders = places.filter((each) => place === each || place.startsWith(`${each}/`));
   return holders.sort((a, b) => b.length - a.length)[0] || null;

@@ -10,14 +10,13 @@ let list = [];
 /** @type {Promise<void> | null} */
 let first = null;
 
-/** @param {Place[]} places */
 export function tell(places) {
   list = places;
 }
 
 // The list, once it is there; read anew where it could not be read.
 export function listed() {
-  const fail = (/** @type {any} */ error) => {
+  const fail = (error) => {
     first = null;
     throw error;
   };
@@ -25,20 +24,14 @@ export function listed() {
   return first;
 }
 
-/**
- * The campaign or run of the list that holds a place, itself or a run's campaign; null where none does.
- * @param {string} place
- */
+// The campaign or run of the list that holds a place, itself or a run's campaign; null where none does.
 export function owner(place) {
   const places = list.map((each) => each.place);
   const found = holder(places, place);
   return list.find((each) => each.place === found) || null;
 }
 
-/**
- * The same, once the list is read; it is read again for a place that is newer than it.
- * @param {string} place
- */
+// The same, once the list is read; it is read again for a place that is newer than it.
 export async function ownerOf(place) {
   try {
     await listed();
@@ -52,10 +45,7 @@ export async function ownerOf(place) {
   return owner(place);
 }
 
-/**
- * The campaign that holds a place; the place itself where none does.
- * @param {string} place
- */
+// The campaign that holds a place; the place itself where none does.
 export async function campaignOf(place) {
   const above = await ownerOf(place);
   return above && above.kind === "campaign" ? above.place : place;

@@ -8,15 +8,11 @@ import {isCopy} from "./copy.js";
 /** @type {Listener[]} */
 const listeners = [];
 
-/**
- * Segments of a path may keep what is safe there, so that links stay readable.
- * @param {string} text
- */
+// Segments of a path may keep what is safe there, so that links stay readable.
 function segment(text) {
   return encodeURIComponent(text).replace(/%(2B|3D|40|3A|2C|24|26)/g, (code) => decodeURIComponent(code));
 }
 
-/** @param {string} text */
 function plain(text) {
   try {
     return decodeURIComponent(text);
@@ -25,11 +21,6 @@ function plain(text) {
   }
 }
 
-/**
- * @param {string} view
- * @param {string} [place]
- * @param {Record<string, unknown>} [query]
- */
 export function link(view, place, query) {
   const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
   const given = Object.entries(query || {}).filter(
@@ -55,27 +46,18 @@ export function here() {
   return {view: view || "campaigns", place: rest.map(plain).join("/").replace(/\/+$/, ""), query};
 }
 
-/**
- * @param {string} url
- * @param {{replace?: boolean}} [options]
- */
 export function go(url, {replace = false} = {}) {
   const present = isCopy() ? location.hash : location.pathname + location.search;
   if (url !== present) history[replace ? "replaceState" : "pushState"](null, "", url);
   listeners.forEach((run) => run(here()));
 }
 
-/**
- * Changes some keys of the query; null takes a key away. Typing and sliding replace, choosing pushes.
- * @param {Record<string, unknown>} changes
- * @param {{replace?: boolean}} [options]
- */
+// Changes some keys of the query; null takes a key away. Typing and sliding replace, choosing pushes.
 export function patch(changes, options) {
   const state = here();
   go(link(state.view, state.place, {...state.query, ...changes}), options);
 }
 
-/** @param {Listener} run */
 export function onRoute(run) {
   listeners.push(run);
 }

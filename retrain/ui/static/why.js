@@ -10,27 +10,18 @@ import {link} from "./router.js";
 
 const MOST_RUNS = 12;
 
-/**
- * Fetch a metric's definition once, and its values and notes of each of these runs.
- * @param {string} key
- * @param {string[]} places
- */
+// Fetch a metric's definition once, and its values and notes of each of these runs.
 async function explanation(key, places) {
   const asked = places.slice(0, MOST_RUNS);
   const answers = await Promise.allSettled(asked.map((at) => get("why", {key, at})));
-  const good = answers.flatMap((each, i) =>
-    each.status === "fulfilled" ? [{...each.value, place: asked[i]}] : [],
-  );
+  const good = answers.flatMap((each, i) => (each.status === "fulfilled" ? [{...each.value, place: asked[i]}] : []));
   if (!good.length) throw /** @type {PromiseRejectedResult} */ (answers[0]).reason;
-  const notes = good.flatMap((each) =>
-    each.notes.map((/** @type {object} */ note) => ({...note, run: nameOf(each.place)})),
-  );
+  const notes = good.flatMap((each) => each.notes.map((note) => ({...note, run: nameOf(each.place)})));
   return {metric: good[0].metric, values: good.filter((each) => each.value !== null), notes};
 }
 
 /**
  * Open the explanation of a metric.
- * @param {string} key
  * @param {string[]} places the runs that it concerns
  */
 export function why(key, places) {
@@ -92,7 +83,7 @@ function Facts({metric, values}) {
 /** @param {{notes: any[]}} props */
 function Notes({notes}) {
   if (!notes.length) return html`<p class="muted">Nothing was noted about it here.</p>`;
-  const row = (/** @type {any} */ note) =>
+  const row = (note) =>
     html`<li class=${note.level === "warning" ? "warn" : null}>
       ${`${note.run}, step ${note.step}: ${note.text}`}
       ${note.remedy && html`<div class="muted">${note.remedy}</div>`}

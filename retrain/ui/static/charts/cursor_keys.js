@@ -4,12 +4,7 @@
 
 const FEWEST = 3;
 
-/**
- * Return the point `by` further than the cursor; without one, the first or the last.
- * @param {number[]} places
- * @param {number | null} held
- * @param {number} by
- */
+// Return the point `by` further than the cursor; without one, the first or the last.
 function next(places, held, by) {
   if (held === null) return by > 0 ? places[0] : places[places.length - 1];
   const behind = places.filter((x) => x < held).length;
@@ -18,17 +13,13 @@ function next(places, held, by) {
   return places[Math.max(0, Math.min(places.length - 1, at))];
 }
 
-/**
- * Return half or twice of the range in sight, around the cursor; null where that is all there is, undefined where too
- * few points would be left.
- * @param {any} plot
- * @param {number} factor
- */
+// Return half or twice of the range in sight, around the cursor; null where that is all there is, undefined where too
+// few points would be left.
 function zoomed(plot, factor) {
   const {min, max} = plot.chart.scales.x;
   const log = plot.options.logX && min > 0;
-  const to = (/** @type {number} */ value) => (log ? Math.log10(value) : value);
-  const from = (/** @type {number} */ value) => (log ? 10 ** value : value);
+  const to = (value) => (log ? Math.log10(value) : value);
+  const from = (value) => (log ? 10 ** value : value);
   const [low, high] = [to(min), to(max)];
   const centre = plot.held === null ? (low + high) / 2 : to(plot.held);
   const share = high > low ? (centre - low) / (high - low) : 0.5;
@@ -38,15 +29,13 @@ function zoomed(plot, factor) {
     const kept = [Math.max(start, plot.ends[0]), Math.min(end, plot.ends[1])];
     return kept[0] === plot.ends[0] && kept[1] === plot.ends[1] ? null : kept;
   }
-  const inside = plot.places().filter((/** @type {number} */ x) => x >= start && x <= end);
+  const inside = plot.places().filter((x) => x >= start && x <= end);
   return factor < 1 && inside.length < FEWEST ? undefined : [start, end];
 }
 
 /**
  * Return whether the key was one of the chart's: "moved" where the cursor went on.
  * @param {Target} target
- * @param {string} key
- * @param {boolean} shift
  * @returns {"moved" | boolean}
  */
 export function pressed({plot, onZoom, zoom}, key, shift) {
@@ -70,12 +59,9 @@ export function pressed({plot, onZoom, zoom}, key, shift) {
   return true;
 }
 
-/**
- * Let keys move the cursor of a chart that is no component.
- * @param {any} card
- */
+// Let keys move the cursor of a chart that is no component.
 export function cursorKeys(card) {
-  card.root.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+  card.root.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !card.plot || !card.plot.chart) return;
     if (event.target !== card.root && event.target !== card.area) return;
     const {onZoom, zoom} = card.options;
@@ -85,7 +71,7 @@ export function cursorKeys(card) {
     event.preventDefault();
     event.stopPropagation();
   });
-  card.root.addEventListener("focusout", (/** @type {FocusEvent} */ event) => {
+  card.root.addEventListener("focusout", (event) => {
     if (card.root.contains(event.relatedTarget) || !card.plot || card.plot.held === null) return;
     card.plot.hold(null);
     card.read(null, null);

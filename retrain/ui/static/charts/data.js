@@ -21,27 +21,19 @@ import {table} from "./save.js";
 const MANY_POINTS = 6000;
 const PLACES = 4000;
 
-/** @param {unknown} value */
 export function isValue(value) {
   return value !== null && value !== undefined;
 }
 
-/**
- * Move x to the nearest of so many places in sight: far less than a pixel, and lines of many runs share them.
- * @param {Line[]} lines
- * @param {number[] | null | undefined} zoom
- */
+// Move x to the nearest of so many places in sight: far less than a pixel, and lines of many runs share them.
 function placed(lines, zoom) {
-  const ends = lines
-    .filter((line) => line.x.length)
-    .flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
+  const ends = lines.filter((line) => line.x.length).flatMap((line) => [line.x[0], line.x[line.x.length - 1]]);
   const [low, high] = zoom || [Math.min(...ends), Math.max(...ends)];
   const width = (high - low) / PLACES;
   if (!(width > 0)) return lines;
   return lines.map((line) => ({...line, x: line.x.map((x) => low + width * Math.round((x - low) / width))}));
 }
 
-/** @param {Line[]} lines */
 function commonX(lines) {
   const every = new Float64Array(lines.reduce((sum, line) => sum + line.x.length, 0));
   let at = 0;
@@ -58,14 +50,13 @@ function commonX(lines) {
 
 /**
  * Return one common list of x, and [y, low, high] of every line on it: undefined where a line has no point.
- * @param {Line[]} lines
  * @param {{zoom?: number[] | null} | null} [rough] where x may be moved within a pixel
  * @returns {{x: number[], columns: (Values | null)[][]}}
  */
 export function aligned(lines, rough = null) {
   const first = lines.find((line) => line.x.length);
   if (!first) return {x: [], columns: lines.map(() => [[], null, null])};
-  const sameX = (/** @type {Line} */ line) =>
+  const sameX = (line) =>
     line.x === first.x || (line.x.length === first.x.length && line.x.every((x, i) => x === first.x[i]));
   if (lines.every(sameX)) {
     return {x: first.x, columns: lines.map((line) => [line.y, line.low || null, line.high || null])};
@@ -98,10 +89,7 @@ function finite(values) {
   return /** @type {number[]} */ ((values || []).filter((value) => isValue(value) && Number.isFinite(value)));
 }
 
-/**
- * Return where the middle 98 % of the values lie, with room around: what "without outliers" shows.
- * @param {Line[]} lines
- */
+// Return where the middle 98 % of the values lie, with room around: what "without outliers" shows.
 export function middle(lines) {
   const values = lines.flatMap((line) => finite(line.y)).sort((a, b) => a - b);
   if (values.length < 20) return null;
@@ -112,10 +100,7 @@ export function middle(lines) {
   return {low: low - room, high: high + room, outside};
 }
 
-/**
- * @param {Line[]} lines
- * @returns {[number, number] | null}
- */
+/** @returns {[number, number] | null} */
 export function extremes(lines) {
   let [low, high] = [Infinity, -Infinity];
   for (const line of lines) {
@@ -127,11 +112,7 @@ export function extremes(lines) {
   return low <= high ? [low, high] : null;
 }
 
-/**
- * Return a range no narrower than a hundred-thousandth of its values' size: what float32 rounds shall look flat.
- * @param {number} low
- * @param {number} high
- */
+// Return a range no narrower than a hundred-thousandth of its values' size: what float32 rounds shall look flat.
 export function flat(low, high) {
   const least = 1e-5 * Math.max(Math.abs(low), Math.abs(high));
   const centre = (low + high) / 2;
@@ -140,8 +121,6 @@ export function flat(low, high) {
 
 /**
  * Return a line's point that is nearest to x, or the last one with a value before it.
- * @param {Line} line
- * @param {number} x
  * @returns {Point | null}
  */
 export function valueAt(line, x) {
@@ -158,22 +137,14 @@ export function valueAt(line, x) {
   return lastBefore(line, nearest);
 }
 
-/**
- * Return a line's last point, of those up to the end of the part in sight.
- * @param {Line} line
- * @param {number[] | null} [zoom]
- */
+// Return a line's last point, of those up to the end of the part in sight.
 export function last(line, zoom) {
   let i = line.y.length - 1;
   while (i >= 0 && zoom && line.x[i] > zoom[1]) i -= 1;
   return lastBefore(line, i);
 }
 
-/**
- * @param {Line} line
- * @param {number} from
- * @returns {Point | null}
- */
+/** @returns {Point | null} */
 function lastBefore(line, from) {
   for (let i = from; i >= 0; i -= 1) {
     const y = line.y[i];
@@ -192,36 +163,23 @@ export function columnsOf(points, band) {
   const y = points.map((point) => point[1]);
   if (!band || !band.length) return {x, y};
   const ends = new Map(band.map(([at, low, high]) => [at, [low, high]]));
-  const end = (/** @type {number} */ at, /** @type {0 | 1} */ side) => (ends.get(at) || [null, null])[side];
+  const end = (at, side) => (ends.get(at) || [null, null])[side];
   return {x, y, low: x.map((at) => end(at, 0)), high: x.map((at) => end(at, 1))};
 }
 
 /**
  * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from.
- * @param {Line[]} lines
  * @returns {Line[]}
  */
 export function withRaw(lines) {
   const raw = lines.flatMap((line) =>
     line.raw
-      ? [
-          {
-            name: `${line.name} raw`,
-            index: line.index,
-            kind: /** @type {"thin"} */ ("thin"),
-            x: line.x,
-            y: line.raw,
-          },
-        ]
+      ? [{name: `${line.name} raw`, index: line.index, kind: /** @type {"thin"} */ ("thin"), x: line.x, y: line.raw}]
       : [],
   );
   return [...raw, ...lines];
 }
 
-/**
- * @param {string} xTitle
- * @param {Line[]} lines
- */
 export function csv(xTitle, lines) {
   const {x, columns} = aligned(lines);
   const heads = [xTitle];

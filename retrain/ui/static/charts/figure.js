@@ -19,21 +19,11 @@ const LETTER = 6.7;
  * @property {number} end place of `high`
  */
 
-/**
- * @param {Axis} axis
- * @param {number} value
- */
 function place({low, high, log, start, end}, value) {
-  const to = (/** @type {number} */ each) => (log ? Math.log10(each) : each);
+  const to = (each) => (log ? Math.log10(each) : each);
   return start + ((to(value) - to(low)) / (to(high) - to(low) || 1)) * (end - start);
 }
 
-/**
- * @param {Axis} x
- * @param {Axis} y
- * @param {number} at
- * @param {unknown} value
- */
 function inSight(x, y, at, value) {
   if (!isValue(value) || !Number.isFinite(value) || at < x.low || at > x.high) return false;
   const number = Number(value);
@@ -41,21 +31,10 @@ function inSight(x, y, at, value) {
   return !(y.log && number <= 0) && number >= y.low - room && number <= y.high + room;
 }
 
-/**
- * @param {Axis} x
- * @param {Axis} y
- * @param {number} at
- * @param {unknown} value
- */
 function pair(x, y, at, value) {
   return `${place(x, at).toFixed(1)} ${place(y, Number(value)).toFixed(1)}`;
 }
 
-/**
- * @param {Line} line
- * @param {Axis} x
- * @param {Axis} y
- */
 function linePath(line, x, y) {
   let [d, pen] = ["", false];
   line.x.forEach((at, i) => {
@@ -66,11 +45,6 @@ function linePath(line, x, y) {
   return d;
 }
 
-/**
- * @param {Line} line
- * @param {Axis} x
- * @param {Axis} y
- */
 function bandPath(line, x, y) {
   const low = line.low || [];
   const high = line.high || [];
@@ -83,13 +57,10 @@ function bandPath(line, x, y) {
   return `M${[...over, ...under].join("L")}Z`;
 }
 
-/**
- * Return the entries of the legend: lines, or their groups where there are many.
- * @param {Line[]} lines
- */
+// Return the entries of the legend: lines, or their groups where there are many.
 function legendEntries(lines) {
   const named = lines.filter((line) => line.kind !== "thin" && line.kind !== "shade");
-  const nameOf = (/** @type {Line} */ line) => (named.length > 6 && line.group) || line.name;
+  const nameOf = (line) => (named.length > 6 && line.group) || line.name;
   const entries = [...new Map(named.map((line) => [nameOf(line), line.index]))];
   let [along, row] = [LEFT, 0];
   return entries.map(([name, index]) => {
@@ -103,12 +74,12 @@ function legendEntries(lines) {
 /**
  * @param {Line[]} lines
  * @param {any} options
- * @param {number} top
+ * @param {number} top where the area of the lines begins
  * @returns {{x: Axis, y: Axis}}
  */
 function axesOf(lines, {logX, logY, zoom, limits, zero}, top) {
   const xs = lines.flatMap((line) => line.x).filter((x) => Number.isFinite(x) && !(logX && x <= 0));
-  const least = (/** @type {number[]} */ values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+  const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
   let [left, right] = zoom || [least(xs), -least(xs.map((x) => -x))];
   if (!(left < right)) {
     const centre = Number.isFinite(left) ? left : 0.5;
@@ -130,9 +101,7 @@ function axesOf(lines, {logX, logY, zoom, limits, zero}, top) {
 function Ticks({x, y, xKind, unit}) {
   const up = y.log ? {step: 0, ticks: logTicks(y.low, y.high)} : linearTicks(y.low, y.high, 5);
   const across = x.log ? logTicks(x.low, x.high) : linearTicks(x.low, x.high, 7, xKind).ticks;
-  const upTexts = up.step
-    ? yTexts(up.ticks, up.step, unit)
-    : up.ticks.flatMap((tick) => yTexts([tick], tick, unit));
+  const upTexts = up.step ? yTexts(up.ticks, up.step, unit) : up.ticks.flatMap((tick) => yTexts([tick], tick, unit));
   const acrossTexts = xTexts(xKind, across);
   const muted = css("--muted");
   const rows = up.ticks.map((tick, i) => {
@@ -184,7 +153,7 @@ export function figure({title, xKind, unit, lines, ...options}) {
   const top = 58 + 16 * Math.max(0, ...entries.map((entry) => entry.row));
   const {x, y} = axesOf(shown, options, top);
   const ordered = [...shown].sort((a, b) => Number(a.kind === "mean") - Number(b.kind === "mean"));
-  const band = (/** @type {Line} */ line) =>
+  const band = (line) =>
     html`<path d=${bandPath(line, x, y)} fill=${ink(line.index)} fill-opacity="0.16" stroke="none" />`;
   const clip = {x: LEFT, y: top, width: WIDTH - LEFT - RIGHT, height: y.start - top};
   const size = {width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`};

@@ -12,12 +12,6 @@ import {css, faded, ink} from "../colours.js";
 export const STRIP = 4;
 const MARK_COLOURS = {resume: "--bad", checkpoint: "--muted", evaluation: "--accent"};
 
-/**
- * @param {any} u
- * @param {number} y
- * @param {string} stroke
- * @param {number[]} dash
- */
 function horizontal(u, y, stroke, dash) {
   const {ctx, bbox} = u;
   const place = Math.round(y) + 0.5;
@@ -31,7 +25,7 @@ function horizontal(u, y, stroke, dash) {
 
 /**
  * Paint the healthy range and the line at zero.
- * @param {any} u
+ * @param {any} u the chart of uPlot
  * @param {{healthy?: Healthy | null, zero?: boolean, logY?: boolean}} options
  */
 export function paintBehind(u, {healthy, zero, logY}) {
@@ -40,7 +34,7 @@ export function paintBehind(u, {healthy, zero, logY}) {
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
   ctx.clip();
-  const known = (/** @type {unknown} */ value) => Number.isFinite(value) && !(logY && Number(value) <= 0);
+  const known = (value) => Number.isFinite(value) && !(logY && Number(value) <= 0);
   const {low, high} = healthy || {};
   if ((Number.isFinite(low) || Number.isFinite(high)) && u.scales.y.min !== null) {
     const top = known(high) ? u.valToPos(high, "y", true) : bbox.top;
@@ -56,7 +50,6 @@ export function paintBehind(u, {healthy, zero, logY}) {
 
 /**
  * Paint a row for every condition, the stronger the more seeds there are at that x.
- * @param {any} u
  * @param {Counts[] | null | undefined} counts
  */
 export function paintCounts(u, counts) {
@@ -85,7 +78,6 @@ export function paintCounts(u, counts) {
 /**
  * Paint where the run was resumed, wrote a checkpoint or was evaluated: a triangle at the top, a dashed line down for a
  * resume.
- * @param {any} u
  * @param {EventMark[] | null | undefined} marks
  */
 export function paintMarks(u, marks) {

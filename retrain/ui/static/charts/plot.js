@@ -34,11 +34,7 @@ export {X_CHOICES, X_TITLES, xText};
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
 const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0]};
 
-/**
- * Many lines are drawn thinner and lighter, so that none hides the others.
- * @param {Line} line
- * @param {boolean} many
- */
+// Many lines are drawn thinner and lighter, so that none hides the others.
 function seriesOf(line, many) {
   const kind = line.kind || "run";
   const [width, alpha] = kind === "run" && many ? [1, 0.5] : STROKES[kind];
@@ -60,8 +56,6 @@ const EDGE = {stroke: "transparent", width: 0, points: {show: false}};
  * Return the range of the y axis for values from low to high.
  * @param {PlotOptions} options
  * @param {{low: number, high: number} | null} limits
- * @param {number | null} least
- * @param {number | null} most
  */
 function yRange({range, full, zero, logY, zoom}, limits, least, most) {
   if (least === null || least === undefined || most === null) return logY ? [0.1, 1] : [0, 1];
@@ -87,10 +81,7 @@ function yRange({range, full, zero, logY, zoom}, limits, least, most) {
 }
 
 export class Plot {
-  /**
-   * @param {HTMLElement} root
-   * @param {PlotOptions} options
-   */
+  /** @param {PlotOptions} options */
   constructor(root, options) {
     this.root = root;
     this.options = options;
@@ -113,30 +104,18 @@ export class Plot {
     document.addEventListener("theme", this.repaint);
   }
 
-  /**
-   * @param {Line[]} lines
-   * @param {Partial<PlotOptions>} [changes]
-   */
+  /** @param {Partial<PlotOptions>} [changes] */
   set(lines, changes) {
     const [signature, kind] = [this.signature, this.options.x];
     Object.assign(this.options, changes);
     const {x: xKind, unit, logX, logY, counts, clip, zoom} = this.options;
-    const looks = lines.map((line) => [
-      line.name,
-      line.index,
-      line.kind,
-      Boolean(line.low),
-      Boolean(line.sparse),
-    ]);
+    const looks = lines.map((line) => [line.name, line.index, line.kind, Boolean(line.low), Boolean(line.sparse)]);
     this.lines = lines;
     this.signature = JSON.stringify([looks, xKind, unit, logX, logY, counts && counts.length]);
     this.limits = clip ? middle(lines) : null;
     const {x, columns} = aligned(lines, logX ? null : {zoom});
-    const positive = (/** @type {any} */ column) =>
-      logY ? column.map((/** @type {any} */ y) => (y > 0 || y === undefined ? y : null)) : column;
-    const bands = columns
-      .filter((column) => column[1])
-      .flatMap(([, low, high]) => [positive(low), positive(high)]);
+    const positive = (column) => (logY ? column.map((y) => (y > 0 || y === undefined ? y : null)) : column);
+    const bands = columns.filter((column) => column[1]).flatMap(([, low, high]) => [positive(low), positive(high)]);
     this.data = [x, ...bands, ...columns.map(([y]) => positive(y))];
     if (kind !== xKind) this.ends = null;
     if (x.length) {
@@ -164,17 +143,11 @@ export class Plot {
         legend: {show: false},
         padding: [8, 12, 0, 4],
         scales: {
-          x: {
-            time: false,
-            distr: options.logX ? 3 : 1,
-            range: (/** @type {any} */ u, /** @type {any} */ low, /** @type {any} */ high) =>
-              this.xRange(low, high),
-          },
+          x: {time: false, distr: options.logX ? 3 : 1, range: (u, low, high) => this.xRange(low, high)},
           y: {
             distr: options.logY ? 3 : 1,
             dir: options.range && options.range.invert ? -1 : 1,
-            range: (/** @type {any} */ u, /** @type {any} */ low, /** @type {any} */ high) =>
-              yRange(options, this.limits, low, high),
+            range: (u, low, high) => yRange(options, this.limits, low, high),
           },
         },
         axes: this.axes(),
@@ -185,17 +158,13 @@ export class Plot {
           points: {show: false},
           bind: {dblclick: () => null},
           // Where keys have put it, it stays until the pointer really moves.
-          move: (/** @type {any} */ u, /** @type {number} */ left, /** @type {number} */ top) =>
-            this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)],
+          move: (u, left, top) => (this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)]),
         },
         hooks: {
-          drawAxes: [(/** @type {any} */ u) => paintBehind(u, options)],
-          draw: [
-            (/** @type {any} */ u) => paintCounts(u, options.counts),
-            (/** @type {any} */ u) => paintMarks(u, options.marks),
-          ],
-          setCursor: [(/** @type {any} */ u) => this.moved(u)],
-          setSelect: [(/** @type {any} */ u) => this.selected(u)],
+          drawAxes: [(u) => paintBehind(u, options)],
+          draw: [(u) => paintCounts(u, options.counts), (u) => paintMarks(u, options.marks)],
+          setCursor: [(u) => this.moved(u)],
+          setSelect: [(u) => this.selected(u)],
         },
       },
       this.data,
@@ -213,14 +182,11 @@ export class Plot {
       grid: {stroke: () => faded(css("--line"), 0.8), width: 1},
       ticks: {show: false},
     };
-    const across = (/** @type {any} */ u, /** @type {any[]} */ ticks) => xTexts(options.x, ticks);
+    const across = (u, ticks) => xTexts(options.x, ticks);
     /** @type {(u: any, ticks: any[], axis: number, space: number, step: number) => string[]} */
     const up = (u, ticks, axis, space, step) =>
-      options.logY
-        ? ticks.map((tick) => (tick === null ? "" : number(tick)))
-        : yTexts(ticks, step, options.unit);
-    const wide = (/** @type {any} */ u, /** @type {string[]} */ texts) =>
-      texts ? 14 + 6.6 * Math.max(1, ...texts.map((text) => (text || "").length)) : 40;
+      options.logY ? ticks.map((tick) => (tick === null ? "" : number(tick))) : yTexts(ticks, step, options.unit);
+    const wide = (u, texts) => (texts ? 14 + 6.6 * Math.max(1, ...texts.map((text) => (text || "").length)) : 40);
     const steps = options.logX ? {} : {incrs: xSteps(options.x)};
     return [
       {...axis, size: 24 + strip, gap: 5 + strip, space: 55, values: across, ...steps},
@@ -242,17 +208,12 @@ export class Plot {
     over.addEventListener("click", (event) => {
       if (!options.onStep || Math.abs(event.clientX - pressedAt) > 5) return;
       const x = this.chart.posToVal(this.chart.cursor.left, "x");
-      const near = (/** @type {number} */ a, /** @type {number} */ b) =>
-        Math.abs(b - x) < Math.abs(a - x) ? b : a;
+      const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
       const places = this.places();
       if (places.length) options.onStep(places.reduce(near));
     });
   }
 
-  /**
-   * @param {number | null} low
-   * @param {number | null} high
-   */
   xRange(low, high) {
     const [a, b] = this.options.zoom || [low, high];
     if (!isValue(a) || !isValue(b)) return [0, 1];
@@ -275,10 +236,7 @@ export class Plot {
     return x.filter((at, i) => at >= min && at <= max && columns.some((column) => isValue(column[i])));
   }
 
-  /**
-   * Put the cursor of this chart, and of those that follow it, at x; null takes it away.
-   * @param {number | null} x
-   */
+  // Put the cursor of this chart, and of those that follow it, at x; null takes it away.
   hold(x) {
     this.held = x;
     if (!this.chart) return;
@@ -286,7 +244,6 @@ export class Plot {
     this.chart.setCursor({left, top: x === null ? -10 : this.chart.over.clientHeight / 2}, true, true);
   }
 
-  /** @param {any} u */
   moved(u) {
     const {onCursor} = this.options;
     if (!onCursor) return;
@@ -296,7 +253,6 @@ export class Plot {
     onCursor(inside ? u.posToVal(left, "x") : null, inside && own ? u.posToVal(top, "y") : null);
   }
 
-  /** @param {any} u */
   selected(u) {
     const {left, width} = u.select;
     if (width < 6) return;

@@ -11,22 +11,16 @@ const SVG = "http://www.w3.org/2000/svg";
 // What a picture takes from the page's style, where it is a file of its own.
 const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-weight"];
 
-/**
- * @param {string} title
- * @param {string} ending
- */
 function fileName(title, ending) {
   return `${title.replace(/[^\w.+-]+/g, "_").slice(0, 80)}.${ending}`;
 }
 
-/** @param {SVGSVGElement} picture */
 function text(picture) {
   return new XMLSerializer().serializeToString(picture);
 }
 
 /**
  * Return the picture as a PNG of twice its size.
- * @param {SVGSVGElement} picture
  * @returns {Promise<Blob>}
  */
 async function png(picture) {
@@ -43,7 +37,6 @@ async function png(picture) {
   });
 }
 
-/** @param {Saved} saved */
 async function savePng({title, picture}) {
   try {
     download(fileName(title, "png"), await png(picture()));
@@ -52,7 +45,6 @@ async function savePng({title, picture}) {
   }
 }
 
-/** @param {Saved} saved */
 async function copyPng({picture}) {
   try {
     await navigator.clipboard.write([new ClipboardItem({"image/png": png(picture())})]);
@@ -67,8 +59,7 @@ async function copyPng({picture}) {
  * @param {{get: () => Saved}} props
  */
 export function SaveMenu({get}) {
-  const save = (/** @type {string} */ ending, /** @type {string} */ content, /** @type {string} */ type) =>
-    download(fileName(get().title, ending), new Blob([content], {type}));
+  const save = (ending, content, type) => download(fileName(get().title, ending), new Blob([content], {type}));
   /** @type {[string, () => void][]} */
   const items = [
     ["CSV", () => save("csv", get().csv(), "text/csv")],
@@ -87,10 +78,7 @@ export function saveMenu(get) {
   return drawn(html`<${SaveMenu} get=${get} />`);
 }
 
-/**
- * Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.
- * @param {SVGSVGElement} picture
- */
+// Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.
 export function painted(picture) {
   const copy = /** @type {SVGSVGElement} */ (picture.cloneNode(true));
   const originals = [...picture.querySelectorAll("*")];
@@ -113,7 +101,6 @@ export function painted(picture) {
   return copy;
 }
 
-/** @param {unknown} value */
 function cell(value) {
   if (value === null || value === undefined) return "";
   const words = String(value);
@@ -124,7 +111,6 @@ function cell(value) {
 
 /**
  * Return CSV: rows of numbers and names under these headings.
- * @param {string[]} heads
  * @param {unknown[][]} rows
  */
 export function table(heads, rows) {

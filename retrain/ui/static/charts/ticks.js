@@ -24,33 +24,22 @@ const TIME_STEPS = [
   ...[1, 2, 4, 6, 12].map((hours) => hours * HOUR),
   ...[1, 2, 7].map((days) => days * DAY),
 ];
-const WHOLE_STEPS = Array.from({length: 16}, (_, power) =>
-  [1, 2, 5].map((factor) => factor * 10 ** power),
-).flat();
+const WHOLE_STEPS = Array.from({length: 16}, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
 
-/** @param {string} kind */
 function isTime(kind) {
   return kind === "device" || kind === "wall";
 }
 
-/**
- * Return the steps that ticks of an x axis may have: steps, tokens and ranks are whole numbers.
- * @param {string} kind
- */
+// Return the steps that ticks of an x axis may have: steps, tokens and ranks are whole numbers.
 export function xSteps(kind) {
   return isTime(kind) ? TIME_STEPS : WHOLE_STEPS;
 }
 
-/**
- * @param {string} kind
- * @param {number} value
- */
 export function xText(kind, value) {
   if (isTime(kind)) return duration(value);
   return kind === "tokens" ? count(value) : number(Math.round(value));
 }
 
-/** @param {number} value */
 function exact(value) {
   return minus(String(Number(value.toPrecision(12))));
 }
@@ -62,40 +51,31 @@ function exact(value) {
  * @param {(value: number) => string} [long]
  */
 export function distinct(ticks, short, long = exact) {
-  const write = (/** @type {(value: number) => string} */ text) =>
-    ticks.map((tick) => (tick === null ? "" : text(tick)));
+  const write = (text) => ticks.map((tick) => (tick === null ? "" : text(tick)));
   const texts = write(short);
   const known = texts.filter(Boolean);
   if (new Set(known).size === known.length) return texts;
   return write(long).map((text, i, all) => (all.indexOf(text) === i ? text : ""));
 }
 
-/**
- * @param {string} kind
- * @param {(number | null)[]} ticks
- */
+/** @param {(number | null)[]} ticks */
 export function xTexts(kind, ticks) {
-  const short = (/** @type {number} */ value) => xText(kind, value);
+  const short = (value) => xText(kind, value);
   return distinct(ticks, short, isTime(kind) ? short : exact);
 }
 
 /**
  * @param {(number | null)[]} ticks
  * @param {number} step between two ticks
- * @param {string} [unit]
  */
 export function yTexts(ticks, step, unit) {
   const percent = unit === "%" || unit === "points";
-  const long = (/** @type {number} */ value) =>
-    exact(percent ? 100 * value : value) + (unit === "%" ? "%" : "");
+  const long = (value) => exact(percent ? 100 * value : value) + (unit === "%" ? "%" : "");
   return distinct(ticks, (value) => tickText(value, step, unit), long);
 }
 
 /**
  * Return the ticks of a linear axis of a picture, about as many as wanted.
- * @param {number} low
- * @param {number} high
- * @param {number} wanted
  * @param {string} [kind] of an x axis
  */
 export function linearTicks(low, high, wanted, kind) {
@@ -107,11 +87,7 @@ export function linearTicks(low, high, wanted, kind) {
   return {step, ticks: Array.from({length: Math.max(0, last - first + 1)}, (_, i) => (first + i) * step)};
 }
 
-/**
- * Return the powers of ten on a logarithmic axis.
- * @param {number} low
- * @param {number} high
- */
+// Return the powers of ten on a logarithmic axis.
 export function logTicks(low, high) {
   const first = Math.ceil(Math.log10(low));
   const last = Math.floor(Math.log10(high));

@@ -27,20 +27,7 @@ import {Failed, Loading} from "./states.js";
  */
 
 /** @type {(keyof PlotOptions)[]} */
-const DRAWN = [
-  "x",
-  "unit",
-  "height",
-  "group",
-  "logX",
-  "logY",
-  "clip",
-  "full",
-  "range",
-  "healthy",
-  "zero",
-  "zoom",
-];
+const DRAWN = ["x", "unit", "height", "group", "logX", "logY", "clip", "full", "range", "healthy", "zero", "zoom"];
 DRAWN.push("counts", "marks");
 
 /**
@@ -83,19 +70,7 @@ function hasValues(lines) {
 }
 
 /** @param {ChartOptions & PlotOptions} props */
-export function Chart({
-  title,
-  lines,
-  words,
-  level = "h3",
-  tools,
-  error,
-  retry,
-  emptyWords,
-  share,
-  id,
-  ...options
-}) {
+export function Chart({title, lines, words, level = "h3", tools, error, retry, emptyWords, share, id, ...options}) {
   const plot = useRef(/** @type {Plot | null} */ (null));
   const [cursor, setCursor] = useState({
     x: /** @type {number | null} */ (null),
@@ -111,7 +86,7 @@ export function Chart({
     const picture = () => figure({title, xKind: x, unit, lines: drawn, logX, logY, zoom, zero, limits});
     return {title, csv: () => csv(X_TITLES[x] || x, drawn), picture};
   };
-  const press = (/** @type {KeyboardEvent} */ event) => {
+  const press = (event) => {
     const target = /** @type {Element} */ (event.target);
     const modified = event.ctrlKey || event.metaKey || event.altKey;
     if (modified || !plot.current || !plot.current.chart || !target.matches(".plot, .chartcard")) return;
@@ -121,14 +96,12 @@ export function Chart({
     event.preventDefault();
     event.stopPropagation();
   };
-  const leave = (/** @type {any} */ event) => {
-    if (event.currentTarget.contains(event.relatedTarget) || !plot.current || plot.current.held === null)
-      return;
+  const leave = (event) => {
+    if (event.currentTarget.contains(event.relatedTarget) || !plot.current || plot.current.held === null) return;
     plot.current.hold(null);
     setSpoken(false);
   };
-  const move = (/** @type {number | null} */ atX, /** @type {number | null} */ atY) =>
-    setCursor({x: atX, y: atY});
+  const move = (atX, atY) => setCursor({x: atX, y: atY});
   const full = hasValues(lines);
   let content = html`<div class="plot"><p class="state">${emptyWords || "No values yet"}</p></div>`;
   if (error && !full) content = html`<div class="plot"><${Failed} error=${error} retry=${retry} /></div>`;

@@ -10,7 +10,7 @@ export function Dialog({title, id, class: name, onClose, children}) {
     if (dialog.current && !dialog.current.open) dialog.current.showModal();
   }, []);
   const close = () => dialog.current && dialog.current.close();
-  const outside = (/** @type {MouseEvent} */ event) => {
+  const outside = (event) => {
     if (event.target === dialog.current) close();
   };
   return html`<dialog
@@ -29,7 +29,6 @@ export function Dialog({title, id, class: name, onClose, children}) {
 /**
  * Open a dialog from an event: outside of any component, with the given children.
  * @param {{title: string, id?: string, class?: string}} props
- * @param {any} children
  */
 export function openDialog(props, children) {
   const root = document.createElement("div");

@@ -5,15 +5,13 @@ import {html, useEffect, useMemo, useRef} from "../lib/html.js";
 
 /** @typedef {[value: string, text: string]} Option */
 
-/**
- * @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void, class?: string}} props
- */
+/** @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void, class?: string}} props */
 export function Choice({label, options, value, onChoose, class: name}) {
   return html`<select
     class=${name}
     aria-label=${label}
     value=${value}
-    onChange=${(/** @type {any} */ event) => onChoose(event.target.value)}
+    onChange=${(event) => onChoose(event.target.value)}
   >
     ${options.map(
       ([key, text]) =>
@@ -24,7 +22,7 @@ export function Choice({label, options, value, onChoose, class: name}) {
 
 /** @param {{checked: boolean, onChoose: (checked: boolean) => void, title?: string, children?: any}} props */
 export function Tick({checked, onChoose, title, children}) {
-  const change = (/** @type {any} */ event) => onChoose(event.target.checked);
+  const change = (event) => onChoose(event.target.checked);
   return html`<label class="tick" title=${title}>
     <input type="checkbox" checked=${checked} onChange=${change} />${children}
   </label>`;
@@ -49,7 +47,7 @@ export function SearchField({label, value, onSearch, wait = 200, wrong = false})
     class=${wrong ? "wrong" : null}
     placeholder=${label}
     aria-label=${label}
-    onInput=${(/** @type {any} */ event) => search(event.target.value)}
+    onInput=${(event) => search(event.target.value)}
   />`;
 }
 
@@ -58,7 +56,7 @@ export function SearchField({label, value, onSearch, wait = 200, wrong = false})
  * @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void}} props
  */
 export function Tabs({label, options, value, onChoose}) {
-  const button = (/** @type {Option} */ [key, text]) =>
+  const button = ([key, text]) =>
     html`<button
       type="button"
       key=${key}
@@ -79,11 +77,10 @@ export function Menu({label, text, items}) {
   const close = () => {
     if (details.current) details.current.open = false;
   };
-  const leave = (/** @type {FocusEvent} */ event) => {
-    if (details.current && !details.current.contains(/** @type {Node | null} */ (event.relatedTarget)))
-      close();
+  const leave = (event) => {
+    if (details.current && !details.current.contains(/** @type {Node | null} */ (event.relatedTarget))) close();
   };
-  const item = (/** @type {[string, () => void]} */ [name, run]) => {
+  const item = ([name, run]) => {
     const choose = () => {
       close();
       run();

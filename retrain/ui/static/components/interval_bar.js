@@ -26,8 +26,7 @@ export function Hatch({id, paint}) {
 export function IntervalBar({verdict, most, width = 190, height = 26}) {
   const id = useId();
   const {difference, low, high, margin, word} = verdict;
-  const x = (/** @type {number} */ value) =>
-    width / 2 + Math.max(-1, Math.min(1, value / most)) * (width / 2 - 4);
+  const x = (value) => width / 2 + Math.max(-1, Math.min(1, value / most)) * (width / 2 - 4);
   const middle = height / 2;
   const paint = COLOURS[classOf(word)];
   const open = isOpen(word);

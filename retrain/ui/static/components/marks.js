@@ -43,7 +43,7 @@ export function Condition({index, children}) {
  *   onToggle?: (name: string) => void}} props
  */
 export function Legend({groups, onToggle}) {
-  const entry = (/** @type {any} */ {name, index, hidden, hint}) => {
+  const entry = ({name, index, hidden, hint}) => {
     const inside = html`<${Swatch} index=${index} />${name}`;
     if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
     return html`<button
@@ -65,19 +65,14 @@ export function Legend({groups, onToggle}) {
  * @param {{points: [number, number | null][], label: string, index?: number, width?: number, height?: number}} props
  */
 export function Sparkline({points, label, index = 0, width = 110, height = 26}) {
-  const known = /** @type {[number, number][]} */ (
-    points.filter(([, y]) => y !== null && Number.isFinite(y))
-  );
+  const known = /** @type {[number, number][]} */ (points.filter(([, y]) => y !== null && Number.isFinite(y)));
   if (!known.length) return html`<span class="muted">–</span>`;
   const [xs, ys] = [known.map(([x]) => x), known.map(([, y]) => y)];
   const [left, low] = [Math.min(...xs), Math.min(...ys)];
   const across = (width - 8) / (Math.max(...xs) - left || 1);
   const up = (height - 8) / (Math.max(...ys) - low || 1);
   const flat = Math.max(...ys) === low;
-  const at = (/** @type {[number, number]} */ [x, y]) => [
-    4 + (x - left) * across,
-    flat ? height / 2 : height - 4 - (y - low) * up,
-  ];
+  const at = ([x, y]) => [4 + (x - left) * across, flat ? height / 2 : height - 4 - (y - low) * up];
   const places = known.map((point) => at(point).map((value) => value.toFixed(1)));
   const [endX, endY] = places[places.length - 1];
   const line = places.map((place) => place.join(",")).join(" ");

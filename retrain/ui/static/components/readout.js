@@ -17,18 +17,11 @@ import {Swatch} from "./marks.js";
 
 const MOST_NAMES = 6;
 
-/**
- * @param {number} value
- * @param {Share} [share]
- */
 function amount(value, share) {
   return share === "points" ? difference(value, true) : written(value, share);
 }
 
-/**
- * Return the lines that stand in the legend: means where there are any.
- * @param {Line[]} lines
- */
+// Return the lines that stand in the legend: means where there are any.
 export function leadingLines(lines) {
   const means = lines.filter((line) => line.kind === "mean");
   return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
@@ -36,7 +29,6 @@ export function leadingLines(lines) {
 
 /**
  * Return a chart in words: its last values.
- * @param {string} title
  * @param {Omit<ReadoutOptions, "cursor">} options
  */
 export function spokenChart(title, {lines, x, share, zoom}) {
@@ -51,23 +43,15 @@ export function spokenChart(title, {lines, x, share, zoom}) {
 /**
  * Return the count of seeds that holds at x.
  * @param {any[] | null | undefined} counts
- * @param {Line} line
- * @param {Point} point
  */
 function countAt(counts, line, point) {
   const found = counts && counts.find((each) => each.index === line.index);
   if (!found) return null;
-  const next = found.x.findIndex((/** @type {number} */ x) => x > point.x);
+  const next = found.x.findIndex((x) => x > point.x);
   return found.n[(next < 0 ? found.x.length : next) - 1] || null;
 }
 
-/**
- * The step's own value stands beside a smoothed one, then the band, the seeds, and the point's x where it is another.
- * @param {Line} line
- * @param {Point} point
- * @param {ReadoutOptions} options
- * @param {number | null} at
- */
+// The step's own value stands beside a smoothed one, then the band, the seeds, and the point's x where it is another.
 function details(line, point, {x, share, counts, cursor}, at) {
   const raw = line.raw && line.raw[point.i];
   const [low, high] = [line.low && line.low[point.i], line.high && line.high[point.i]];
@@ -75,19 +59,13 @@ function details(line, point, {x, share, counts, cursor}, at) {
   const elsewhere = cursor.x !== null && at !== null && xText(x, point.x) !== xText(x, at);
   return [
     typeof raw === "number" ? ` step ${amount(raw, share)}` : "",
-    typeof low === "number" && typeof high === "number"
-      ? ` [${amount(low, share)}, ${amount(high, share)}]`
-      : "",
+    typeof low === "number" && typeof high === "number" ? ` [${amount(low, share)}, ${amount(high, share)}]` : "",
     n ? ` n ${n}` : "",
     elsewhere ? ` at ${xText(x, point.x)}` : "",
   ].join("");
 }
 
-/**
- * Return the line next to the pointer.
- * @param {Line[]} lines
- * @param {Cursor} cursor
- */
+// Return the line next to the pointer.
 function nearest(lines, {x, y}) {
   if (x === null || y === null) return null;
   let best = null;
@@ -98,23 +76,18 @@ function nearest(lines, {x, y}) {
   return best;
 }
 
-/**
- * Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
- * @param {ReadoutOptions} options
- */
+// Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
 export function readings(options) {
   const {lines, cursor, x: kind, share, zoom} = options;
   const leading = leadingLines(lines);
   const named = leading.length <= MOST_NAMES ? leading : [];
-  const pointOf = (/** @type {Line} */ line) =>
-    cursor.x === null ? last(line, zoom) : valueAt(line, cursor.x);
+  const pointOf = (line) => (cursor.x === null ? last(line, zoom) : valueAt(line, cursor.x));
   const points = leading.map((line) => ({line, point: pointOf(line)}));
   // Not every step has a point: the label is the step of the nearest one, and a value of another step names its own.
   const xs = points.flatMap(({point}) => (point ? [point.x] : []));
-  const closer = (/** @type {number} */ a, /** @type {number} */ b) =>
-    (cursor.x === null ? b > a : Math.abs(b - cursor.x) < Math.abs(a - cursor.x)) ? b : a;
+  const closer = (a, b) => ((cursor.x === null ? b > a : Math.abs(b - cursor.x) < Math.abs(a - cursor.x)) ? b : a);
   const at = xs.length ? xs.reduce(closer) : cursor.x;
-  const item = (/** @type {{line: Line, point: Point | null}} */ {line, point}) => ({
+  const item = ({line, point}) => ({
     line,
     value: point ? amount(point.y, share) : "–",
     rest: point ? details(line, point, options, at) : "",
@@ -129,10 +102,7 @@ export function readings(options) {
   return {where, items, many: !items.length && ys.length ? {count: leading.length, range} : null};
 }
 
-/**
- * Return the readings as a sentence, for those who cannot see the cursor.
- * @param {ReadoutOptions} options
- */
+// Return the readings as a sentence, for those who cannot see the cursor.
 export function spokenReadings(options) {
   const {where, items, many} = readings(options);
   const values = items.map(({line, value, rest}) => `${line.name} ${value}${rest}`);
@@ -143,7 +113,7 @@ export function spokenReadings(options) {
 /** @param {ReadoutOptions & {outside?: number}} props */
 export function Readout({outside = 0, ...options}) {
   const {where, items, many} = readings(options);
-  const item = (/** @type {any} */ {line, value, rest}) =>
+  const item = ({line, value, rest}) =>
     html`<span class="item" title=${line.name} key=${line.name}>
       <${Swatch} index=${line.index} /><span class="label">${line.name}</span><b>${value}</b>
       <span class="muted">${rest}</span>

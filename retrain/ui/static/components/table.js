@@ -13,15 +13,11 @@ import {step, useKeys} from "../keys.js";
  * @property {string} [hint]
  */
 
-/**
- * @param {any[]} rows
- * @param {Column | undefined} column
- * @param {boolean} down
- */
+/** @param {Column | undefined} column */
 function sorted(rows, column, down) {
   const value = column && column.value;
   if (!value) return rows;
-  const compare = (/** @type {any} */ a, /** @type {any} */ b) => {
+  const compare = (a, b) => {
     const [x, y] = [value(a), value(b)];
     const missing = Number(x === null || x === undefined) - Number(y === null || y === undefined);
     if (missing) return missing; // at the end in both directions
@@ -35,8 +31,7 @@ function sorted(rows, column, down) {
 /** @param {{column: Column, active: boolean, down: boolean, onSort?: (key: string, down: boolean) => void}} props */
 function Heading({column, active, down, onSort}) {
   const name = column.number ? "number" : null;
-  if (!column.value || !onSort)
-    return html`<th scope="col" class=${name} title=${column.hint}>${column.title}</th>`;
+  if (!column.value || !onSort) return html`<th scope="col" class=${name} title=${column.hint}>${column.title}</th>`;
   const direction = active ? (down ? "descending" : "ascending") : null;
   const arrow = active ? (down ? " ↓" : " ↑") : "";
   const choose = () => onSort(column.key, active ? !down : Boolean(column.number));
@@ -65,23 +60,19 @@ export function DataTable({columns, rows, keyOf, label, sort, down = false, onSo
   const ordered = useMemo(() => sorted(rows, column, down), [rows, sort, down]);
   const selector = `table[aria-label="${CSS.escape(label)}"] tbody tr`;
   useKeys(
-    noun
-      ? {j: [`next ${noun}`, () => step(selector, 1)], k: [`previous ${noun}`, () => step(selector, -1)]}
-      : null,
+    noun ? {j: [`next ${noun}`, () => step(selector, 1)], k: [`previous ${noun}`, () => step(selector, -1)]} : null,
   );
-  const heading = (/** @type {Column} */ each) => {
+  const heading = (each) => {
     const active = each === column;
     return html`<${Heading} key=${each.key} column=${each} active=${active} down=${down} onSort=${onSort} />`;
   };
-  const cells = (/** @type {any} */ row) =>
-    columns.map(
-      (each) => html`<td key=${each.key} class=${each.number ? "number" : null}>${each.cell(row)}</td>`,
-    );
-  const bodyRow = (/** @type {any} */ row) => {
-    const open = (/** @type {any} */ event) => {
+  const cells = (row) =>
+    columns.map((each) => html`<td key=${each.key} class=${each.number ? "number" : null}>${each.cell(row)}</td>`);
+  const bodyRow = (row) => {
+    const open = (event) => {
       if (!event.target.closest("a, button, input, select, summary") && onOpen) onOpen(row);
     };
-    const press = (/** @type {KeyboardEvent} */ event) => {
+    const press = (event) => {
       if (event.key === "Enter") open(event);
     };
     return html`<tr

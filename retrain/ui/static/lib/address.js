@@ -25,7 +25,6 @@ export function useAddress() {
     },
     [view, place],
   );
-  /** @param {Record<string, unknown>} changes */
   const linkTo = (changes) => link(view, place, {...query, ...changes});
   return {view, place, query, patch, linkTo};
 }

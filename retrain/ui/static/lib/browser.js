@@ -7,12 +7,11 @@ import {visible} from "./html.js";
 /**
  * Return a function that calls `run` once there was no further call for `wait` ms.
  * @param {(...values: any[]) => void} run
- * @param {number} wait
  * @returns {Delayed}
  */
 export function later(run, wait) {
   let timer = 0;
-  const call = (/** @type {any[]} */ ...values) => {
+  const call = (...values) => {
     clearTimeout(timer);
     timer = setTimeout(() => run(...values), wait);
   };
@@ -21,7 +20,6 @@ export function later(run, wait) {
 
 /**
  * Return a function that calls `run` at most once in `wait` ms, and always after the last call.
- * @param {() => void} run
  * @param {number | (() => number)} wait
  * @returns {Delayed}
  */
@@ -45,10 +43,6 @@ export function spaced(run, wait) {
   return Object.assign(call, {stop});
 }
 
-/**
- * @param {string} name
- * @param {Blob} blob
- */
 export function download(name, blob) {
   const anchor = document.createElement("a");
   anchor.href = URL.createObjectURL(blob);
@@ -59,7 +53,6 @@ export function download(name, blob) {
 
 let toastTimer = 0;
 
-/** @param {string} text */
 export function say(text) {
   const toast = /** @type {HTMLElement} */ (document.getElementById("toast"));
   toast.textContent = visible(text);
@@ -68,10 +61,6 @@ export function say(text) {
   toastTimer = setTimeout(() => toast.classList.remove("on"), 2400);
 }
 
-/**
- * @param {string} text
- * @param {string} [message]
- */
 export async function copy(text, message = "Copied") {
   try {
     await navigator.clipboard.writeText(text);

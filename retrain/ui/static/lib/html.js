@@ -28,16 +28,12 @@ const INVISIBLE = new RegExp(
   "g",
 );
 
-/** @param {string} c */
 function mark(c) {
   if (c < " ") return String.fromCharCode(0x2400 + c.charCodeAt(0));
   return c === "\u007f" ? "\u2421" : "\ufffd";
 }
 
-/**
- * Return the text with one visible mark for each invisible or control character.
- * @param {unknown} text
- */
+// Return the text with one visible mark for each invisible or control character.
 export function visible(text) {
   return String(text).replace(INVISIBLE, mark);
 }
@@ -48,8 +44,7 @@ const SAFE_LINK = /^(?:[/#?.]|https?:|blob:|data:image\/)/i;
 
 /** @param {Record<string, any>} props */
 function sanitize(props) {
-  if ("dangerouslySetInnerHTML" in props || "innerHTML" in props)
-    throw new Error("markup is never parsed here");
+  if ("dangerouslySetInnerHTML" in props || "innerHTML" in props) throw new Error("markup is never parsed here");
   for (const [name, value] of Object.entries(props)) {
     if (typeof value !== "string" || UNCHANGED.has(name)) continue;
     if (name === "href" || name === "src") props[name] = SAFE_LINK.test(value) ? value : "#";
@@ -67,7 +62,6 @@ options.vnode = (vnode) => {
 
 /**
  * Render into an element of its own, and return what was drawn.
- * @param {any} vnode
  * @returns {any}
  */
 export function drawn(vnode) {

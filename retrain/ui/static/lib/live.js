@@ -11,7 +11,6 @@ export const EVERY_KIND = ["state", "metrics", "evals", "notes", "log", "rollout
 /** @type {Set<(change: Change) => void>} */
 const listeners = new Set();
 
-/** @param {Change} change */
 export function announce(change) {
   for (const listener of [...listeners]) listener(change);
 }
@@ -29,8 +28,6 @@ export function onChange(listener) {
  * Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
  * "comparison"; null: never), at most once in `wait` ms.
  * @param {string[] | null} kinds
- * @param {() => void} run
- * @param {number} [wait]
  */
 export function useChanges(kinds, run, wait = 2000) {
   const newest = useRef(run);
@@ -40,10 +37,9 @@ export function useChanges(kinds, run, wait = 2000) {
     if (wanted === null) return;
     const names = wanted.split(" ");
     const soon = spaced(() => newest.current(), wait);
-    const listener = (/** @type {Change} */ {what}) => {
+    const forget = onChange(({what}) => {
       if (!what || what.some((kind) => names.includes(kind))) soon();
-    };
-    const forget = onChange(listener);
+    });
     return () => {
       forget();
       soon.stop();

@@ -23,22 +23,19 @@ const MOST_LINES = 5000;
 
 export function Notes() {
   const {place, query, patch} = useAddress();
-  useKeys({
-    j: ["next note", () => step("li.note", 1)],
-    k: ["previous note", () => step("li.note", -1)],
-  });
+  useKeys({j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]});
   return html`<div class="title"><h1>Notes and logs</h1></div>
     <div class="tools">
       <${SearchField}
         label="search notes and log"
         value=${query.q || ""}
-        onSearch=${(/** @type {string} */ q) => patch({q: q || null}, {replace: true})}
+        onSearch=${(q) => patch({q: q || null}, {replace: true})}
       />
       <${Choice}
         label="level"
         options=${LEVELS}
         value=${query.level || ""}
-        onChoose=${(/** @type {string} */ level) => patch({level: level || null})}
+        onChoose=${(level) => patch({level: level || null})}
       />
     </div>
     <section><h2>Notes</h2><${NoteList} place=${place} search=${query.q} level=${query.level} /></section>
@@ -49,10 +46,9 @@ export function Notes() {
 function NoteList({place, search, level}) {
   const answer = useAnswer("notes", {at: place, search, level}, {kinds: ["notes"], wait: 3000});
   return html`<${Answered} of=${answer}>
-    ${(/** @type {{notes: any[], total: number}} */ {notes, total}) => {
+    ${({notes, total}) => {
       if (!notes.length) {
-        const reason =
-          search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
+        const reason = search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
         return html`<p class="muted">${reason}</p>`;
       }
       const rest = total - MOST_NOTES;
@@ -85,7 +81,6 @@ const NO_LINES = {lines: [], before: null, error: null};
 /**
  * The lines of a log from its end; `read(byte)` adds the page before that byte.
  * @param {string | null} at
- * @param {string} [search]
  */
 function useLog(at, search) {
   const [log, setLog] = useState({...NO_LINES, known: false});
@@ -127,8 +122,8 @@ function Log({place, search}) {
   const first = runs.length ? runs[0].place : place;
   const at = query.run || (campaign.data || campaign.error ? first : null);
   const {lines, before, error, known, read} = useLog(at, search);
-  const options = runs.map((/** @type {any} */ run) => [run.place, `${runName(run)} (${run.state})`]);
-  const choose = (/** @type {string} */ run) => patch({run});
+  const options = runs.map((run) => [run.place, `${runName(run)} (${run.state})`]);
+  const choose = (run) => patch({run});
   return html`<div class="tools">
       ${runs.length > 1 && html`<${Choice} label="run" options=${options} value=${at} onChoose=${choose} />`}
       <span class="muted small">newest lines at the end</span>
@@ -169,11 +164,7 @@ function LogLines({lines, search, known}) {
   </div>`;
 }
 
-/**
- * The text with the first place of what was searched for marked.
- * @param {string} text
- * @param {string} [search]
- */
+// The text with the first place of what was searched for marked.
 function marked(text, search) {
   const at = search ? text.toLowerCase().indexOf(search.toLowerCase()) : -1;
   if (!search || at < 0) return text;
