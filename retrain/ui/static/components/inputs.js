@@ -5,7 +5,7 @@ import {html, useEffect, useMemo, useRef} from "../lib/html.js";
 
 /** @typedef {[value: string, text: string]} Option */
 
-/** @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void, class?: string}} props */
+/** @param {{label: string, options: Option[], value: string, onChoose: (key: string) => void, class?: string}} props */
 export function Choice({label, options, value, onChoose, class: name}) {
   return html`<select
     class=${name}

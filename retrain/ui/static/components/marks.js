@@ -93,7 +93,7 @@ export function Rate({value, n, low, high, digits = 0}) {
   const known = low !== null && low !== undefined && high !== null && high !== undefined;
   const interval = known ? `${percent(low, digits).replace("%", "")}–${percent(high, digits)}` : null;
   const rest = [interval, n === null || n === undefined ? null : `n ${n}`].filter(Boolean).join(", ");
-  return html`<span class="rate" title=${known ? "95 % interval, number of rollouts" : null}
+  return html`<span class="proportion" title=${known ? "95 % interval, number of rollouts" : null}
     ><b>${percent(value, digits)}</b>${rest && html` <small class="muted">${rest}</small>`}</span
   >`;
 }
