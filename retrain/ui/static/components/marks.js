@@ -43,7 +43,7 @@ export function Condition({index, children}) {
  *   onToggle?: (name: string) => void}} props
  */
 export function Legend({groups, onToggle}) {
-  const entry = ({name, index, hidden, hint}) => {
+  const entry = (/** @type {any} */ {name, index, hidden, hint}) => {
     const inside = html`<${Swatch} index=${index} />${name}`;
     if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
     return html`<button

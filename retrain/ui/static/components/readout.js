@@ -29,6 +29,7 @@ export function leadingLines(lines) {
 
 /**
  * Return a chart in words: its last values.
+ * @param {string} title
  * @param {Omit<ReadoutOptions, "cursor">} options
  */
 export function spokenChart(title, {lines, x, share, zoom}) {
