@@ -32,6 +32,8 @@ from retrain.ui.sources import Home, Run
 POLICY = (
     "default-src 'none'; script-src 'self' file:; style-src 'self' file: 'unsafe-inline'; img-src 'self' file: data:"
 )
+LOADED = ("theme.js", "uPlot.iife.min.js", "LICENSE")
+"""Files that are copied besides styles and pictures; all modules are in the joined script."""
 POINTS = 600
 ROLLOUTS, PROBLEMS, ITERATIONS = 64, 400, 3
 """Rollouts of an iteration, problems of a set, and recorded iterations of each run, the newest, that a copy holds."""
@@ -84,7 +86,7 @@ def write_bundle(library: Library, out: Path, progress: Callable[[int, int], Non
 def _write_page(out: Path) -> None:
     write_text(out / "app.js", joined(STATIC, "app.js"))
     for path in sorted(STATIC.rglob("*")):
-        if path.is_file() and ("vendor" in path.parts or path.suffix in (".css", ".svg") or path.name == "theme.js"):
+        if path.is_file() and (path.suffix in (".css", ".svg") or path.name in LOADED):
             _copied(path, out / "page" / path.relative_to(STATIC))
     for name, path in SHARED.items():
         _copied(path, out / "page" / name)

@@ -1,53 +1,94 @@
 """The page's modules as one classic script: a browser loads no ES module from a file system.
 
-Our modules keep to three forms, ``import {a, b as c} from "./x.js"``, ``export function|async function|class|const``
-at the beginning of a line, and nothing else of the module syntax; anything else is refused.
+Imports are ``import {a, b as c} from "./x.js"``, ``import a from "./x.js"`` or ``import * as a from "./x.js"``.
+Exports stand before ``function``, ``async function``, ``class`` or ``const``, after ``export default``, or in a list,
+``export {a, b as c}``, which may end in ``from "./x.js"``. Every other form of the module syntax is refused.
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
-_IMPORT = re.compile(r'^import \{([^}]*)\} from "(\.[^"]*)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=(?:async function|function|class|const) ([A-Za-z_$][\w$]*))", re.MULTILINE)
-_OTHER = re.compile(r"^(?:import|export)\b.*$|\bimport\(", re.MULTILINE)
+# A statement begins a line, or follows another one where a vendored file is minified.
+_START = r"(?:^|(?<=[;}]))"
+_FROM = r'\s*from\s*"(\.[^"]*)"\s*(?:;|$)'
+_IMPORT = re.compile(_START + r"import\s*(\{[^{}]*\}|\*\s*as\s+[\w$]+|[\w$]+)" + _FROM, re.MULTILINE)
+_REEXPORT = re.compile(_START + r"export\s*\{([^{}]*)\}" + _FROM, re.MULTILINE)
+_LIST = re.compile(_START + r"export\s*\{([^{}]*)\}\s*(?:;|$)", re.MULTILINE)
+_DEFAULT = re.compile(_START + r"export default ", re.MULTILINE)
+_DECLARATION = re.compile(
+    _START + r"export (?=(?:async function\*?|function\*?|class|const) ([A-Za-z_$][\w$]*))", re.MULTILINE
+)
+_TYPES = re.compile(r"/\*\*.*?\*/", re.DOTALL)  # JSDoc may name types as import("./x.js").A
+_OTHER = re.compile(_START + r"(?:import|export)\b.*$|\bimport\s*\(", re.MULTILINE)
 
 
 def joined(folder: Path, main: str) -> str:
-    """``main`` below ``folder`` and all that it imports, each before who needs it. Raises ValueError for modules that
-    import each other in a circle, or are written in another form."""
-    order: list[str] = []
-    parts = {}
+    """Return the script of module ``main`` in ``folder`` and of all modules that it imports.
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            raise ValueError(f"{name} imports itself, over {' and '.join(above)}")
-        if name in order:
+    Raises ValueError for modules that import each other in a circle, or use another form of the module syntax.
+    """
+    parts: dict[str, str] = {}
+
+    def visit(name: str, importers: tuple[str, ...]) -> None:
+        if name in importers:
+            raise ValueError(f"{name} imports itself, over {' and '.join(importers)}")
+        if name in parts:
             return
         text = (folder / name).read_text(encoding="utf-8")
-        for _, other in _IMPORT.findall(text):
-            visit(_beside(name, other), (*above, name))
+        for _, other in [*_IMPORT.findall(text), *_REEXPORT.findall(text)]:
+            visit(_resolved(name, other), (*importers, name))
         parts[name] = _wrapped(name, text)
-        order.append(name)
 
     visit(main, ())
-    return '"use strict";\n(() => {\nconst parts$ = {};\n' + "".join(parts[name] for name in order) + "})();\n"
+    return '"use strict";\n(() => {\nconst parts$ = {};\n' + "".join(parts.values()) + "})();\n"
 
 
 def _wrapped(name: str, text: str) -> str:
-    exported = _EXPORT.findall(text)
+    """Return the module as a function call whose value holds its exports."""
+    exports: list[str] = []  # "exported name: expression"
+
+    def module(other: str) -> str:
+        return f'parts$["{_resolved(name, other)}"]'
 
     def imported(match: re.Match[str]) -> str:
-        names = ", ".join(" ".join(each.split()).replace(" as ", ": ") for each in match[1].split(",") if each.strip())
-        return f'const {{{names}}} = parts$["{_beside(name, match[2])}"];\n'
+        names, source = match[1], module(match[2])
+        if names.startswith("*"):
+            return f"const {names.split()[-1]} = {source};"
+        if names.startswith("{"):
+            pairs = ", ".join(f"{outside}: {inside}" for outside, inside in _pairs(names[1:-1]))
+            return f"const {{{pairs}}} = {source};"
+        return f"const {names} = {source}.default;"
 
-    body = _EXPORT.sub("", _IMPORT.sub(imported, text))
-    if odd := _OTHER.search(body):
-        raise ValueError(f"{name}: {odd[0]!r} is a form that a copy of the page cannot have")
-    return f'parts$["{name}"] = (() => {{\n{body}return {{{", ".join(exported)}}};\n}})();\n'
+    def reexported(match: re.Match[str]) -> str:
+        exports.extend(f"{outside}: {module(match[2])}.{inside}" for inside, outside in _pairs(match[1]))
+        return ""
+
+    def listed(match: re.Match[str]) -> str:
+        exports.extend(f"{outside}: {inside}" for inside, outside in _pairs(match[1]))
+        return ""
+
+    def defaulted(match: re.Match[str]) -> str:
+        exports.append("default: default$")
+        return "const default$ = "
+
+    exports += [f"{each}: {each}" for each in _DECLARATION.findall(text)]
+    body = _DECLARATION.sub("", _IMPORT.sub(imported, text))
+    body = _DEFAULT.sub(defaulted, _LIST.sub(listed, _REEXPORT.sub(reexported, body)))
+    if odd := _OTHER.search(_TYPES.sub("", body)):
+        raise ValueError(f"{name}: {odd[0][:100]!r} is a form that a copy of the page cannot have")
+    return f'parts$["{name}"] = (() => {{\n{body}\nreturn {{{", ".join(exports)}}};\n}})();\n'
 
 
-def _beside(name: str, other: str) -> str:
-    """``other`` as named by the module ``name``, below the same folder."""
+def _pairs(names: str) -> Iterable[tuple[str, str]]:
+    """Yield the name before and after ``as`` of each item of a list of names."""
+    for item in names.split(","):
+        if words := item.split():
+            yield words[0], words[-1]
+
+
+def _resolved(name: str, other: str) -> str:
+    """Return the path, below the same folder, of what module ``name`` imports as ``other``."""
     parts: list[str] = []
     for part in (PurePosixPath(name).parent / other).parts:
         if part == "..":

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Columns of numbers of all runs at a place: asked for together, kept, and continued by increments when rows appear.
 
 import {get, gone} from "./api.js";

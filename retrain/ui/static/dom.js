@@ -1,16 +1,12 @@
+// @ts-nocheck
 // Elements. Text only ever becomes text nodes; nothing here parses markup.
 
+import {visible} from "./lib/html.js";
+
+export {visible};
+export {copy, download, later, say, spaced} from "./lib/browser.js";
+
 const SVG = "http://www.w3.org/2000/svg";
-
-// Controls, soft hyphens, direction marks and other characters that act or hide: one visible mark each, as in reports.
-const UNSEEN = new RegExp(
-  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f" +
-  "\\u3164\\ufdd0-\\ufdef\\ufeff\\ufffe\\uffff]|\\udb40[\\udc00-\\udc7f]|[\\ud800-\\udbff](?![\\udc00-\\udfff])|" +
-  "(?<![\\ud800-\\udbff])[\\udc00-\\udfff]", "g");
-
-export function visible(text) {
-  return String(text).replace(UNSEEN, (c) => c < " " ? String.fromCharCode(0x2400 + c.charCodeAt(0)) : c === "\u007f" ? "\u2421" : "\ufffd");
-}
 
 function fill(element, children) {
   for (const child of children.flat(Infinity)) {
@@ -66,26 +62,6 @@ export function tick(label, on, run, props) {
   return el("label", {class: "tick", ...props}, box, label);
 }
 
-// Runs `run` once things have been quiet for `wait` ms.
-export function later(run, wait) {
-  let timer = 0;
-  const call = (...values) => { clearTimeout(timer); timer = setTimeout(() => run(...values), wait); };
-  call.stop = () => clearTimeout(timer);
-  return call;
-}
-
-// Runs `run` at most once in `wait` ms (a number or a function), the last call included: for events that come faster
-// than one wants to read.
-export function spaced(run, wait) {
-  let timer = 0, before = -Infinity;
-  const call = () => {
-    if (timer) return;
-    timer = setTimeout(() => { timer = 0; before = performance.now(); run(); }, Math.max(120, before + (typeof wait === "function" ? wait() : wait) - performance.now()));
-  };
-  call.stop = () => { clearTimeout(timer); timer = 0; };
-  return call;
-}
-
 // Puts what was drawn anew, and the focus back to the control of the same name.
 export function keepingFocus(root, draw) {
   const active = document.activeElement;
@@ -99,35 +75,6 @@ export function keepingFocus(root, draw) {
   if (!again) return;
   again.focus({preventScroll: true});
   if (caret !== null && again.setSelectionRange && /^(search|text)$/.test(again.type)) again.setSelectionRange(caret, caret);
-}
-
-// Gives a file to the browser to save.
-export function download(name, blob) {
-  const url = URL.createObjectURL(blob);
-  el("a", {href: url, download: name}).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10000);
-}
-
-export function say(text) {
-  const toast = document.getElementById("toast");
-  toast.textContent = visible(text);
-  toast.classList.add("on");
-  clearTimeout(say.timer);
-  say.timer = setTimeout(() => toast.classList.remove("on"), 2400);
-}
-
-export async function copy(text, words) {
-  try {
-    await navigator.clipboard.writeText(text);
-    say(words || "Copied");
-  } catch (error) {
-    const area = el("textarea", {class: "away", "aria-hidden": "true"});
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    say(document.execCommand("copy") ? words || "Copied" : "The browser does not allow copying");
-    area.remove();
-  }
 }
 
 // What a kind of directory does not hold: said once, opened by whom it concerns.

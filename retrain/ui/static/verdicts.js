@@ -1,3 +1,4 @@
+// @ts-nocheck
 // A verdict as it is drawn: its class (never a new judgement, only the server's word), and the small interval bar.
 
 import {svg} from "./dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // A chart with its frame: title, what the cursor stands on, files to save, "Why?", and room for the view's own buttons.
 
 import {swatch} from "../colours.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Dots with intervals, a row for each condition: the result of every seed, and paired differences with the margin.
 
 import {colour} from "../colours.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // One campaign: what it found, in a sentence and as a picture; curves; cost; how many more seeds; its runs.
 
 import {get, gone, newest} from "../api.js";

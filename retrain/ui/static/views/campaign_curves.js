@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The curve of one metric by condition, and the paired difference to the baseline, as the server computed them.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The parts of a campaign's page that are drawn from /api/campaign alone.
 
 import {name} from "../colours.js";

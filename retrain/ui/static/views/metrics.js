@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Metrics: watched, all or one's own charts over one x axis, with one cursor; each row appears as it is written.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // One chart of the Metrics page: the runs of a metric, or its conditions with bands; read only while it is in sight.
 
 import {Card} from "../charts/card.js";

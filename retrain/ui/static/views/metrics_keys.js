@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Which charts the Metrics page shows: watched ones, all by section and group, or one's own list, which the URL holds.
 
 import {button, download, el, say} from "../dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Problems: held-out problems by condition, before and after training, and how one of them evolved.
 
 import {Card} from "../charts/card.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // One number of a rollout along its tokens: a line (the extremes of each place where tokens are many), turns, the chosen.
 
 import {el, svg} from "../dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // One side of "Same prompt": its run and step, how it ended, and its text with words that differ or tokens coloured.
 
 import {swatch} from "../colours.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What the pages of texts and tokens share: the runs of a place, and a slider over steps.
 
 import {get} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
 import {get, gone, newest} from "../api.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Parts of the Rollouts page: the histogram of rewards to click, groups as strips, filters, and the table.
 
 import {button, choice, el, later, svg} from "../dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
 import {get, gone, newest} from "../api.js";

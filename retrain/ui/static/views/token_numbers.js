@@ -1,3 +1,4 @@
+// @ts-nocheck
 // What a token can be coloured by, and how: a scale from numbers to classes with its legend; and all numbers in words.
 
 import {el} from "../dom.js";

@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Tokens as elements: made once, coloured by setting classes, read by pointing, focusing and arrow keys.
 
 import {el, put, visible} from "../dom.js";

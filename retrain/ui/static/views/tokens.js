@@ -1,3 +1,4 @@
+// @ts-nocheck
 // Tokens: one rollout, every token coloured by one of its numbers, all of them told where one points, and their profile.
 
 import {get, gone, newest} from "../api.js";
