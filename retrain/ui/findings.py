@@ -72,7 +72,7 @@ class Findings:
     def comparison(self, home: Home, wait_s: float) -> Found:
         """What ``compare_directories`` returns for a campaign as it is now, or why there is nothing. After ``wait_s``
         what was known before; ``fresh`` says which."""
-        if home.source.name != "retrain":
+        if home.source != "retrain":
             return Found((), None, FOREIGN)
         if not home.manifest:
             return Found((), None, home.missing[0] if home.missing else ALONE)
@@ -92,7 +92,7 @@ class Findings:
         kept = self._kept.get(home.path)
         if kept is not None:
             return kept.comparison
-        if home.source.name == "retrain" and home.state in ("done", "failed", "stopped"):
+        if home.source == "retrain" and home.state in ("done", "failed", "stopped"):
             found = read_object(self._library.places.file(home.path, COMPARISON))
             return found if found.get("format") == 3 else None
         return None
@@ -190,7 +190,7 @@ class Findings:
             return Found(signature, None, f"the comparison failed ({type(error).__name__}); the terminal shows where")
 
     def _compare(self, home: Home, signature: Signature) -> Found:
-        if home.source.name != "retrain" or not home.manifest:
+        if home.source != "retrain" or not home.manifest:
             return Found(signature, None, FOREIGN)
         read = reader(self._library, {run.run_id: run for run in home.runs})
         try:

@@ -23,7 +23,7 @@ def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, An
     return {
         "place": home.place,
         "kind": home.kind,
-        "source": home.source.name,
+        "source": home.source,
         "name": home.name,
         "state": home.state,
         "runs": {

@@ -7,6 +7,7 @@ from starlette.routing import Route
 
 from retrain.config.evaluation import HELDOUT
 from retrain.ui.answers import Query, json_route
+from retrain.ui.banner import banner_of
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, sets_of
@@ -23,6 +24,7 @@ def routes(library: Library, findings: Findings) -> list[Route]:
         comparison = found.comparison
         rows = (row for run in home.runs for row in library.numbers(run, refresh=False).evaluations())
         return {
+            "banner": banner_of(library, home, comparison, found.why),
             "summary": summary_of(library, findings, home),
             "runs": [run.to_json() for run in home.runs],
             "comparison": comparison,

@@ -4,6 +4,7 @@ from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, g
 
 from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.ui.decimation import Smoothing
 from retrain.verdicts.evidence import curve, read_campaign, smoothed
 from retrain.verdicts.pooling import compare_directories
 
@@ -117,7 +118,7 @@ def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     rewritten(home / f"runs/{LABELS[0]}_s1/metrics.jsonl", rows)
     (run,) = get(client_of(home), "/api/columns", at=RUN, key=["a", "c"], points=10)["runs"]
     assert (run["x"], run["rows"]) == (list(range(99, 1_000, 100)), 1_000)
-    assert run["columns"]["a"] == {"y": [1] * 10, "low": [0] * 10, "high": [1] * 7 + [100] + [1] * 2}
+    assert run["columns"]["a"] == {"y": [1] * 10, "raw": None, "low": [0] * 10, "high": [1] * 7 + [100] + [1] * 2}
     c = run["columns"]["c"]
     assert (c["x"], c["y"][0]) == (list(range(93, 1_000, 100)), 9.3)  # the last row of no stretch has a value
     curves = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)
@@ -151,6 +152,8 @@ def test_a_part_of_the_axis_comes_with_every_row_of_it(long):
     runs = [[x for x, _ in run["points"]] for run in found["runs"]]
     assert runs == [[900, 1_000, 1_100, 1_200, 1_300], [800, 1_000, 1_200, 1_400]]
     assert [x for x, _ in found["mean"]] == [900, 1_050, 1_200, 1_350]  # the mean of both runs' tokens
+    (run,) = get(long, "/api/columns", at=RUN, key="mean_reward", x="tokens", **{"from": 1_000, "to": 1_250.5})["runs"]
+    assert (run["x"], run["columns"]["mean_reward"]["low"]) == ([900, 1_000, 1_100, 1_200, 1_300], None)
     error = get(long, "/api/curves", 400, at="one", key="mean_reward", **{"from": 5, "to": 4})["error"]
     assert "from is to be no more than to" in error
 
@@ -174,6 +177,51 @@ def test_rows_are_smoothed_before_some_are_left_out(long, home):
     assert run["columns"]["mean_reward"]["y"][::5] == [0, 2.5, 7.5, 12.5, 17.5]
     assert run["columns"]["mean_reward"]["y"][1:5] == [None] * 4
     assert run["columns"][held_out]["y"] == [0.25, 0.515625]  # evaluations are not smoothed
+
+
+def tensorboards(values, weight):
+    """TensorBoard's smoothing, as its ``line_chart`` has it: NaN are passed on and do not count."""
+    last, count, smoothed = 0.0, 0, []
+    for value in values:
+        if not np.isfinite(value):
+            smoothed.append(np.nan)
+            continue
+        last = last * weight + (1 - weight) * value
+        count += 1
+        smoothed.append(last / (1 - weight**count))
+    return smoothed
+
+
+def test_exponential_smoothing_is_tensorboard_s_and_comes_with_the_own_values(long):
+    draw = np.random.default_rng(1)
+    values = np.where(draw.random(5_000) < 0.1, np.nan, draw.normal(size=5_000))
+    for weight in (0.0, 0.5, 0.9, 0.999):
+        ours, theirs = Smoothing.parse(f"ema:{weight:g}").of(np.arange(5_000), values), tensorboards(values, weight)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    own = np.arange(4_000) % 7
+    expected = np.array(tensorboards(own.astype(float), 0.9))
+    query = {"at": "one", "key": "mean_reward", "smooth": "ema:0.9"}
+    for part in ({}, {"from": 3_000, "to": 3_020}):  # a part of the axis is smoothed with the rows before it
+        found = get(long, "/api/curves", **query, **part)
+        assert (found["smooth"], found["smoothing"]) == (1, "ema:0.9")
+        condition = found["conditions"][0]
+        steps = [int(x) for x, _ in condition["mean"]]
+        assert len(steps) == 23 if part else len(steps) <= 320
+        assert [y for _, y in condition["mean"]] == pytest.approx(expected[steps], abs=1e-6)
+        assert condition["raw"] == own[steps].tolist()
+        run = condition["runs"][1]
+        assert run["raw"] == own[[int(x) for x, _ in run["points"]]].tolist()
+        (run,) = get(long, "/api/columns", **query | {"at": RUN}, **part)["runs"]
+        steps = [int(x) for x in run["x"]]
+        assert len(steps) == 23 if part else len(steps) == 1_000
+        column = run["columns"]["mean_reward"]
+        assert column["y"] == pytest.approx(expected[steps], abs=1e-6)
+        assert column["raw"] == own[steps].tolist()
+
+
+@pytest.mark.parametrize("smooth", ["ema:1", "ema:-0.5", "ema:", "mean:x", "mean:100001", "median:3", "ema:nan"])
+def test_another_smoothing_is_refused(home, smooth):
+    assert "smooth is none" in get(client_of(home), "/api/curves", 400, at="one", key="kl", smooth=smooth)["error"]
 
 
 def test_only_new_rows_on_request_and_no_answer_that_is_known(home):
