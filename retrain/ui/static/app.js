@@ -17,7 +17,7 @@ import {compare} from "./views/compare.js";
 import {lora} from "./views/lora.js";
 import {metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
-import {problems} from "./views/problems.js";
+import {Problems} from "./views/problems.js";
 import {Prompt} from "./views/prompt.js";
 import {Rollouts} from "./views/rollouts.js";
 import {timeline} from "./views/timeline.js";
@@ -41,7 +41,7 @@ const VIEWS = [
   {view: "campaigns", title: "Campaigns", show: campaigns, at: "none"},
   {view: "campaign", title: "Campaign", show: campaign, at: "campaign"},
   {view: "metrics", title: "Metrics", show: metrics, at: "either"},
-  {view: "problems", title: "Problems", show: problems, at: "whole"},
+  {view: "problems", title: "Problems", component: Problems, at: "whole"},
   {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
   {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
   {view: "tokens", title: "Tokens", component: Tokens, at: "either"},
