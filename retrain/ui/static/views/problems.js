@@ -53,8 +53,11 @@ function RateText({rate: {rate, n, low, high}}) {
   return html`<${Rate} value=${rate} n=${n} low=${low} high=${high} />`;
 }
 
-/** What the tests over seeds say of a problem under a condition. @param {{tests: Record<string, any>}} props */
-function Tests({tests}) {
+/**
+ * What the tests over seeds say of a problem under a condition.
+ * @param {{tests: Record<string, any>, canShow: boolean}} props `canShow`: whether they can show anything at all
+ */
+function Tests({tests, canShow}) {
   const sentence = ([against, {change, n, p, holm}]) =>
     `${difference(change, true)} points, ${THAN[against]}: p ${number(p, 2)} over ${plural(n, "run")}, ` +
     `${number(holm, 2)} corrected for all problems`;
@@ -68,17 +71,18 @@ function Tests({tests}) {
     );
   }
   const fell = all.filter(([, test]) => test.change < 0);
-  if (!fell.length) return null;
+  if (!fell.length || !canShow) return null;
   const least = Math.min(...fell.map(([, test]) => test.p));
   return html`<small class="muted" title=${fell.map(sentence).join("; ")}>p ${number(least, 2)}</small>`;
 }
 
-/** @param {{cell: any, index: number}} props */
-function Change({cell: {rates, tests}, index}) {
+/** @param {{cell: any, index: number, canShow: boolean}} props */
+function Change({cell: {rates, tests}, index, canShow}) {
   return html`<div class="change">
     <${Intervals} ...${rates} index=${index} />
-    <${RateText} rate=${rates.before} /><span class="muted" aria-label="to">→</span><${RateText} rate=${rates.after} />
-    <${Tests} tests=${tests} />
+    <${RateText} rate=${rates.before} />
+    <span class="to"><span class="muted">→</span> <${RateText} rate=${rates.after} /></span>
+    <${Tests} tests=${tests} canShow=${canShow} />
   </div>`;
 }
 
@@ -217,7 +221,7 @@ function Taken({data: {taken, overall, few}, label}) {
   const unfinished = of === "all" ? `; ${plural(runs, "unfinished run")}` : "";
   const ends = overall[label];
   const all = html`<span class="all">
-    all: <${RateText} rate=${ends.before} /> → <${RateText} rate=${ends.after} />
+    all: <${RateText} rate=${ends.before} /> ${"→ "}<${RateText} rate=${ends.after} />
   </span>`;
   return html`<small>step ${before.join(", ")}${later}${unfinished}</small>${!few && all}`;
 }
@@ -232,10 +236,11 @@ function List({data, conditions}) {
     html`<a class="quiet" href=${linkTo({id})} title=${id} dir="auto"
         ><${Marked} text=${shortened(prompt || id, 130)} search=${query.text} /></a
       ><${Chips} tags=${tags} />`;
+  const canShow = (label) => data.tests.some((test) => test.label === label && test.can_show);
   const column = ({label, index}) => ({
     key: `of ${label}`,
     title: html`<${Condition} index=${index}>${label}<//><${Taken} data=${data} label=${label} />`,
-    cell: (row) => html`<${Change} cell=${row.rates[label]} index=${index} />`,
+    cell: (row) => html`<${Change} cell=${row.rates[label]} index=${index} canShow=${canShow(label)} />`,
   });
   return html`<${DataTable}
     class="tight wide matrixtable"

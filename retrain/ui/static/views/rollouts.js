@@ -1,6 +1,7 @@
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
 import {get, gone} from "../api.js";
+import {Rate} from "../components/marks.js";
 import {Empty, Failed, Loading} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
@@ -135,11 +136,12 @@ function keysOf({data, steps, index, choose, query, patch}) {
 /** @param {{data: any}} props */
 function Title({data}) {
   if (!data) return html`<div class="title"><h1>Rollouts</h1><p class="muted" /></div>`;
-  const {about, groups, total, passing} = data;
+  const {about, groups, total, passing, correct} = data;
   const parts = [splitName(about.split), `step ${about.iteration}`, plural(groups.length, "group")];
   parts.push(passing === total ? plural(total, "rollout") : `${passing} of ${plural(total, "rollout")}`);
-  if (about.correct !== null && about.correct !== undefined) parts.push(`${about.correct} correct`);
-  return html`<div class="title"><h1>Rollouts</h1><p class="muted">${parts.join(" · ")}</p></div>`;
+  const {rate, ...interval} = correct;
+  const share = rate !== null && html` · <${Rate} value=${rate} ...${interval} /> correct`;
+  return html`<div class="title"><h1>Rollouts</h1><p class="muted">${parts.join(" · ")}${share}</p></div>`;
 }
 
 /** @param {{sampled: any, steps: number[], about: any}} props */
