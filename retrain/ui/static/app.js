@@ -17,11 +17,11 @@ import {compare} from "./views/compare.js";
 import {lora} from "./views/lora.js";
 import {metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
-import {problems} from "./views/problems.js";
-import {prompt} from "./views/prompt.js";
-import {rollouts} from "./views/rollouts.js";
+import {Problems} from "./views/problems.js";
+import {Prompt} from "./views/prompt.js";
+import {Rollouts} from "./views/rollouts.js";
 import {timeline} from "./views/timeline.js";
-import {tokens} from "./views/tokens.js";
+import {Tokens} from "./views/tokens.js";
 
 /**
  * @typedef {import("./lib/address.js").State} State
@@ -41,10 +41,10 @@ const VIEWS = [
   {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
   {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
   {view: "metrics", title: "Metrics", show: metrics, at: "either"},
-  {view: "problems", title: "Problems", show: problems, at: "whole"},
-  {view: "prompt", title: "Same prompt", show: prompt, at: "either"},
-  {view: "rollouts", title: "Rollouts", show: rollouts, at: "either"},
-  {view: "tokens", title: "Tokens", show: tokens, at: "either"},
+  {view: "problems", title: "Problems", component: Problems, at: "whole"},
+  {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
+  {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
+  {view: "tokens", title: "Tokens", component: Tokens, at: "either"},
   {view: "timeline", title: "Timeline", show: timeline, at: "either"},
   {view: "lora", title: "LoRA", show: lora, at: "either"},
   {view: "compare", title: "Compare", show: compare, at: "either"},

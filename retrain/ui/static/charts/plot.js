@@ -27,7 +27,7 @@ export {X_CHOICES, X_TITLES, xText};
  * @property {import("./paint.js").Counts[] | null} [counts]
  * @property {import("./paint.js").EventMark[] | null} [marks]
  * @property {((zoom: number[] | null) => void) | null} [onZoom]
- * @property {((x: number) => void) | null} [onStep] a click at this x
+ * @property {((x: number, y: number) => void) | null} [onStep] a click at this x, and how high
  * @property {((x: number | null, y: number | null) => void) | null} [onCursor]
  */
 
@@ -213,7 +213,7 @@ export class Plot {
       const x = this.chart.posToVal(this.chart.cursor.left, "x");
       const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
       const places = this.places();
-      if (places.length) options.onStep(places.reduce(near));
+      if (places.length) options.onStep(places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y"));
     });
   }
 
