@@ -15,7 +15,7 @@ import {campaign} from "./views/campaign.js";
 import {campaigns} from "./views/campaigns.js";
 import {compare} from "./views/compare.js";
 import {lora} from "./views/lora.js";
-import {metrics} from "./views/metrics.js";
+import {Metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
 import {problems} from "./views/problems.js";
 import {prompt} from "./views/prompt.js";
@@ -40,7 +40,7 @@ import {tokens} from "./views/tokens.js";
 const VIEWS = [
   {view: "campaigns", title: "Campaigns", show: campaigns, at: "none"},
   {view: "campaign", title: "Campaign", show: campaign, at: "campaign"},
-  {view: "metrics", title: "Metrics", show: metrics, at: "either"},
+  {view: "metrics", title: "Metrics", component: Metrics, at: "either"},
   {view: "problems", title: "Problems", show: problems, at: "whole"},
   {view: "prompt", title: "Same prompt", show: prompt, at: "either"},
   {view: "rollouts", title: "Rollouts", show: rollouts, at: "either"},
