@@ -130,7 +130,7 @@ def test_the_cursor_goes_by_keys_and_is_told(page):
         assert at(page, 1) == place, "one cursor runs through all charts"
         told = page.page.locator(".chartcard > p[role=status]").first.text_content()
         assert told.startswith(f"step {place}, grpo+none")
-        assert told.endswith(f" {0.1 * place:.3g}")
+        assert told.removesuffix(", evaluation").endswith(f" {0.1 * place:.3g}")
     for back in ("-", "Escape"):
         page.press("+")
         assert x_axes(page)[0][1] < 39

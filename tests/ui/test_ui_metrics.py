@@ -107,24 +107,24 @@ def test_a_run_has_tiles_its_command_and_marks_on_every_chart(page):
     assert [each.split("\n")[0] for each in tiles] == ["reward", "held-out", "entropy"]
     assert tiles[0].split("\n")[1:] == [str(value(STEPS - 1)), f"step {STEPS - 1}"]
     assert "n 64" in tiles[1]
-    assert page.text(".marks").split() == ["▽", "1", "evaluation", "▼", "2", "checkpoints", "┆", "1", "resume"]
+    assert page.page.locator(".mark").all_inner_texts() == ["▽ 1 evaluation", "▼ 2 checkpoints", "┆ 1 resume"]
     page.page.locator(".runfacts").get_by_role("button", name="Copy").click()
     copied = page.page.evaluate("() => navigator.clipboard.readText()")
     assert copied == page.text(".runfacts pre")
     assert copied.startswith("retrain train /data/quick.toml --out ")
     assert copied.endswith("--set 'training.seed=1 2'")
-    for chart in range(2):
-        page.page.locator(".plot[tabindex]").nth(chart).focus()
-        page.open(f"{FACTS}?keys=mean_reward,entropy&zoom=1990,2010")
-        page.page.locator(".plot[tabindex]").nth(chart).focus()
-        page.press("Home", *["Shift+ArrowRight"])
-        events = page.page.locator(".chartcard").nth(chart).locator(".readout .events")
-        assert page.page.locator(".readout .at").nth(chart).inner_text() == "2k" or events.inner_text()
-        assert events.inner_text() == "checkpoint, resume"
     page.page.locator(".tile").first.click()
     page.settle()
     assert page.query["open"] == "mean_reward"
-    assert page.page.locator(".big .chartcard .heading").count() == 1
+    assert page.text(".big .chartcard .heading").startswith("mean_reward")
+    page.open(f"{FACTS}?keys=mean_reward,entropy&zoom=1990,2010")
+    for chart in range(2):
+        page.page.locator(".plot[tabindex]").nth(chart).focus()
+        page.press("Home", "Shift+ArrowRight")
+        events = page.page.locator(".readout .events").all_inner_texts()
+        assert events == ["checkpoint, resume"] * 2, "one cursor runs through both charts"
+        page.press("ArrowRight")
+        assert page.page.locator(".readout .events").count() == 0
 
 
 def test_marks_follow_the_axis(page):
@@ -141,9 +141,9 @@ def test_marks_follow_the_axis(page):
 def test_all_metrics_by_section_with_an_index_and_a_custom_one_in_its_own_group(page):
     page.open("/metrics/long?tab=all")
     sections = page.page.locator("nav.sections button").all_inner_texts()
-    heads = page.page.locator("h2.section").all_inner_texts()
-    assert [each.split(" ")[0] for each in sections] == [each.split(" ")[0].split("\n")[0] for each in heads]
-    assert sections[-1].split() == ["game", "1"] or "game 1" in sections
+    heads = page.page.evaluate("() => [...document.querySelectorAll('h2.section')].map((each) => each.id)")
+    assert [f"section {each.rpartition(' ')[0]}" for each in sections] == heads
+    assert "game 1" in sections
     page.page.get_by_role("button", name="game 1").click()
     section = page.page.locator("section:has(> #section\\ game)")
     assert page.page.evaluate("() => document.activeElement.textContent").startswith("game")
@@ -180,3 +180,26 @@ def test_pinned_charts_are_kept_in_the_address_and_in_a_file(page, tmp_path):
     page.page.locator("input[type=file]").set_input_files(tmp_path / "charts.json")
     page.until("() => location.search.includes('keys=')", "the charts of the file")
     assert page.query["keys"] == "entropy,entropy@maxrl,mean_reward"
+
+
+# All within one frame, in which uPlot's own selection has not yet followed the pointer.
+DRAG = """([from, to]) => { const over = document.querySelector(".plot .u-over");
+  const {left, width, top} = over.getBoundingClientRect();
+  const fire = (target, type, x) => target.dispatchEvent(new MouseEvent(type,
+    {clientX: left + x * width, clientY: top + 20, bubbles: true, button: 0}));
+  fire(over, "mousedown", from); fire(over, "mousemove", to); fire(document, "mouseup", to); }"""
+
+
+def test_a_drag_within_one_frame_zooms(page):
+    page.open("/metrics/long?keys=mean_reward,entropy")
+    page.page.evaluate(DRAG, [0.25, 0.251])
+    page.settle()
+    assert "zoom" not in page.query, "hardly a drag"
+    page.page.evaluate(DRAG, [0.5, 0.25])
+    page.settle()
+    low, high = map(float, page.query["zoom"].split(","))
+    assert (low, high) == (pytest.approx(0.25 * STEPS, abs=2), pytest.approx(0.5 * STEPS, abs=2))
+    parts = [each for each in page.requests if "/api/columns?" in each and f"from={low:g}" in each]
+    assert len(parts) == 2
+    page.press("Escape")
+    assert "zoom" not in page.query

@@ -42,12 +42,12 @@ def columns_of(
     with numbers.still():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:
-            axis = axis_of(numbers, x)[since:]
+            steps = steps_of(numbers)
+            axis = (steps if x == "step" else axis_of(numbers, x))[since:]
         except Refusal as error:
             return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
         known = np.isfinite(axis)
-        rows, steps = np.flatnonzero(known), steps_of(numbers)
-        rows = rows[inside(axis[known], part)]
+        rows = np.flatnonzero(known)[inside(axis[known], part)]
         dense, sparse = {}, {}
         for key in keys:
             if key.startswith("eval/") and numbers.evaluations():
