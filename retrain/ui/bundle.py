@@ -43,7 +43,7 @@ FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
 """What does not change the name of an answer, as in ``static/copy.js``."""
 
-OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora")
+OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run")
 """Answers whose texts are of programs and settings; those of models and problems stay as they are."""
 ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
@@ -186,6 +186,7 @@ def _of_home(
         yield from _problems(answers, library, home)
     yield "why", [("why", {"key": key, "at": run.place}) for key in watched for run in home.runs[:12]]
     yield "notes", [*(("notes", {"at": each}) for each in places), *(("log", {"at": run.place}) for run in home.runs)]
+    yield "runs", [("run", {"at": run.place, "x": x}) for run in home.runs for x in AXES]
     yield "timeline", [("timeline", {"at": each}) for each in places]
     yield "lora", [("lora", {"at": each}) for each in places]
     for number, run in enumerate(home.runs):

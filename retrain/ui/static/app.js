@@ -15,7 +15,7 @@ import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
 import {compare} from "./views/compare.js";
 import {lora} from "./views/lora.js";
-import {metrics} from "./views/metrics.js";
+import {Metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
 import {Problems} from "./views/problems.js";
 import {Prompt} from "./views/prompt.js";
@@ -40,7 +40,7 @@ import {Tokens} from "./views/tokens.js";
 const VIEWS = [
   {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
   {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
-  {view: "metrics", title: "Metrics", show: metrics, at: "either"},
+  {view: "metrics", title: "Metrics", component: Metrics, at: "either"},
   {view: "problems", title: "Problems", component: Problems, at: "whole"},
   {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
   {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
