@@ -13,14 +13,14 @@ import {listed, owner, tell} from "./places.js";
 import {go, here, link, onRoute, patch, startRouter} from "./router.js";
 import {campaign} from "./views/campaign.js";
 import {campaigns} from "./views/campaigns.js";
-import {compare} from "./views/compare.js";
-import {lora} from "./views/lora.js";
+import {Compare} from "./views/compare.js";
+import {Lora} from "./views/lora.js";
 import {metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
 import {problems} from "./views/problems.js";
 import {prompt} from "./views/prompt.js";
 import {rollouts} from "./views/rollouts.js";
-import {timeline} from "./views/timeline.js";
+import {Timeline} from "./views/timeline.js";
 import {tokens} from "./views/tokens.js";
 
 /**
@@ -45,9 +45,9 @@ const VIEWS = [
   {view: "prompt", title: "Same prompt", show: prompt, at: "either"},
   {view: "rollouts", title: "Rollouts", show: rollouts, at: "either"},
   {view: "tokens", title: "Tokens", show: tokens, at: "either"},
-  {view: "timeline", title: "Timeline", show: timeline, at: "either"},
-  {view: "lora", title: "LoRA", show: lora, at: "either"},
-  {view: "compare", title: "Compare", show: compare, at: "either"},
+  {view: "timeline", title: "Timeline", component: Timeline, at: "either"},
+  {view: "lora", title: "LoRA", component: Lora, at: "either"},
+  {view: "compare", title: "Compare", component: Compare, at: "either"},
   {view: "notes", title: "Notes", heading: "Notes and logs", component: Notes, at: "either"},
 ];
 const WITH_PLACE = VIEWS.filter((each) => each.at !== "none");
