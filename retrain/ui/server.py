@@ -36,6 +36,7 @@ from retrain.ui.api import (
 from retrain.ui.findings import Findings
 from retrain.ui.guard import Guard
 from retrain.ui.library import Library
+from retrain.ui.summary import Summaries
 
 VIEWS = (
     "campaign", "metrics", "problems", "prompt", "rollouts", "tokens", "timeline", "lora", "compare", "notes",
@@ -63,14 +64,15 @@ def app_of(
     )
     app.router.redirect_slashes = False
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
-    findings.ask(library.homes())
+    findings.ask_where_needed(library.homes())
     return Guard(app, host, token, port)
 
 
 def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]) -> list[BaseRoute]:
+    summaries = Summaries(library, findings)
     return [
-        *places.routes(library, findings),
-        *campaign.routes(library, findings),
+        *places.routes(library, findings, summaries),
+        *campaign.routes(library, findings, summaries),
         *curves.routes(library),
         *metrics.routes(library),
         *columns.routes(library),

@@ -11,8 +11,8 @@ import {EVERY_KIND, announce, onChange} from "./lib/live.js";
 import {nameOf} from "./names.js";
 import {listed, owner, tell} from "./places.js";
 import {go, here, link, onRoute, patch, startRouter} from "./router.js";
-import {campaign} from "./views/campaign.js";
-import {campaigns} from "./views/campaigns.js";
+import {Campaign} from "./views/campaign.js";
+import {Campaigns} from "./views/campaigns.js";
 import {Compare} from "./views/compare.js";
 import {Lora} from "./views/lora.js";
 import {metrics} from "./views/metrics.js";
@@ -38,8 +38,8 @@ import {tokens} from "./views/tokens.js";
 // In the order of the navigation.
 /** @type {View[]} */
 const VIEWS = [
-  {view: "campaigns", title: "Campaigns", show: campaigns, at: "none"},
-  {view: "campaign", title: "Campaign", show: campaign, at: "campaign"},
+  {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
+  {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
   {view: "metrics", title: "Metrics", show: metrics, at: "either"},
   {view: "problems", title: "Problems", show: problems, at: "whole"},
   {view: "prompt", title: "Same prompt", show: prompt, at: "either"},

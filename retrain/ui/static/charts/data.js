@@ -14,6 +14,7 @@ import {table} from "./save.js";
  * @property {Values | null} [high]
  * @property {Values | null} [raw] what `y` is smoothed from, at the same x
  * @property {string} [group]
+ * @property {number} [n] of how many runs it is the mean
  * @property {boolean} [sparse] few points, joined over those without a value
  * @typedef {{x: number, y: number, i: number}} Point
  */

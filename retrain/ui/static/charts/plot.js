@@ -4,7 +4,7 @@
 import {DASHES, css, dashOf, faded, ink} from "../colours.js";
 import {number} from "../format.js";
 import {aligned, flat, isValue, middle} from "./data.js";
-import {STRIP, paintBehind, paintCounts, paintMarks} from "./paint.js";
+import {STRIP, paintBehind, paintCounts, paintMarks, shapes} from "./paint.js";
 import {X_CHOICES, X_TITLES, xSteps, xText, xTexts, yTexts} from "./ticks.js";
 
 export {X_CHOICES, X_TITLES, xText};
@@ -46,7 +46,10 @@ function seriesOf(line, many) {
     width,
     dash: kind === "mean" ? DASHES[dashOf(line.index)] : [],
     spanGaps: Boolean(line.sparse),
-    points: {show, size: kind === "mean" ? 6 : 4, fill: stroke, width: 0},
+    points: {
+      ...{show: show || kind === "mean", size: kind === "mean" ? 6 : 4, fill: stroke, width: 0},
+      paths: shapes(line.index, kind === "mean" ? 3.4 : 2.4, show),
+    },
   };
 }
 
