@@ -12,6 +12,7 @@ from retrain.records.schema.base import Row
 from retrain.records.tokens import RolloutTokens
 from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, rollouts_of
+from retrain.ui.rates import rate_of
 
 SHOWN = 400  # Characters of a text in the table
 SORTS: Mapping[str, Callable[[Row], Any]] = {
@@ -83,6 +84,7 @@ def table(
         "groups": _groups(every),
         "stops": sorted({str(each[key]) for each in every for key in ("stop_reason", "ended") if each[key]}),
         "tags": sorted({tag for each in every for tag in each["tags"]}),
+        "correct": rate_of(sum(bool(each["correct"]) for each in every), len(every)),
         "total": len(every),
         "passing": len(passing),
         "rollouts": [each | {"text": _short(each["text"])} for each in ordered[first : first + count]],
@@ -95,6 +97,8 @@ def _groups(every: Sequence[Row]) -> list[Row]:
         empty = {"problem_id": one["problem_id"], "tags": one["tags"], "discarded": one["discarded"], "samples": []}
         own = found.setdefault(one["group"], {"group": one["group"], **empty})
         own["samples"].append({key: one[key] for key in ("index", "reward", "correct", "advantage", "length")})
+    for own in found.values():
+        own["correct"] = rate_of(sum(bool(each["correct"]) for each in own["samples"]), len(own["samples"]))
     return list(found.values())
 
 
