@@ -152,7 +152,19 @@ function Main({state: shown}) {
   return html`<${AddressContext.Provider} value=${shown}>${content}<//>`;
 }
 
+let isDue = false;
+
+// Draw in a microtask: an effect may change the address while Preact is rendering, and must not render inside of that.
 function draw() {
+  if (isDue) return;
+  isDue = true;
+  queueMicrotask(() => {
+    isDue = false;
+    drawNow();
+  });
+}
+
+function drawNow() {
   if (!state) return;
   render(html`<${Bar} state=${state} />`, bar);
   render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);
