@@ -60,6 +60,13 @@ def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, A
     return sorted(out, key=lambda facts: _ORDER.get(facts["section"], len(_ORDER)))
 
 
+def name_in(key: str, keys: Collection[str]) -> str:
+    """Return the name that a metric has among these keys: its own, or that of the tool which wrote them."""
+    facts = about(key)
+    names = (key, facts["alias_of"], *facts["aliases"])
+    return next((name for name in names if name is not None and name in keys), key)
+
+
 def watched(keys: Collection[str]) -> list[str]:
     """The keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
     found: dict[str, None] = {}

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
-from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
+from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row, trainer_state
 
 from retrain.config.campaign import condition_name
-from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
 from retrain.ui.decimation import Smoothing
 from retrain.verdicts.evidence import curve, read_campaign, smoothed
 from retrain.verdicts.pooling import compare_directories
@@ -295,3 +295,35 @@ def test_histograms_and_timelines(home):
     assert (found["shown"][1]["spans"], found["shown"][1]["seconds"]["rollout"]) == ([[0, 10, 14], [1, 14, 18]], 4)
     part = get(client, "/api/timeline", **query, **{"from": 2, "to": 4})
     assert [step["step"] for step in part["shown"]] == [2, 3]
+
+
+def test_runs_of_several_campaigns_and_tools_are_grouped_by_their_settings(tmp_path):
+    campaign(tmp_path / "one", seeds=3)
+    campaign(tmp_path / "two", seeds=2, labels=("grpo+none",))
+    for path in (tmp_path / "two/runs").iterdir():
+        write_json(path / "config.json", read_json(path / "config.json") | {"lora": {"rank": 8}})
+    for name in ("sft_s1", "sft_s2"):
+        trainer_state(tmp_path / f"trl/{name}", 20)
+    client, root = client_of(tmp_path), tmp_path.name
+    one, two, trl = (f"{root}/{name}" for name in ("one", "two", "trl"))
+    found = get(client, "/api/curves", at=[one, two, trl], key="mean_reward", smooth="none")
+    assert [(each["label"], each["index"], each["n"]) for each in found["conditions"]] == [
+        (f"{one} · grpo+none", 0, 3), (f"{one} · maxrl+none", 1, 3), (f"{two} · grpo+none", 2, 2),
+        (f"{trl} · sft", 3, 2),
+    ]  # fmt: skip
+    assert found["conditions"][3]["mean"] == [[5, 0.5], [10, 1], [15, 1.5], [20, 2]]  # TRL's name of it is reward
+    assert found["differences"] == []
+    differ = {each["key"]: each["values"] for each in found["differ"]}
+    assert differ["algorithm.advantage_mode"] == [["grpo"], ["maxrl"], ["grpo"], [None]]
+    assert differ["lora.rank"] == [[None], [None], [8], [None]]
+    assert not any(key.endswith("seed") for key in differ)
+    assert {"condition", "campaign", "lora.rank", "training.seed"} <= set(found["keys"])
+    found = get(client, "/api/curves", at=[one, two], key="mean_reward", group_by="algorithm.advantage_mode")
+    assert [(each["group"], each["n"]) for each in found["conditions"]] == [
+        ({"algorithm.advantage_mode": "grpo"}, 5), ({"algorithm.advantage_mode": "maxrl"}, 3),
+    ]  # fmt: skip
+    query = {"at": [f"{two}/runs/grpo+none_s2", one], "group_by": "training.seed", "band": "range"}
+    first, second, third = get(client, "/api/curves", **query, key="eval/heldout/correct_rate")["conditions"]
+    assert [each["group"]["training.seed"] for each in (first, second, third)] == [1, 2, 3]
+    assert [len(each["places"]) for each in (first, second, third)] == [2, 3, 2]
+    assert second["band"] == [[0, 0.25, 0.25], [6, 0.53125, 0.73125]]

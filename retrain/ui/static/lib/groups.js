@@ -60,7 +60,7 @@ export function namedGroups(groups, by) {
   };
   const index = indices(groups, by);
   return groups.map((each, i) => {
-    const label = named.map((key) => text(each.group, key)).join(" · ");
-    return {...each, label, index: index[i]};
+    const texts = named.map((key) => text(each.group, key));
+    return {...each, label: [...new Set(texts)].join(" · "), index: index[i]};
   });
 }

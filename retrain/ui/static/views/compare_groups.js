@@ -140,7 +140,12 @@ function GroupChart({body, metric, error, retry, zoom}) {
  * @param {{groups: any[], rows: {key: string, values: any[][]}[]}} props
  */
 function Differ({groups, rows}) {
-  const cell = (values) => values.map(shownValue).join(", ");
+  const isSet = (values) => values.some((value) => value !== null);
+  const cell = (values) =>
+    isSet(values) ? values.map(shownValue).join(", ") : html`<span class="muted">not set</span>`;
+  // Keys that most groups have come first: those of one tool alone tell little.
+  const count = ({values}) => values.filter(isSet).length;
+  const ordered = [...rows].sort((a, b) => count(b) - count(a));
   const row = ({key, values}) =>
     html`<tr key=${key}>
       <th scope="row"><code>${key}</code></th>
@@ -156,7 +161,7 @@ function Differ({groups, rows}) {
         </tr>
       </thead>
       <tbody>
-        ${rows.map(row)}
+        ${ordered.map(row)}
       </tbody>
     </table>
   </div>`;
