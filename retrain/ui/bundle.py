@@ -19,14 +19,15 @@ from starlette.datastructures import QueryParams
 
 from retrain.errors import RetrainError, UsageError
 from retrain.files import dumps, write_text
+from retrain.records.pages import STATIC
+from retrain.records.pages.scripts import joined
 from retrain.ui.answers import JsonRoute, Query, Refusal
 from retrain.ui.findings import Findings
 from retrain.ui.iterations import Index
 from retrain.ui.library import Library
 from retrain.ui.numbers import AXES
 from retrain.ui.problems import SORTS, evolutions
-from retrain.ui.scripts import joined
-from retrain.ui.server import SHARED, STATIC, api_routes, shell_html
+from retrain.ui.server import api_routes, shell_html
 from retrain.ui.sources import Home, Run
 
 POLICY = (
@@ -88,8 +89,6 @@ def _write_page(out: Path) -> None:
     for path in sorted(STATIC.rglob("*")):
         if path.is_file() and (path.suffix in (".css", ".svg") or path.name in LOADED):
             _copied(path, out / "page" / path.relative_to(STATIC))
-    for name, path in SHARED.items():
-        _copied(path, out / "page" / name)
     write_text(out / "index.html", shell_html(static="page", copy=POLICY))
 
 

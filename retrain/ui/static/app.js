@@ -13,14 +13,14 @@ import {listed, owner, tell} from "./places.js";
 import {go, here, link, onRoute, patch, startRouter} from "./router.js";
 import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
-import {compare} from "./views/compare.js";
-import {lora} from "./views/lora.js";
+import {Compare} from "./views/compare.js";
+import {Lora} from "./views/lora.js";
 import {Metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
 import {Problems} from "./views/problems.js";
 import {Prompt} from "./views/prompt.js";
 import {Rollouts} from "./views/rollouts.js";
-import {timeline} from "./views/timeline.js";
+import {Timeline} from "./views/timeline.js";
 import {Tokens} from "./views/tokens.js";
 
 /**
@@ -45,9 +45,9 @@ const VIEWS = [
   {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
   {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
   {view: "tokens", title: "Tokens", component: Tokens, at: "either"},
-  {view: "timeline", title: "Timeline", show: timeline, at: "either"},
-  {view: "lora", title: "LoRA", show: lora, at: "either"},
-  {view: "compare", title: "Compare", show: compare, at: "either"},
+  {view: "timeline", title: "Timeline", component: Timeline, at: "either"},
+  {view: "lora", title: "LoRA", component: Lora, at: "either"},
+  {view: "compare", title: "Compare", component: Compare, at: "either"},
   {view: "notes", title: "Notes", heading: "Notes and logs", component: Notes, at: "either"},
 ];
 const WITH_PLACE = VIEWS.filter((each) => each.at !== "none");
@@ -152,7 +152,19 @@ function Main({state: shown}) {
   return html`<${AddressContext.Provider} value=${shown}>${content}<//>`;
 }
 
+let isDue = false;
+
+// Draw in a microtask: an effect may change the address while Preact is rendering, and must not render inside of that.
 function draw() {
+  if (isDue) return;
+  isDue = true;
+  queueMicrotask(() => {
+    isDue = false;
+    drawNow();
+  });
+}
+
+function drawNow() {
   if (!state) return;
   render(html`<${Bar} state=${state} />`, bar);
   render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);
