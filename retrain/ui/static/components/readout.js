@@ -22,7 +22,7 @@ function amount(value, share) {
 }
 
 // Return the lines that stand in the legend: means where there are any.
-export function leadingLines(lines) {
+function leadingLines(lines) {
   const means = lines.filter((line) => line.kind === "mean");
   return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
 }
@@ -78,7 +78,7 @@ function nearest(lines, {x, y}) {
 }
 
 // Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
-export function readings(options) {
+function readings(options) {
   const {lines, cursor, x: kind, share, zoom} = options;
   const leading = leadingLines(lines);
   const named = leading.length <= MOST_NAMES ? leading : [];
