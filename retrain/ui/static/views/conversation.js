@@ -91,7 +91,7 @@ export function PromptBox({prompt: {messages, reference}}) {
   </div>`;
 }
 
-export const EMPTY_TEXT = html`<p class="muted">(an empty text)</p>`;
+const EMPTY_TEXT = html`<p class="muted">(an empty text)</p>`;
 
 /** @param {{turn: any, k: number, line: any, body?: any}} props */
 function Turn({turn, k, line, body}) {

@@ -24,7 +24,7 @@ export function Fork({words}) {
 }
 
 // Return the text of token i, counted over all turns.
-export function pieceAt(pieces, i) {
+function pieceAt(pieces, i) {
   let rest = i;
   for (const turn of pieces) {
     if (rest < turn.length) return turn[rest];
