@@ -21,6 +21,7 @@ import {table} from "./save.js";
 
 const MANY_POINTS = 6000;
 const PLACES = 4000;
+const MOST_RAW = 6;
 
 export function isValue(value) {
   return value !== null && value !== undefined;
@@ -169,10 +170,11 @@ export function columnsOf(points, band) {
 }
 
 /**
- * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from.
+ * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from; of many lines none.
  * @returns {Line[]}
  */
 export function withRaw(lines) {
+  if (lines.filter((line) => line.raw).length > MOST_RAW) return lines;
   const raw = lines.flatMap((line) =>
     line.raw
       ? [{name: `${line.name} raw`, index: line.index, kind: /** @type {"thin"} */ ("thin"), x: line.x, y: line.raw}]

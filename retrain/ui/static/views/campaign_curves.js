@@ -17,7 +17,7 @@ import {why} from "../why.js";
 /** @typedef {import("../charts/data.js").Line} Line */
 
 /** @type {[string, string][]} */
-const SMOOTHINGS = [
+export const SMOOTHINGS = [
   ["", "smoothed as in the report"],
   ["1", "no smoothing"],
   ...[5, 10, 20, 50, 100].map((steps) => /** @type {[string, string]} */ ([`${steps}`, `mean of ${steps} steps`])),
@@ -65,7 +65,7 @@ function differenceLines(body) {
 }
 
 // Return what the mean and its band are of.
-function levelWords(body, counted) {
+export function levelWords(body, counted) {
   const early = body.conditions.some((each) => each.of === "all");
   const amount = body.smoothing.startsWith("ema") ? `weight ${body.smoothing.slice(4)}` : `over ${body.smooth} steps`;
   return [
@@ -100,7 +100,7 @@ function useMetric(campaign) {
 }
 
 /** @param {{metric: string | null, watched: string[], rest: string[], choose: (key: string) => void}} props */
-function MetricChoice({metric, watched, rest, choose}) {
+export function MetricChoice({metric, watched, rest, choose}) {
   const chosen = metric && ![...watched, ...rest].includes(metric) ? [metric] : [];
   const option = (key) => html`<option key=${key} value=${key} selected=${key === metric}>${key}</option>`;
   const group = ([label, keys]) => keys.length > 0 && html`<optgroup label=${label}>${keys.map(option)}</optgroup>`;
