@@ -29,6 +29,7 @@ from retrain.ui.api import (
     places,
     problems,
     rollouts,
+    run,
     timeline,
     view,
 )  # fmt: skip
@@ -79,7 +80,7 @@ def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]
         *curves.routes(library),
         *metrics.routes(library),
         *columns.routes(library),
-        *(route for group in (histogram, notes, compare, timeline, lora) for route in group.routes(library)),
+        *(route for group in (run, histogram, notes, compare, timeline, lora) for route in group.routes(library)),
         *rollouts.routes(library),
         *problems.routes(library),
         *view.routes(library, findings, VIEWS, closing),
