@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from retrain.errors import plural
-from retrain.records.reader import log_lines, read_object
-from retrain.records.schema.layout import ENVIRONMENT, LOG, PLAN
+from retrain.records.reader import log_lines
+from retrain.records.schema.layout import LOG
 from retrain.ui.findings import verdict_of
 from retrain.ui.library import Library
-from retrain.ui.sources import OURS, Home, Run
+from retrain.ui.sources import Home, Run
 
 MOST_FAILURES = 20
 LOG_LINES = 400  # Last lines of a log in which the traceback is looked for
@@ -70,22 +70,10 @@ def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
     is_running = "running" in states
     if not campaign.manifest or states <= {"done", "stopped"} or (is_running and "failed" not in states):
         return None
-    words = ["retrain", "resume", _shown(campaign.path), *(["--retry-failed"] if "failed" in states else [])]
+    words = ["retrain", "resume", shown_path(campaign.path), *(["--retry-failed"] if "failed" in states else [])]
     return {"command": shlex.join(words), "now": not is_running}
 
 
-def launch_command(library: Library, home: Home) -> str | None:
-    """Return the command that began a run or its campaign; None where the files do not say it."""
-    campaign = library.campaign(home.place)
-    plan = read_object(library.places.file(campaign.path, PLAN))
-    if isinstance(plan.get("file"), str) and isinstance(plan.get("folder"), str):
-        sets = [each for each in plan.get("sets") or () if isinstance(each, str)]
-        words = ["retrain", "train", _shown(Path(plan["folder"], plan["file"]))]
-        return shlex.join([*words, *(f"--set={each}" for each in sets), "--out", _shown(campaign.path)])
-    facts = read_object(library.places.file(campaign.path, ENVIRONMENT))
-    words = [each for each in facts.get("argv") or () if isinstance(each, str)]
-    return shlex.join(["retrain", *words[1:]]) if words and home.source == OURS else None
-
-
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
+    """Return a path as one types it where the server was started."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -237,12 +237,13 @@ def _test(
             result = {"change": float(np.mean(differences)), "n": len(pairs), "p": p}
             found.append((row["rates"][label]["tests"], result))
     for (tests, result), adjusted in zip(found, holm([result["p"] for _, result in found]), strict=True):
-        tests[against] = result | {"holm": adjusted}
+        tests[against] = result | {"holm": adjusted, "worse": adjusted <= ALPHA}
     runs = max((result["n"] for _, result in found), default=0)
     least = 1.0 / (runs + 1) if shared else 0.5**runs
-    shown = sum(tests[against]["holm"] <= ALPHA for tests, _ in found)
+    shown = sum(tests[against]["worse"] for tests, _ in found)
     facts = {"label": label, "against": against, "runs": runs, "problems": len(found), "shared": shared, "worse": shown,
              "least_p": least, "least_holm": min(1.0, least * len(found))}  # fmt: skip
+    facts["can_show"] = facts["least_holm"] <= ALPHA
     return facts | {"words": _test_words(facts)}
 
 
@@ -257,7 +258,7 @@ def _test_words(test: Row) -> str:
         return f"{test['label']}: no problem was answered {test['against']} and after training in the same runs."
     worse, runs = plural(test["worse"], "problem"), plural(test["runs"], "run")
     head = f"{test['label']}: {worse} of {test['problems']} worse {than} over {runs}"
-    if test["least_holm"] <= ALPHA:
+    if test["can_show"]:
         return f"{head} (p below {ALPHA:g} after Holm's correction for {plural(test['problems'], 'problem')})."
     why = " that share one draw before training" if test["shared"] else ""
     return (

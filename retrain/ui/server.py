@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from retrain import __version__
+from retrain.records.pages import STATIC, environment
 from retrain.ui.answers import refused
 from retrain.ui.api import (
     campaign,
@@ -42,10 +43,6 @@ VIEWS = (
     "campaign", "metrics", "problems", "prompt", "rollouts", "tokens", "timeline", "lora", "compare", "notes",
 )  # fmt: skip
 """Pages besides the first one: ``/<view>/<place>?…``."""
-HERE = Path(__file__).parent
-STATIC, TEMPLATES = HERE / "static", HERE / "templates"
-SHARED = {f"shared/{name}": HERE.parent / "records" / "assets" / name for name in ("base.css", "charts.css")}
-"""Styles that the page has in common with the reports."""
 FILES = ("/api/", "/static/")
 FOR_EVER = "public, max-age=31536000, immutable"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
@@ -100,7 +97,7 @@ def static_version() -> str:
     """What changes when any of the page's files does: URLs with it may be kept for ever."""
     digest = zlib.crc32(__version__.encode())
     files = {path.relative_to(STATIC).as_posix(): path for path in sorted(STATIC.rglob("*")) if path.is_file()}
-    for name, path in (files | SHARED).items():
+    for name, path in files.items():
         digest = zlib.crc32(path.read_bytes(), zlib.crc32(name.encode(), digest))
     return f"{digest:08x}"
 
@@ -109,12 +106,10 @@ def static_version() -> str:
 def shell_html(static: str | None = None, copy: str = "") -> str:
     """The page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without a
     server, which holds its scripts beside it."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(TEMPLATES)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return pages.get_template("shell.html").render(
-        version=__version__, static=static or f"/static/{static_version()}", copy=copy
+    return (
+        environment()
+        .get_template("shell.html")
+        .render(version=__version__, static=static or f"/static/{static_version()}", copy=copy)
     )
 
 
@@ -136,8 +131,6 @@ def _static(request: Request) -> Response:
 
 
 def _inside(name: str) -> Path | None:
-    if name in SHARED:
-        return SHARED[name]
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") or part.startswith(".") for part in parts):
         return None

@@ -1,102 +1,105 @@
-"""``/api/run``: one run at a glance: its numbers of late, how it was launched, and what happened at which step."""
+"""``/api/run``: a run in a few numbers, the command that launched it, and the steps that its charts mark."""
 
 import re
-from contextlib import suppress
+import shlex
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from starlette.routing import Route
 
-from retrain.records.kinds import is_number
-from retrain.records.reader import json_lines, log_lines
-from retrain.records.schema.layout import CHECKPOINTS, LOG
+from retrain.records.reader import Tail, read_object
+from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.banner import launch_command, resume_command
+from retrain.ui.banner import shown_path
 from retrain.ui.library import Library
-from retrain.ui.metrics import about, name_in
-from retrain.ui.numbers import AXES, Numbers, steps_of, xs_of
+from retrain.ui.measured import points_of
+from retrain.ui.metrics import about, named
+from retrain.ui.numbers import AXES, Numbers, xs_of
 from retrain.ui.rates import evaluation_rate, rate_of
-from retrain.ui.sources import Run, sets_of
+from retrain.ui.sources import Run
+from retrain.verdicts.results import Measure
 
 TILES = {
-    "reward": "mean_reward", "entropy": "entropy", "length": "completions/mean_length",
-    "truncated": "max_token_hit_rate", "tokens per second": "perf/completion_tokens_per_s",
+    "mean_reward": "reward", "eval/<name>/correct_rate": "held-out", "entropy": "entropy",
+    "completions/mean_length": "length", "max_token_hit_rate": "truncated", "perf/completion_tokens_per_s": "tokens/s",
 }  # fmt: skip
-COMPLETIONS = "env/all/total_episodes"
-RESUMED = re.compile(r"records truncated to the (\d{1,12}) finished steps")
-MOST_RESUMES, MOST_MARKS = 200, 2_000
+"""The name that a metric of the catalogue has above the charts."""
+RESUMED = re.compile(rb"^[\d:. -]+info +continues at step (\d+)\r?$", re.MULTILINE)
+MOST_MARKS = 400  # Marks of a kind
+COMPLETIONS = "env/all/total_episodes"  # Those that the truncated share of a step counts
+LOG_BYTES = 4 << 20  # Bytes at the end of the log in which resumes are looked for
 
 
 def routes(library: Library) -> list[Route]:
     def run(query: Query) -> dict[str, Any]:
-        home = library.home(query.text("at"))
-        one = library.run(home.place)
-        numbers = library.numbers(one)
-        rows = numbers.evaluations()
-        return {
-            "run": one.to_json(), "tiles": [*held_out_tiles(rows), *tiles_of(numbers)],
-            "launch": launch_command(library, home), "resume": resume_command(library, home),
-            "marks": marks_of(library, one, numbers, query.choice("x", AXES)),
-        }  # fmt: skip
+        found, x = library.run(query.text("at")), query.choice("x", AXES)
+        numbers = library.numbers(found)
+        return {"tiles": tiles_of(numbers), "command": command_of(library, found), "marks": marks_of(library, found, x)}
 
     return [json_route("/api/run", run)]
 
 
 def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
-    """Return the last value of each number of ``TILES`` that the run has, under whatever name."""
+    """Return the last value of each of ``TILES`` with its step; of a rate also its interval and ``n``."""
     tiles = []
-    with numbers.still():
-        steps = steps_of(numbers)
-        for title, own in TILES.items():
-            key = name_in(own, numbers.keys)
-            column = numbers.column(key)
-            known = np.flatnonzero(np.isfinite(column))
-            if not len(known):
+    for pattern, name in TILES.items():
+        for key in named(pattern, numbers.keys):
+            steps, values = points_of(numbers, key)
+            if not len(steps):
                 continue
-            value, last = float(column[known[-1]]), known[-1]
-            counts = numbers.column(COMPLETIONS)
-            count = int(counts[last]) if np.isfinite(counts[last]) else 0
-            rate = rate_of(value * count, count) if title == "truncated" and count else {}
-            tiles.append({"title": title, "key": key, "value": plain(column[last : last + 1])[0],
-                          "unit": about(key)["unit"], "step": int(steps[last]), **rate})  # fmt: skip
+            tile = {"key": key, "name": name, "unit": about(key)["unit"], "value": plain(values[-1:])[0],
+                    "step": int(steps[-1])}  # fmt: skip
+            held_out = Measure(key=key).held_out
+            rows = [row for row in numbers.evaluations() if held_out is not None and row.get("name") == held_out]
+            if rows:
+                rate = evaluation_rate(rows[-1], str(held_out))
+                tile |= {"low": rate["low"], "high": rate["high"], "n": rate["n"] or None}
+                tile["name"] = name if held_out == "heldout" else f"{name}: {held_out}"
+            elif name == "truncated" and len(counts := points_of(numbers, COMPLETIONS)[1]):
+                rate = rate_of(values[-1] * counts[-1], int(counts[-1]))
+                tile |= {name: rate[name] for name in ("low", "high", "n")}
+            tiles.append(tile)
     return tiles
 
 
-def held_out_tiles(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last accuracy on each held-out set, with its interval."""
-    tiles = []
-    for name in sets_of(str(row.get("name")) for row in rows):
-        key = f"eval/{name}/correct_rate"
-        own = [row for row in rows if row.get("name") == name and is_number(row.get(key))]
-        if own:
-            tiles.append({"title": name, "key": key, "value": own[-1][key], "unit": "share",
-                          "step": own[-1].get("step"), **evaluation_rate(own[-1], name)})  # fmt: skip
-    return tiles
+def command_of(library: Library, run: Run) -> str | None:
+    """Return the command that launched the run or its campaign; None of another tool's run."""
+    home = library.campaign(run.place)
+    plan = read_object(library.places.file(home.path, PLAN))
+    if not isinstance(plan.get("file"), str):
+        return None
+    path = Path(str(plan.get("folder") or "."), plan["file"])
+    sets = [word for text in plan.get("sets") or () for word in ("--set", str(text))]
+    return shlex.join(["retrain", "train", shown_path(path), "--out", shown_path(home.path), *sets])
 
 
-def marks_of(library: Library, run: Run, numbers: Numbers, x: str) -> list[dict[str, Any]]:
-    """Return what happened after which step, with its place on the x axis: the step counts the updates done."""
-    saves = (row for _, row in json_lines(library.file(run, CHECKPOINTS)))
-    marks = [
-        *(("evaluation", row.get("step"), str(row.get("name"))) for row in numbers.evaluations()),
-        *(("checkpoint", row.get("batch"), str(row.get("name"))) for row in saves),
-        *(("resume", step, "") for step in _resumes(library, run)),
-    ]
-    marks = [mark for mark in marks if isinstance(mark[1], int) and 0 <= mark[1] < 1 << 53][-MOST_MARKS:]
-    steps = np.array([step for _, step, _ in marks], np.float64)
+def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:
+    """Return {"x", "step", "kind"} of every evaluation, checkpoint and resume, in order; a step counts the updates
+    done."""
+    numbers = library.numbers(run, refresh=False)
+    checkpoints = library.file(run, CHECKPOINTS)
+    steps = {
+        "evaluation": [row.get("step") for row in numbers.evaluations()],
+        "checkpoint": [row.get("batch") for row in Tail(checkpoints).rows()[1]] if checkpoints else [],
+        "resume": _resumes(library.file(run, LOG)),
+    }
+    whole = {kind: sorted({step for step in each if isinstance(step, int)}) for kind, each in steps.items()}
+    known = sorted((step, kind) for kind, each in whole.items() for step in each[:: 1 + len(each) // MOST_MARKS])
+    if not known or not len(numbers):
+        return []
     try:
-        places = plain(xs_of(numbers, x, steps, updates=True)) if marks and (x == "step" or len(numbers)) else []
-    except Refusal:  # these runs do not say how far they were there
-        places = []
-    found = [{"kind": kind, "step": step, "x": place, "text": text}
-             for (kind, step, text), place in zip(marks, places, strict=bool(places)) if place is not None]  # fmt: skip
-    return sorted(found, key=lambda mark: mark["step"])
+        places = plain(xs_of(numbers, x, np.array([step for step, _ in known], np.float64), updates=True))
+    except Refusal:  # a run that has no such axis
+        return []
+    return [{"x": place, "step": step, "kind": kind}
+            for place, (step, kind) in zip(places, known, strict=True) if place is not None]  # fmt: skip
 
 
-def _resumes(library: Library, run: Run) -> list[int]:
-    """Return the steps at which another process went on with the run, as its log says."""
-    path = library.file(run, LOG)
-    with suppress(OSError):
-        lines = log_lines(path, -1, "records truncated to", MOST_RESUMES).lines if path is not None else []
-        return [int(match[1]) for _, text in lines if (match := RESUMED.search(text))]
-    return []
+def _resumes(log: Path | None) -> list[int]:
+    if log is None:
+        return []
+    with open(log, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - LOG_BYTES))
+        return [int(step) for step in RESUMED.findall(file.read())]
