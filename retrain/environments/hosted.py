@@ -52,7 +52,6 @@ class Hosted:
                 workers=1,
                 timeout_s=section.timeout_s,
                 memory_bytes=int(section.memory_gb * 2**30),
-                memory_kind="RLIMIT_DATA",
                 what="the environment" if section.provider else "the tool",
                 python=python,
                 folders=folders,
