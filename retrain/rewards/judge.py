@@ -138,8 +138,7 @@ class RubricReward(Reward):
             met = parse_met(answer.text, criteria)
         except ValueError as error:
             return failed(str(error))
-        names = [f"rubric/{each.name}" for each in criteria]
-        grades: dict[str, float | None] = dict(zip(names, met, strict=True))
+        grades: dict[str, float | None] = {f"rubric/{c.name}": grade for c, grade in zip(criteria, met, strict=True)}
         return RewardResult(share_met([each.weight for each in criteria], met), sample_metrics=grades)
 
 
@@ -156,11 +155,8 @@ def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | Non
 
 
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
-    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1]. Raises ValueError when all weights are 0."""
-    total = sum(abs(weight) for weight in weights)
-    if total == 0:
-        raise ValueError("all weights are 0")
-    return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / total
+    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1], and not all weights are 0."""
+    return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / sum(map(abs, weights))
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
