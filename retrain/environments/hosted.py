@@ -52,7 +52,7 @@ class Hosted:
                 workers=1,
                 timeout_s=section.timeout_s,
                 memory_bytes=int(section.memory_gb * 2**30),
-                what="the environment" if section.provider else "the tool",
+                subject="the environment" if section.provider else "the tool",
                 python=python,
                 folders=folders,
                 start_s=START_SECONDS,

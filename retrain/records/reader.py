@@ -285,7 +285,7 @@ class LogLines(NamedTuple):
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
     """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
     and contain ``search``, which is lower case. Reads ``LOG_BYTES`` at most."""
-    found: list[tuple[int, str]] = []
+    matches: list[tuple[int, str]] = []
     begin = 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -296,17 +296,17 @@ def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
             lines = data.splitlines(keepends=True)
             cut = lines.pop(0) if start and lines else b""  # may have its beginning further ahead
             begin = start + len(cut) if lines else start
-            position, found = end, []
+            position, matches = end, []
             for line in reversed(lines):
                 position -= len(line)
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
                 if search in text.lower():
-                    found.append((position, text))
-                    if len(found) == most:
-                        return LogLines(found[::-1], position or None, size)
+                    matches.append((position, text))
+                    if len(matches) == most:
+                        return LogLines(matches[::-1], position or None, size)
             if not start:
                 break
-    return LogLines(found[::-1], begin or None, size)
+    return LogLines(matches[::-1], begin or None, size)
 
 
 class LineMark(NamedTuple):

@@ -70,11 +70,11 @@ def verifier() -> Callable[[Sequence[str]], bool]:
     reference_parsed = lru_cache(maxsize=1024)(parsed)  # each reference is compared with a whole group's answers
 
     def equal(pair: Sequence[str]) -> bool:
-        gold, given = reference_parsed(pair[0]), parsed(pair[1])
-        if not gold or not given:
+        gold, answer = reference_parsed(pair[0]), parsed(pair[1])
+        if not gold or not answer:
             return False
         try:
-            return bool(verify(gold, given, timeout_seconds=None, raise_on_error=True))
+            return bool(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
         except MemoryError:  # no verdict: the completion gets null
             raise
         except Exception:  # sympy cannot compare the two: a wrong answer, as for math-verify itself

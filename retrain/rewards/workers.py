@@ -119,7 +119,7 @@ class _Worker:
 class WorkerPool:
     """Runs jobs in up to ``workers`` processes, each of which a thread waits for.
 
-    ``what`` does the work, in messages; ``python`` is another interpreter than this process's, which then sees this
+    ``subject`` names the work in messages; ``python`` is another interpreter than this process's, which then sees this
     package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
     with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
     wall-clock limit of one job, ``memory_bytes`` that of a process's private memory (RLIMIT_DATA: libraries such as
@@ -134,16 +134,16 @@ class WorkerPool:
         workers: int,
         timeout_s: float,
         memory_bytes: int,
-        what: str = "the reward",
+        subject: str = "the reward",
         python: str | None = None,
         folders: Sequence[str] = (),
         start_s: float = START_SECONDS,
     ):
         self.start_s = start_s
-        self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
+        self.workers, self.timeout_s, self.subject = max(1, workers), timeout_s, subject
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
-        setup = {"entry": entry, "arguments": dict(arguments), "what": what, "memory_bytes": memory_bytes}
+        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject, "memory_bytes": memory_bytes}
         self._setup = pickle.dumps(setup)
         self.facts: dict[str, Any] = {}  # The attribute `facts` of the entry's function; known after `start`
         self._alive: list[_Worker] = []
@@ -196,7 +196,7 @@ class WorkerPool:
             if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
                 self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
             self._discard(worker)
-            return Reply(error=f"{self.what} took longer than {limit_s:g} s (timeout_s)", kind="timeout")
+            return Reply(error=f"{self.subject} took longer than {limit_s:g} s (timeout_s)", kind="timeout")
         except (EOFError, OSError, ValueError, RecursionError) as error:
             kind = "flooded" if str(error) == BAD_LENGTH else "died"
             return Reply(error=self._ending(worker, error), kind=kind)
@@ -239,7 +239,7 @@ class WorkerPool:
                 continue
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                self._fatal = f"{self.what}'s worker process cannot start: {reason}"
+                self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
         """Discard a worker after a fault; return the fault, and how the process had ended by itself."""
@@ -249,7 +249,7 @@ class WorkerPool:
         status = worker.process.poll()
         self._discard(worker)
         ending = "" if status is None else f" (exit status {status})" if status >= 0 else f" (signal {-status})"
-        return f"{self.what}'s worker {fault}{ending}"
+        return f"{self.subject}'s worker {fault}{ending}"
 
     def _discard(self, worker: _Worker) -> None:
         self._alive.remove(worker)
@@ -287,7 +287,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
-        reply = _reply(grade, frame[LIMIT.size :], setup["what"])
+        reply = _reply(grade, frame[LIMIT.size :], setup["subject"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
         if "retire" in reply:
@@ -320,13 +320,13 @@ def _ignore_endings() -> None:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
 
 
-def _reply(grade: Callable[[Any], object], frame: bytes, what: str) -> dict[str, object]:
+def _reply(grade: Callable[[Any], object], frame: bytes, subject: str) -> dict[str, object]:
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)
         return {"value": value}
     except MemoryError:
-        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}
+        return {"error": f"MemoryError: {subject} needed more memory than its limit", "retire": True}
     except BaseException as error:  # whatever a reward raises costs one completion, never the run
         return {"error": _reason(error)}
 

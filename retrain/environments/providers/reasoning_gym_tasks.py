@@ -156,7 +156,7 @@ class TaskWorker:
             workers=1,
             timeout_s=ENTRIES_SECONDS,
             memory_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0],
-            what="the data set",
+            subject="the data set",
         )
 
     def check(self, task: Task, seconds: float) -> str:
