@@ -28,10 +28,10 @@ import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
+from retrain.commands.run_status import read_status
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
 from retrain.records.observer import NullObserver
-from retrain.records.status import read_status
 from retrain.util.session import LEASE
 from tests.system.clusters import eventually
 

@@ -143,7 +143,7 @@ def test_broken_weights_give_no_grades(tmp_path):
     with grader(path) as made:
         results = made.grade([(ADD, "7"), (ADD, "8")])
     assert [result.total_reward for result in results] == [None, None]
-    assert {result.error for result in results} == {"the reward model gave nan, not a number within ±1e30"}
+    assert {result.error for result in results} == {"the reward returned nan, not a number within ±1e30"}
 
 
 def test_beside_match_the_answer_decides_what_is_correct(scorer):

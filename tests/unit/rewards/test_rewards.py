@@ -10,20 +10,12 @@ from hypothesis import strategies as st
 
 from retrain.config import tasks
 from retrain.data.sources import Columns, problem_of_row
-from retrain.errors import MissingExtra, PluginError
+from retrain.errors import MissingExtra, PluginError, printable
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
-from retrain.rewards.base import (
-    FormatReward,
-    MatchReward,
-    last_boxed,
-    last_number,
-    normalise,
-    plain_number,
-    printable,
-    reference_answer,
-)
+from retrain.rewards.base import FormatReward, MatchReward
 from retrain.rewards.build import Component, WeightedReward
 from retrain.types import Problem
+from retrain.util.answers import last_boxed, last_number, normalise, plain_number, reference_answer
 
 ADD = Problem("p", "6*7=?", "42", ("easy",))
 MEGABYTE = 1 << 20
