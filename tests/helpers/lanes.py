@@ -17,6 +17,7 @@ from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
+from retrain.engines.step import Stepping
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.adapter_io import peft_config
@@ -33,6 +34,8 @@ from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head
+
+AS_ON_A_GPU = Stepping(calls=8, columns=16, compiled=False)
 
 
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
@@ -93,9 +96,9 @@ def sample(
     return engine.sample(asked, **options)
 
 
-def decoded(base, lanes, adapters, asked):
+def decoded(base, lanes, adapters, asked, **options):
     """Return tokens, log-probabilities and entropies of all completions, exactly."""
-    groups = sample(LocalEngine(base, lanes), asked, adapters)
+    groups = sample(LocalEngine(base, lanes, **options), asked, adapters)
     return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 

@@ -203,3 +203,9 @@ def check_complete(out: Path, runs: int = 4, steps: int = 3) -> None:
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"done"}
     assert not list(out.glob("server*.json"))
     assert not (out / "adapters").exists()
+
+
+def ranks_of(process: int) -> list[int]:
+    """Return the processes that this one has started as its ranks, the first first."""
+    children = sorted(psutil.Process(process).children(), key=lambda child: child.create_time())
+    return [child.pid for child in children if "follow_started" in " ".join(child.cmdline())]

@@ -119,19 +119,17 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
 
 
 @pytest.fixture
-def slots(monkeypatch):
-    """The slots of a campaign on a machine with ``gpus`` GPUs and 8 cores."""
+def slots(monkeypatch, gpus):
+    """The slots of a campaign on a machine with ``count`` GPUs and 8 cores."""
     monkeypatch.setattr("retrain.campaign.executors.table.usable_cpus", lambda: 8)
 
-    def slots(gpus: int, devices, workers="auto", ranks=None, **campaign):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    def slots(count: int, devices, workers="auto", ranks=None, **campaign):
+        gpus.count = count
         campaign |= {"executor": "processes", "workers": workers, "seeds": [1], "max_steps": 1}
         backend = {"devices": devices} | ({"shard": "fsdp2", "ranks": ranks} if ranks else {})
         found = slots_of(parse_dict({"campaign": campaign, "backend": backend}))
         return [(slot.device, slot.visible, slot.threads, slot.memory) for slot in found]
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return slots
 
 
@@ -159,7 +157,7 @@ def test_cohorts_have_parts_of_a_gpu_or_several(slots):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "says"),
+    ("count", "asked", "says"),
     [
         (2, {"devices": "gpu:0-3"}, "devices has gpu:2: this machine shows 2 GPUs"),
         (2, {"devices": "all", "workers": 3}, r"workers = 3, and .* means 2 GPUs: .*type --workers 2"),
@@ -174,9 +172,9 @@ def test_cohorts_have_parts_of_a_gpu_or_several(slots):
         (5, {"devices": "all", "ranks": "auto", "gpus_per_cohort": 8}, r"each worker has 8 GPUs .* means 5 GPUs; type"),
     ],
 )
-def test_devices_that_are_not_there(slots, gpus, asked, says):
+def test_devices_that_are_not_there(slots, count, asked, says):
     with pytest.raises(UsageError, match=says):
-        slots(gpus, **asked)
+        slots(count, **asked)
 
 
 def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):

@@ -9,11 +9,11 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
-from helpers.servers import apart, ids, publish, requests, served_world, weights
+from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
 
-from retrain.engines.server import engine as engine_module
 from retrain.engines.server.client import Away, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
@@ -366,13 +366,8 @@ def test_a_key_is_sent(connect, start, lanes, model):
     ("listed", "message"),
     [({"data": ["x"]}, "no server of the kind .* or this is not its url"), ({"data": [{"id": 3}]}, "lists no model")],
 )
-def test_what_is_no_server_of_that_kind(connect, server, monkeypatch, listed, message):
-    get = Server.get
-
-    async def other(self, path, timeout_s=None):
-        return listed if path == "/v1/models" else await get(self, path, timeout_s)
-
-    monkeypatch.setattr(Server, "get", other)
+def test_what_is_no_server_of_that_kind(connect, server, listed, message):
+    server.listed = listed
     with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{message}"):
         connect()
 
@@ -411,22 +406,21 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
 
 
-def test_closing_does_not_wait_for_a_server_that_never_answers(engine, lanes, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "CLOSING_S", 0.3)
+def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, server, tmp_path):
+    class Unanswered(Server):
+        async def post(self, path, *rest):
+            await asyncio.sleep(60 if path.endswith("/unload_lora_adapter") else 0)
+            return await super().post(path, *rest)
+
+    engine = connect(client=Unanswered, waits=replace(IMPATIENT, closing_s=0.3))
     ref = publish(engine, weights(lanes, 1))
     engine.sample(requests(ref))
-    (address,) = engine.pool.servers
-
-    async def never(*given):
-        await asyncio.sleep(60)
-
     held = threading.Event()
     server.faults.append(lambda status, payload: held.wait(10) and (status, payload))
     server.asked.clear()
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(engine.sample, requests(ref, 1, 1))
         until(lambda: server.asked)
-        monkeypatch.setattr(address, "post", never)
         begin = time.monotonic()
         engine.close()
         assert time.monotonic() - begin < 5
@@ -439,24 +433,24 @@ def test_closing_does_not_wait_for_a_server_that_never_answers(engine, lanes, se
     assert not (tmp_path / "adapters").exists()
 
 
-def test_a_completion_that_ends_servers_is_not_asked_for_without_end(engine, lanes, monkeypatch):
-    monkeypatch.setattr(engine_module, "LOSSES", 3)
+def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, lanes):
+    deaths = []
+
+    class Dying(Server):
+        """Dies at every completion, and is back after a while."""
+
+        async def post(self, path, *rest):
+            if path == "/v1/completions":
+                deaths.append(path)
+                assert len(deaths) < 10, "asked for without end"
+                raise Away("ReadError")
+            return await super().post(path, *rest)
+
+        async def check(self):
+            return (not deaths or self.alive is False) and await super().check()
+
+    engine = connect(client=Dying, waits=replace(IMPATIENT, losses=3))
     ref = publish(engine, weights(lanes, 1))
-    (address,) = engine.pool.servers
-    check, post, deaths = address.check, address.post, []
-
-    async def dies(path, body, timeout_s=None):
-        if path == "/v1/completions":
-            deaths.append(path)
-            assert len(deaths) < 10, "asked for without end"
-            raise Away("ReadError")
-        return await post(path, body, timeout_s)
-
-    async def back_after_a_while():
-        return address.alive is False and await check()
-
-    monkeypatch.setattr(address, "post", dies)
-    monkeypatch.setattr(address, "check", back_after_a_while)
     with pytest.raises(ServerFailed, match=r"was under way 3 times at a server that then went away, last http.*Read"):
         engine.sample(requests(ref, 1, 1))
     assert len(deaths) == 3

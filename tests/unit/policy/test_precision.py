@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.lanes import lane_of, ref, sample, trained, update
+from helpers.lanes import AS_ON_A_GPU, lane_of, ref, sample, trained, update
 from helpers.models import toy_base
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -295,10 +295,9 @@ class Deterministic(TorchDispatchMode):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """Sums of probabilities as on a deterministic GPU; steps as Python."""
+    """Sums of probabilities as on a deterministic GPU."""
     for module in (dense, grid):
         monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
-    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: dense.decode_steps)
 
 
 @pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])
@@ -309,7 +308,7 @@ def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(tiny
     asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 2, 6, 0.9, ("any", n), **cut) for n in (4, 7)]
     with Deterministic() as watch:
         for dense_path in {True, False} if family in DENSE else {False}:
-            groups = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
+            groups = sample(LocalEngine(base, lanes, dense=dense_path, stepping=AS_ON_A_GPU), asked, [adapter])
             sampled = watch.operations
             samples = [
                 Sample.single_turn(
