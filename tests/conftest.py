@@ -1,9 +1,12 @@
 """What holds for every test: no hub, no tracker service, one torch thread, nothing written outside tmp_path."""
 
+import atexit
 import os
+import shutil
 import signal
 import stat
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,8 @@ from helpers import check_maths
 from hypothesis import settings
 
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="retrain-hub-")  # the user's caches and token are not read
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"

@@ -40,14 +40,13 @@ runner = CliRunner()
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, import_path) -> Path:
     """A folder with the documents' backend, four problems and a TOML; the interpreter is left as it was."""
     (tmp_path / "my_backend.py").write_text(CODE)
     for name, sign in (("digits", "+"), ("heldout", "plus")):
         rows = [{"prompt": f"{n} {sign} 2", "answer": str(n + 2)} for n in (1, 3, 5, 7)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(TOML + REST)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in ("my_backend", "slow_backend"):

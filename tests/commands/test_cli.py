@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from retrain import __version__, device
-from retrain.campaign.planning import references
 from retrain.cli import app
 from retrain.commands import setup
 
@@ -209,7 +208,8 @@ NEEDED = [
 
 def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "needy.toml").write_text(NEEDY)
-    monkeypatch.setattr(references, "is_installed", lambda module: False)
+    for module in ("datasets", "math_verify", "tensorboard", "trackio"):
+        monkeypatch.setitem(sys.modules, module, None)
     for command in (["check"], ["train", "--out", str(tmp_path / "out")]):
         result = run(command[0], tmp_path / "needy.toml", *command[1:])
         assert result.exit_code == 2
@@ -255,15 +255,15 @@ def test_an_empty_path_to_write_to_is_refused(tmp_path, monkeypatch, arguments):
 
 def test_doctor_names_every_package_and_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(setup, "bfloat16_gain", lambda: 3.4)
-    version_of = setup.version_of
-    monkeypatch.setattr(setup, "version_of", lambda package: None if package == "trackio" else version_of(package))
+    version_of, missing = setup.version_of, {"trackio"}
+    monkeypatch.setattr(setup, "version_of", lambda package: None if package in missing else version_of(package))
     result = run("doctor")
     assert result.exit_code == 0
     for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
         assert name in result.output
     assert "bfloat16             multiplied 3.4 times as fast" in result.output
     assert re.search(r"^- .*\[trackio\].*not installed .*; type: pip install '\.\[trackio\]'$", result.output, re.M)
-    monkeypatch.setattr(setup, "version_of", lambda package: None)
+    missing |= {*setup.REQUIRED}
     result = run("doctor")
     assert (result.exit_code, "pip install" in result.output) == (1, True)
     assert '[inference] dtype = "bfloat16" is faster here' in (device.bfloat16_advice("auto") or "")

@@ -1,5 +1,6 @@
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -288,7 +289,7 @@ def test_files_that_are_quantised_already_are_refused_before_they_are_read(toy, 
 
 
 def test_without_the_package_check_says_what_to_type(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.planning.references.is_installed", lambda name: name != "bitsandbytes")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     path = tmp_path / "run.toml"
     path.write_text('[model]\nquantize = "nf4"\n')
     told = CliRunner().invoke(app, ["check", str(path)])

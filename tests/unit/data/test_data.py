@@ -230,9 +230,8 @@ def raises(): raise KeyError("my own bug")
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path, monkeypatch, import_path):
     (tmp_path / "my_problems.py").write_text(PLUGIN, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_problems", raising=False)
 
     def loaded(function: str, **keys: Any) -> Dataset:
@@ -270,7 +269,6 @@ def test_a_function_that_is_no_source_is_named(plugin, function, error, reason):
 def datasets(tmp_path, monkeypatch):
     """The library in an empty directory: folders named like the hub's repositories are read first."""
     library = pytest.importorskip("datasets", reason="the extra `data` is not installed")
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     library.disable_progress_bars()
     return library
@@ -363,11 +361,7 @@ def test_what_is_missing_in_a_directory_is_named(tmp_path, datasets):
     assert prompts(load("./set", subset="socratic").train)[0] == "socratic 0+1=?"
 
 
-def test_without_a_network_a_hub_name_is_one_clear_line(monkeypatch, datasets):
-    import huggingface_hub
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def test_without_a_network_a_hub_name_is_one_clear_line(datasets):
     with pytest.raises(DataError) as caught:
         load("someone/problems")
     assert "someone/problems" in str(caught.value)

@@ -168,10 +168,10 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 
 @needs_packing
 @pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
-def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, monkeypatch, runs, dtype):
+def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, runs, dtype):
     """The adapter is merged for one run in fp32, and a product of its own otherwise."""
-    monkeypatch.setattr("retrain.models.layers.SMALL_MODEL_BYTES", 0)
     base = tiny("qwen3", dtype)
+    base.small = False
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]
     engine = LocalEngine(base, lanes)

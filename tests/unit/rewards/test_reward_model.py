@@ -197,13 +197,12 @@ def test_mistakes_are_found_before_anything_is_sampled(name, scorer, tmp_path):
         assert words in reward_model_fault(str(path))
 
 
-def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer):
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"'owner/scorer': .*download it elsewhere and give the directory's path"):
         grader(Path("owner/scorer"))
-    repository = tmp_path / "models--owner--scorer"
+    repository = Path(constants.HF_HUB_CACHE) / "models--owner--scorer"
     shutil.copytree(scorer, repository / "snapshots" / "c0ffee")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")

@@ -547,18 +547,19 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
 
 
 def test_failures_end_their_own_requests_only(world, monkeypatch, capfd):
-    engine, sample = world.service.engine, world.service.engine.sample
+    sample, failures = world.service.engine.sample, [RuntimeError("broken on purpose")]
 
-    def fails_once(*arguments):
-        monkeypatch.setattr(engine, "sample", sample)
-        raise RuntimeError("broken on purpose")
+    def sample_or_fail(*arguments):
+        if failures:
+            raise failures.pop()
+        return sample(*arguments)
 
-    monkeypatch.setattr(engine, "sample", fails_once)
+    monkeypatch.setattr(world.service.engine, "sample", sample_or_fail)
     answer = world.post("/v1/completions", asked())
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
     assert "broken on purpose" not in answer.text
     assert "broken on purpose" in capfd.readouterr().err
-    monkeypatch.setattr(engine, "sample", fails_once)
+    failures.append(RuntimeError("again"))
     [event] = events(world.post("/v1/completions", asked(stream=True)).text)
     assert event["error"]["code"] == 500
     assert world.post("/v1/completions", asked()).status_code == 200

@@ -99,7 +99,7 @@ def plain_values(policy: LocalPolicy, sample: Sample) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(base, lanes, share, monkeypatch):
+def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(base, lanes, share):
     policy = ppo_policy(base, lanes, share_adapter=share)
     samples = [in_turns(s) if i % 2 else s for i, s in enumerate(rollout(base, lanes, policy.adapter))]
     scores = policy.score(samples, frozenset({Want.VALUES, Want.LOGPROBS}))
@@ -108,7 +108,7 @@ def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(bas
         assert logprobs_T == pytest.approx(sample.logprobs[sample.action_mask], abs=2e-5)  # still the policy's
     assert np.std(np.concatenate(scores.values)) > 0.01
     assert lanes.mode.adapter is None  # no lane stays active
-    monkeypatch.setattr(backbone_of(base), "decoder", None)
+    base.backbone = replace(backbone_of(base), decoder=None)
     with pytest.raises(ModelError, match='it can have no critic: advantage_mode = "grpo"'):
         policy.score(samples, frozenset({Want.VALUES}))
 

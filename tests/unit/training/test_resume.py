@@ -257,9 +257,7 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(home, tmp_path, import_path):
     model = shutil.copytree(home / "model", tmp_path / "model")
     settings = read_json(model / "config.json")
     settings["model_type"] = "custom"

@@ -251,9 +251,7 @@ def test_an_adapter_teaches_with_its_rank_and_scale(base, lanes, samples, policy
     assert_equal_logprobs(teacher, policy, samples, expected)
 
 
-def test_another_model_teaches_in_any_micro_batches_within_its_context(
-    base, lanes, samples, policy, tmp_path, monkeypatch
-):
+def test_another_model_teaches_in_any_micro_batches_within_its_context(base, lanes, samples, policy, tmp_path):
     path = twin(base, tmp_path / "larger")
     sections = {"training": {"temperature": 0.7}, "backend": {"devices": "cpu"}}
     teacher, copies, messages = made_for(base, lanes, tmp_path, sections, teacher="larger")
@@ -263,17 +261,16 @@ def test_another_model_teaches_in_any_micro_batches_within_its_context(
     model = AutoModelForCausalLM.from_pretrained(path)
     expected = [plain_logprobs(model, sample) for sample in samples]
     assert_equal_logprobs(teacher, policy, samples, expected)
-    sizes, score = [], teacher._score
+    sizes = []
 
-    def short_of_memory(samples_, parts):
-        sizes.append(max(map(len, parts)))
-        if sizes[-1] > 2:
+    def short_of_memory(module, args, options):
+        sizes.append(options["input_ids"].numel())
+        if sizes[-1] > sizes[0] / 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return score(samples_, parts)
 
-    monkeypatch.setattr(teacher, "_score", short_of_memory)
+    teacher.base.model.model.register_forward_pre_hook(short_of_memory, with_kwargs=True)
     assert_equal_logprobs(teacher, policy, samples, expected)
-    assert sizes[0] > 2 >= sizes[-1]
+    assert 0 < sizes[-1] <= sizes[0] / 2
     config = read_json(path / "config.json")
     write_json(path / "config.json", config | {"max_position_embeddings": 8})
     short = next(made_for(base, lanes, tmp_path, sections, teacher="larger"))
@@ -392,7 +389,7 @@ def states(*shape, seed=0):
 
 @pytest.mark.parametrize(("alpha", "top", "softcap"), [(0.0, 0, None), (1.0, 5, None), (0.3, 5, 3.0)])
 def test_in_chunks_a_divergence_has_the_value_and_gradient_that_it_has_at_once(monkeypatch, alpha, top, softcap):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setitem(head_module.CHUNK_BYTES, "cpu", 1)
     head = Head(states(31, 6), states(31, seed=1), softcap=softcap, multiplier=0.7)
     other = Head(states(33, 4, seed=2))  # of another width, and padded to another size
     hidden, theirs = states(37, 6, seed=3).requires_grad_(), states(37, 4, seed=4)
