@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, run_cli
 from helpers.lanes import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
 from helpers.models import TINY_RUN, config_errors, qwen3_directory
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from retrain.adapters.provenance import provenance
 from retrain.campaign.controller import launch
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
@@ -292,7 +290,7 @@ def test_without_the_package_check_says_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     path = tmp_path / "run.toml"
     path.write_text('[model]\nquantize = "nf4"\n')
-    told = CliRunner().invoke(app, ["check", str(path)])
+    told = run_cli("check", path)
     assert told.exit_code == 2
     assert "pip install '.[quantize]'" in told.output
     assert "run.toml:2" in told.output

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.campaigns import eventually
 from helpers.models import config_errors
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 
@@ -18,7 +19,6 @@ from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ServerFailed, UsageError
 from retrain.files import read_json
-from tests.system.clusters import eventually
 
 model, base, lanes, *_ = served_world()
 SLEEPER = f"{sys.executable} -c 'import time; time.sleep(600)'"

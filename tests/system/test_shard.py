@@ -140,13 +140,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
-    """What one process leaves."""
     return trained(folder / "one")
 
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict:
-    """What two ranks leave."""
     return trained(folder / "two", *on_ranks(2))
 
 

@@ -18,6 +18,7 @@ from helpers.campaigns import (
     alone,
     contents,
     differing,
+    eventually,
     planned,
     suspended_writer,
     who_writes,
@@ -33,7 +34,7 @@ from retrain.ownership import process_start
 from retrain.records.observer import NullObserver
 from retrain.records.status import read_status
 from retrain.util.session import LEASE
-from tests.system.clusters import eventually, ranks_of
+from tests.system.clusters import ranks_of
 
 pytestmark = pytest.mark.timeout(600)
 CPU = "backend.devices=cpu"

@@ -3,20 +3,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.campaigns import eventually, run_cli
 from helpers.models import campaign_head, config_errors
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import JobStarted, StepDone, WorkerDevice
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.device import gpus_of, resolve_device
 from retrain.errors import StorageError, UsageError
 from retrain.ownership import process_start
-from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids
+from tests.system.clusters import ends, events_of, job, of_kind, pids
 
 EXECUTORS = ("processes", "slurm, local", "ray")
 pytestmark = pytest.mark.timeout(600)
@@ -217,7 +216,6 @@ def test_what_does_not_go_together_is_said(campaign, backend, says):
 
 @pytest.fixture
 def files(tmp_path) -> tuple[Path, Path]:
-    """A single run and a campaign."""
     (tmp_path / "single.toml").write_text('[training]\nmax_steps = 1\n[backend]\ndevices = "cpu"\n')
     head = campaign_head(("grpo", "none"), ("rloo", "none"), seeds=[1, 2, 3, 4], max_steps=1)
     (tmp_path / "camp.toml").write_text(head + '[backend]\ndevices = "cpu"\n')
@@ -226,7 +224,7 @@ def files(tmp_path) -> tuple[Path, Path]:
 
 def test_options_are_settings_of_a_campaign(files):
     def typed(*words: object):
-        return CliRunner().invoke(app, [*map(str, words)])
+        return run_cli(*words)
 
     refused = typed("train", files[0], "--executor", "processes")
     assert (refused.exit_code, "is a single run" in refused.stderr) == (2, True)

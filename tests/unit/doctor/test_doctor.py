@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from helpers.campaigns import run_cli
 
-from retrain.cli import app
 from retrain.doctor import machine, memory, results, training
 from retrain.doctor.checks import CHECKS, run_checks
 from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
@@ -39,7 +38,7 @@ FAST = {"bandwidth": 1e14, "matrix": 1e14}
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return run_cli("doctor", *arguments)
 
 
 def write(folder, text: str):

@@ -3,12 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import qwen3_directory
 from helpers.servers import IMPATIENT, StandIn
 from starlette.responses import JSONResponse
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.engines.server import build
 from retrain.engines.server.canary import TEXT
 
@@ -31,7 +30,7 @@ def impatient(monkeypatch):
 
 
 def doctor(*arguments: object):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return run_cli("doctor", *arguments)
 
 
 def test_a_sound_server_passes(model, server):

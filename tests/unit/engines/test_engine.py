@@ -163,7 +163,6 @@ def test_context_overflow_is_told(base, lanes):
 
 
 def with_many_ends(base):
-    """Return the base with so many end tokens that sequences have very different lengths."""
     return dataclasses.replace(base, eos_ids=tuple(sorted({*base.eos_ids, *range(20, 60)})))
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from helpers.campaigns import eventually
 from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
 
 from retrain.engines.server.client import Away, Server
@@ -25,14 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarnin
 
 
 model, base, lanes, standin, server = served_world()
-
-
-def until(is_true) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- what comes back ------------------------------------------------------------------------------------------------
@@ -122,7 +115,7 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
     assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
     engine.retire(refs[0])
     engine.retire(PolicyRef("run", 7))  # never published
-    until(lambda: server.adapters == [second] and not (directory / first).exists())
+    eventually(lambda: server.adapters == [second] and not (directory / first).exists())
     with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
         engine.sample(requests(refs[0]))
 
@@ -145,16 +138,16 @@ def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, serv
 
     server.faults.append(slow)
     sampling = ThreadPoolExecutor(1).submit(engine.sample, requests(ref, 1, 1))
-    until(lambda: server.adapters and not server.faults)
+    eventually(lambda: server.adapters and not server.faults)
     engine.sample(requests(other, 1, 1))
     for each in (ref, other):
         engine.retire(each)
-    until(lambda: len(server.adapters) < 2)
+    eventually(lambda: len(server.adapters) < 2)
     time.sleep(0.1)
     assert [name.partition("@")[0] for name in server.adapters] == ["run"]
     held.set()
     assert sampling.result()
-    until(lambda: not server.adapters)
+    eventually(lambda: not server.adapters)
 
 
 def as_if_killed(engine) -> None:
@@ -389,7 +382,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     level, text = messages[0]
     assert (level, text.partition(": ")[0]) == ("warning", f"{other.url} is left out")
     other.start()
-    until(lambda: ("info", f"{other.url} is back") in messages)
+    eventually(lambda: ("info", f"{other.url} is back") in messages)
     other.asked.clear()
     engine.forget_sequences()
     assert ids(engine.sample(asked)) == sound
@@ -402,7 +395,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     assert caught.value.shared
     server.start()
     other.start()
-    until(lambda: engine.pool.servers[0].alive)
+    eventually(lambda: engine.pool.servers[0].alive)
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
 
 
@@ -420,7 +413,7 @@ def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, s
     server.asked.clear()
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(engine.sample, requests(ref, 1, 1))
-        until(lambda: server.asked)
+        eventually(lambda: server.asked)
         begin = time.monotonic()
         engine.close()
         assert time.monotonic() - begin < 5
@@ -437,8 +430,6 @@ def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, la
     deaths = []
 
     class Dying(Server):
-        """Dies at every completion, and is back after a while."""
-
         async def post(self, path, *rest):
             if path == "/v1/completions":
                 deaths.append(path)

@@ -157,8 +157,6 @@ def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path)
 
 
 class LargestIntegers(TorchDispatchMode):
-    """Notes the size of the largest tensor of integers."""
-
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -269,8 +269,6 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
 
 
 class LivePolicies(NullObserver):
-    """Counts the policies in memory at every step."""
-
     def __init__(self):
         self.counts = []
         self.before = self.count()

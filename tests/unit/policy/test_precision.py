@@ -295,7 +295,6 @@ class Deterministic(TorchDispatchMode):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """Sums of probabilities as on a deterministic GPU."""
     for module in (dense, grid):
         monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -16,11 +17,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForSequenceClassification,
 )
-from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import version_changes
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load, tasks
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
@@ -224,7 +223,7 @@ def home(tmp_path, scorer) -> Path:
 
 
 def command(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return run_cli(*arguments)
 
 
 def test_a_run_trains_on_the_scores(home):

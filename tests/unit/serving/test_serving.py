@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers.campaigns import eventually
 from helpers.servers import NAMES, World, events
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -501,13 +502,6 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(world, tmp_path):
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
 
 
-def wait_until_idle(world):
-    begin = time.monotonic()
-    while world.service.batcher.load != (0, 0):
-        time.sleep(0.001)
-        assert time.monotonic() - begin < 30
-
-
 def test_the_queue_is_bounded_and_time_too(tmp_path):
     world = World(tmp_path, max_queue=8, max_rows=4, timeout_s=0.4)
     bodies = [asked(n=2, max_tokens=1500, ignore_eos=True, seed=k) for k in range(20)]
@@ -524,7 +518,7 @@ def test_the_queue_is_bounded_and_time_too(tmp_path):
         assert all(answer.headers["Retry-After"] for answer in answers if answer.status_code == 503)
         world.service.batcher._piece = piece
         assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
-        wait_until_idle(world)
+        eventually(lambda: world.service.batcher.load == (0, 0))
         assert len(world.service.engine.sequence_cache) == 0
     finally:
         world.service.close()
@@ -539,7 +533,7 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
             await asyncio.sleep(0.001)
         drawn = list(world.service.batcher._active)
         asking.cancel()
-        await asyncio.to_thread(wait_until_idle, world)
+        await asyncio.to_thread(eventually, lambda: world.service.batcher.load == (0, 0))
         assert [len(each.token_ids) < 1500 for each in drawn] == [True] * 4
 
     world.run(leave)

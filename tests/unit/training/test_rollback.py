@@ -31,7 +31,6 @@ def assembled(folder, model, *keys: str) -> Iterator[Cohort]:
 
 @pytest.fixture
 def cohort(model, tmp_path):
-    """The runs at their first step."""
     with assembled(tmp_path, model) as cohort:
         yield cohort
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import StopAfter, adapter_bytes
+from helpers.campaigns import StopAfter, adapter_bytes, run_cli
 from helpers.credit import credit
 from helpers.lanes import (
     critic_campaign,
@@ -26,13 +26,11 @@ from helpers.lanes import (
 from helpers.models import qwen3_directory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
 from retrain.algorithms.teachers import teachers_of
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.runs import RunSpec
 from retrain.data.prompts import Renderer
@@ -82,7 +80,6 @@ def configured(**distillation):
 
 
 def opinions(groups: list[Group], seed: int = 0) -> list[np.ndarray]:
-    """Return made-up log-probabilities of every rollout's tokens."""
     noise = np.random.default_rng(seed)
     return [-noise.exponential(size=len(rollout_)) for group_ in groups for rollout_ in group_.rollouts]
 
@@ -218,7 +215,6 @@ def samples(base, lanes):
 
 @pytest.fixture
 def policy(base, lanes):
-    """A policy that has left its base."""
     policy = local_policy(base, lanes, training={"temperature": 0.7})
     with torch.no_grad():
         policy.adapter.flat.copy_(trained(lanes, 2).flat)
@@ -231,7 +227,6 @@ def assert_equal_logprobs(teacher, policy, samples, expected) -> None:
 
 
 def twin(base, directory: Path) -> Path:
-    """Make another model with the base's tokenizer."""
     texts = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
     qwen3_directory(directory, texts, seed=5, hidden=48)
     base.tokenizer.save_pretrained(directory)
@@ -316,7 +311,7 @@ def test_a_model_with_other_tokens_is_refused_before_any_weights_are_loaded(tmp_
         qwen3_directory(tmp_path / name, [text])
     file = tmp_path / "f.toml"
     file.write_text(f'[model]\nmodel = "{tmp_path / "student"}"\n[distillation]\nteacher = "teacher"\n')
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out")])
+    result = run_cli("train", file, "--out", tmp_path / "out")
     assert result.exit_code == 2
     message = re.sub(r"\s+", " ", result.stderr)
     assert re.search(r"its tokens are not those of .*student: \d+ of \d+ differ, such as '.*', token \d+", message)
@@ -327,7 +322,7 @@ def test_check_names_the_line_of_a_teacher_that_is_not_there(tmp_path, model):
     def refusal(teacher: Path | str, rest: str = "") -> str:
         file = tmp_path / "f.toml"
         file.write_text(f'[model]\nmodel = "{model}"\n[distillation]\nteacher = "{teacher}"\n{rest}')
-        result = CliRunner().invoke(app, ["check", str(file)])
+        result = run_cli("check", file)
         assert result.exit_code == 2, result.output
         return re.sub(r"\s+", " ", result.stdout + result.stderr)
 
@@ -535,7 +530,6 @@ ALL = ("", ALONE, MIXED, TRAINER, SELF, ANSWER, *WHOLE)
 
 
 def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str) -> Path:
-    """Write a campaign with a condition for each of these overrides."""
     training = 'num_iterations = 2\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "tis"\n'
     if teacher:
         training += f'[distillation]\nteacher = "{teacher}"\nweight = 0\n'
@@ -599,6 +593,6 @@ def test_other_weights_of_the_teacher_are_named_before_a_run_continues(model, te
     assert launch(load(path), out, StopAfter(1)).exit_status == 130
     changed = {name: 1.5 * tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(changed, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    result = CliRunner().invoke(app, ["resume", str(out), "--plain"])
+    result = run_cli("resume", out, "--plain")
     assert result.exit_code == 2, result.output
     assert "weights of the teacher: adapter" in re.sub(r"\s+", " ", result.stdout + result.stderr)
