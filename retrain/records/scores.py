@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from retrain.config.tasks import AUDIT
 from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
-from retrain.records.catalogue import AUDIT, EVAL_STATISTICS
+from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.measure import Samples, collect, mean
 from retrain.records.schema.base import Row

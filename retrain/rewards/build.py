@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import tasks
+from retrain.config.tasks import AUDIT
 from retrain.plugins import described
-from retrain.records.catalogue import AUDIT
 from retrain.rewards.base import FormatReward, Item, MatchReward, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.endpoint import JudgeEndpoint

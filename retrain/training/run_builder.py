@@ -15,6 +15,7 @@ from retrain.algorithms.distillation import Context
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.runs import RunSpec, run_directory, run_place
+from retrain.config.tasks import AUDIT
 from retrain.data import Dataset, content_hash
 from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer
@@ -25,7 +26,6 @@ from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
-from retrain.records.catalogue import AUDIT
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
 from retrain.records.observer import Observer

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from retrain.config.campaign import condition_name
+from retrain.config.tasks import AUDIT
 from retrain.errors import plural
 from retrain.maths.statistics import paired_interval
-from retrain.records.catalogue import AUDIT
 from retrain.records.text import minus
 from retrain.verdicts.results import RunResult
 

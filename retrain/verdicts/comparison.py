@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrain.config.campaign import condition_name, find_label
+from retrain.config.tasks import AUDIT
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import Interval, bootstrap_ci, iqm, paired_bootstrap_ci, probability_of_improvement
-from retrain.records.catalogue import AUDIT
 from retrain.records.notes import is_graded
 from retrain.records.schema.base import Row
 from retrain.records.schema.campaign import ENDED

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from retrain.config.evaluation import PART_EVERY
+from retrain.config.tasks import AUDIT
 from retrain.records import charts
-from retrain.records.catalogue import AUDIT
 from retrain.records.charts import Series
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
