@@ -21,7 +21,7 @@ from retrain.commands.console import Board, board_view, message_text
 from retrain.config import load
 from retrain.files import write_text
 from retrain.records.observer import SpecLike
-from retrain.records.tables import comparison_table, squeeze_line
+from retrain.commands.tables import comparison_table, squeeze_line
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "retrain train campaigns/quickstart.toml"

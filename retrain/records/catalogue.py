@@ -11,6 +11,7 @@ from typing import get_args
 
 from retrain.config.evaluation import Tool
 
+AUDIT = "audit"  # Name of the audit's score among a rollout's metrics, and prefix of its other metrics
 TOOLS: tuple[str, ...] = get_args(Tool)
 """Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 

@@ -25,16 +25,15 @@ from retrain.files import prepare_directory
 from retrain.ownership import claim
 from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
+from retrain.records.catalogue import AUDIT
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
-from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
-from retrain.records.recorder import RunRecorder
+from retrain.records.recorder import NullRecorder, RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
-from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step

@@ -11,8 +11,8 @@ from typing import Literal
 from retrain.config.campaign import condition_name
 from retrain.errors import plural
 from retrain.maths.statistics import paired_interval
+from retrain.records.catalogue import AUDIT
 from retrain.records.text import minus
-from retrain.rewards.base import AUDIT
 from retrain.verdicts.results import RunResult
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]

@@ -11,11 +11,12 @@ from starlette.routing import Route
 from retrain.records.reader import Tail, read_object
 from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
 from retrain.ui.answers import Query, Refusal, json_route, plain
+from retrain.ui.banner import shown_path
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
 from retrain.ui.metrics import about, named
 from retrain.ui.numbers import AXES, Numbers, xs_of
-from retrain.ui.rates import evaluation_rate
+from retrain.ui.rates import evaluation_rate, rate_of
 from retrain.ui.sources import Run
 from retrain.verdicts.results import Measure
 
@@ -26,6 +27,7 @@ TILES = {
 """The name that a metric of the catalogue has above the charts."""
 RESUMED = re.compile(rb"^[\d:. -]+info +continues at step (\d+)\r?$", re.MULTILINE)
 MOST_MARKS = 400  # Marks of a kind
+COMPLETIONS = "env/all/total_episodes"  # Those that the truncated share of a step counts
 LOG_BYTES = 4 << 20  # Bytes at the end of the log in which resumes are looked for
 
 
@@ -39,7 +41,7 @@ def routes(library: Library) -> list[Route]:
 
 
 def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
-    """Return the last value of each of ``TILES`` with its step; of an accuracy also its interval and ``n`` problems."""
+    """Return the last value of each of ``TILES`` with its step; of a rate also its interval and ``n``."""
     tiles = []
     for pattern, name in TILES.items():
         for key in named(pattern, numbers.keys):
@@ -54,6 +56,9 @@ def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
                 rate = evaluation_rate(rows[-1], str(held_out))
                 tile |= {"low": rate["low"], "high": rate["high"], "n": rate["n"] or None}
                 tile["name"] = name if held_out == "heldout" else f"{name}: {held_out}"
+            elif name == "truncated" and len(counts := points_of(numbers, COMPLETIONS)[1]):
+                rate = rate_of(values[-1] * counts[-1], int(counts[-1]))
+                tile |= {name: rate[name] for name in ("low", "high", "n")}
             tiles.append(tile)
     return tiles
 
@@ -66,11 +71,7 @@ def command_of(library: Library, run: Run) -> str | None:
         return None
     path = Path(str(plan.get("folder") or "."), plan["file"])
     sets = [word for text in plan.get("sets") or () for word in ("--set", str(text))]
-    return shlex.join(["retrain", "train", _short(path), "--out", _short(home.path), *sets])
-
-
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return shlex.join(["retrain", "train", shown_path(path), "--out", shown_path(home.path), *sets])
 
 
 def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:

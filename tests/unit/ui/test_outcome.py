@@ -4,7 +4,7 @@ import fcntl
 import shlex
 
 import pytest
-from helpers.pages import LABELS, campaign, client_of, evaluation, get, row
+from helpers.pages import LABELS, campaign, client_of, cookbook_run, evaluation, get, row
 from scipy.stats import binomtest
 
 from retrain.files import append_jsonl, read_json, write_json
@@ -129,3 +129,17 @@ def test_only_directories_that_have_changed_are_read_again(tmp_path, monkeypatch
     after = known()
     assert after["one"] is before["one"]
     assert after["two"] is not before["two"]
+
+
+def test_the_truncated_share_of_a_run_has_its_interval_and_other_tools_runs_have_tiles(tmp_path):
+    home = campaign(tmp_path / "one")
+    last = {"max_token_hit_rate": 0.125, "env/all/total_episodes": 64}
+    append_jsonl(home / "runs/grpo+none_s1/metrics.jsonl", [row(6, **last)])
+    tiles = {tile["name"]: tile for tile in get(client_of(home), "/api/run", at="one/runs/grpo+none_s1")["tiles"]}
+    wilson = binomtest(8, 64).proportion_ci(method="wilson")
+    assert tiles["truncated"] | {"unit": "share", "step": 6, "value": 0.125, "n": 64} == tiles["truncated"]
+    assert (tiles["truncated"]["low"], tiles["truncated"]["high"]) == pytest.approx((wilson.low, wilson.high))
+    assert tiles["held-out"]["n"] == 64
+    found = get(client_of(cookbook_run(tmp_path / "math_rl")), "/api/run", at="math_rl")
+    assert [(tile["name"], tile["key"]) for tile in found["tiles"]] == [("reward", "env/all/reward/total")]
+    assert (found["command"], found["marks"]) == (None, [])
