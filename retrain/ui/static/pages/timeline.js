@@ -1,7 +1,7 @@
 // The page of a run's timeline: the steps that it carries, a window of them at a time.
 
 import {StepTimes, stepOf} from "../components/step_times.js";
-import {html, render, useEffect, useState} from "../lib/html.js";
+import {html, render, useLayoutEffect, useState} from "../lib/html.js";
 import {startThemeButton} from "./theme_button.js";
 
 const WINDOW = 60;
@@ -19,8 +19,11 @@ function Times({data}) {
     setChosen(String(all[at].step));
     if (at < from || at >= from + WINDOW) move(at < from ? from - WINDOW : from + WINDOW);
   };
-  useEffect(() => {
-    const press = ({key}) => walk({h: -1, l: 1}[key] || 0);
+  // Before the next event, which may be a key right after a click.
+  useLayoutEffect(() => {
+    const press = ({key}) => {
+      if (key === "h" || key === "l") walk(key === "h" ? -1 : 1);
+    };
     document.addEventListener("keydown", press);
     return () => document.removeEventListener("keydown", press);
   });
