@@ -330,6 +330,8 @@ def test_runs_of_several_campaigns_and_tools_are_grouped_by_their_settings(tmp_p
     assert [each["group"]["training.seed"] for each in (first, second, third)] == [1, 2, 3]
     assert [len(each["places"]) for each in (first, second, third)] == [2, 3, 2]
     assert second["band"] == [[0, 0.25, 0.25], [6, 0.53125, 0.73125]]
+
+
 def test_a_run_in_numbers_with_its_command_and_marks(tmp_path):
     home = campaign(tmp_path / "one", seeds=1, steps=6)
     run, client = home / "runs" / f"{LABELS[0]}_s1", client_of(home)
