@@ -21,7 +21,7 @@ def parser_of(doc: str | None, on_gpu: str = "") -> argparse.ArgumentParser:
     made.add_argument("--models", type=Path, help="keep the random-weight models here")
     made.add_argument("--quick", action="store_true", help="a toy shape, few repeats: does everything work?")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every measured step here")
-    made.add_argument("--record", action="store_true", help="write the output into docs/performance.md")
+    made.add_argument("--record", action="store_true", help="write the output into docs/records/performance.md")
     if on_gpu:
         made.add_argument("--gpu", action="store_true", help=on_gpu)
     return made
@@ -44,8 +44,8 @@ def opened(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def publish(options: argparse.Namespace, mark: str, text: str, content: Any, more: str = "") -> None:
-    """Print the text, and where asked write it into docs/performance.md at its ``mark`` (``more`` below it there) and
-    the measured content as JSON."""
+    """Print the text; with --record write it into docs/records/performance.md at its ``mark``, ``more`` below it; with
+    --json write the measured content."""
     print(text)
     if options.record:
         record(f"{mark} on a GPU" if options.device == "cuda" else mark, f"{text}\n\n{more}".strip())
@@ -54,8 +54,8 @@ def publish(options: argparse.Namespace, mark: str, text: str, content: Any, mor
 
 
 def record(mark: str, text: str) -> None:
-    """Put a text into docs/performance.md, between the marks of this name, with the machine."""
-    page = DOCS / "performance.md"
+    """Put a text into docs/records/performance.md, between the marks of this name, with the machine."""
+    page = DOCS / "records" / "performance.md"
     before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- end of {mark} -->\n")
     if not (begin and end):

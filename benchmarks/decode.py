@@ -237,7 +237,7 @@ def main() -> None:
     images = options.plots or (DOCS / "images" if options.record else None)
     if images:
         draw(found, images, options.device)
-    links = [f"![Cost by {label}](images/{plot_name(axis, options.device)})" for axis, (label, _) in AXES.items()]
+    links = [f"![Cost by {label}](../images/{plot_name(axis, options.device)})" for axis, (label, _) in AXES.items()]
     publish(options, "decode", report(found, options.device), found, "\n".join(links))
 
 

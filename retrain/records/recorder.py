@@ -170,6 +170,10 @@ class RunRecorder:
         self.files.write(lambda: self.files.write_evaluation(record, recorded, started))
         return row
 
+    def evaluations(self) -> list[Row]:
+        """Return the rows of all evaluations on the disk."""
+        return RunReader(self.directory).evaluations()
+
     def seal(self) -> Row:
         """Return the ``Seal`` of all evaluations so far; {} where an earlier version has recorded some of them."""
         if not self._state.sha256:
@@ -364,6 +368,40 @@ class RunFiles(RecordFiles):
         for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
             (self.directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
         (self.directory / tokens_name(split, iteration)).unlink(missing_ok=True)
+
+
+class NullFiles(RunFiles):
+    """Files that are not written. ``any_written``: a run that has a checkpoint is restored from it."""
+
+    any_written = True  # pyright: ignore[reportAssignmentType]
+
+    def check_directory(self) -> None: ...
+
+    def write(self, task: Callable[[], object], always: bool = False) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class NullRecorder(RunRecorder):
+    """The recorder of ranks other than the first: it measures and writes nothing and has no tracker."""
+
+    def __init__(self, run_dir: Path, context: RunContext):
+        super().__init__(run_dir, context, trackers={})
+        self.files = NullFiles(run_dir, context, None, lambda: None)
+
+    def record_step(self, record: StepRecord) -> Row:
+        return {}
+
+    def record_eval(self, record: EvalRecord) -> Row:
+        return {}
+
+    def evaluations(self) -> list[Row]:
+        return []
+
+    def seal(self) -> Row:
+        return {}
+
+    def truncate(self, step: int) -> None: ...
 
 
 def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:

@@ -55,6 +55,7 @@ def test_a_drag_zooms_every_chart_to_finer_points_and_a_double_click_goes_back(p
     page.open(CURVES)
     whole, before = x_axes(page), len(asked(page))
     assert whole == [[0, STEPS - 1]] * 2
+    page.page.locator(".plot").first.scroll_into_view_if_needed()
     box = page.page.locator(".plot .u-over").first.bounding_box()
     height = box["y"] + box["height"] / 2
     page.page.mouse.move(box["x"] + 0.5 * box["width"], height)

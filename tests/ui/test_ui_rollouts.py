@@ -124,3 +124,13 @@ def test_the_step_that_a_sample_is_chosen_from_stays(read):
     read.press("l", "h")
     assert read.query["iteration"] == "0"
     assert read.text("h1 + p").startswith("train · step 0")
+
+
+def test_a_click_on_a_step_of_a_metric_opens_its_rollouts(read):
+    read.open(f"/metrics{RUN}?keys=mean_reward")
+    area = read.page.locator(".chartcard .plot .u-over").first
+    box = area.bounding_box()
+    area.click(position={"x": 3, "y": box["height"] / 2})
+    read.settle()
+    assert read.path == f"{ADDRESS}?iteration=0"
+    assert shown(read) == [0, 1, 2, 3, 4, 5]

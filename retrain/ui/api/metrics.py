@@ -23,8 +23,8 @@ def routes(library: Library) -> list[Route]:
         for run in runs:
             declared = library.settings(run).get("ranges")
             ranges |= declared if isinstance(declared, dict) else {}
-        about_runs = [{name: getattr(run, name) for name in ("place", "label", "index", "seed")} for run in runs]
-        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys), "runs": about_runs}
+        shown = [{"place": run.place, "label": run.label, "index": run.index, "seed": run.seed} for run in runs]
+        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys), "runs": shown}
 
     def why(query: Query) -> dict[str, Any]:
         run, key = library.run(query.text("at")), query.text("key")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from retrain.commands.run_status import read_status
 from retrain.files import read_json, read_jsonl
 from retrain.records.__main__ import metrics_markdown, with_tables
 from retrain.records.columns import Columns
@@ -17,7 +18,6 @@ from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, R
 from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
 from retrain.records.schema.layout import CAMPAIGN_FILES, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
-from retrain.records.status import read_status
 from retrain.ui.iterations import Index, rollouts_of
 from retrain.verdicts.pooling import conclude
 

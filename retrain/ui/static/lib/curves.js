@@ -19,7 +19,8 @@ export function useCurves(question, zoom) {
   const whole = useAnswer("curves", readWhole.current === about ? question : null, OPTIONS);
   const exact = zoom ? part : whole;
   const isNew = exact.data && exact.about === exact.question;
-  return {body: isNew ? exact.data : whole.data || part.data, error: exact.error, retry: exact.retry};
+  const old = exact.error ? null : whole.data || part.data;
+  return {body: isNew ? exact.data : old, error: exact.error, retry: exact.retry};
 }
 
 // Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it.

@@ -13,6 +13,7 @@ import {useCurves, zoomOf, zoomTo} from "../lib/curves.js";
 import {html, useMemo} from "../lib/html.js";
 import {link} from "../router.js";
 import {why} from "../why.js";
+import {openRollouts} from "./reading.js";
 
 /** @typedef {import("../charts/data.js").Line} Line */
 
@@ -203,6 +204,7 @@ function CurvePair({campaign, metric, body, error, retry, zoom, empty}) {
       <${Chart}
         ...${shared}
         title=${key}
+        onStep=${openRollouts({metric: key, x: shared.x, lines: levels, runs: campaign.runs})}
         words=${body && levelWords(body, counted)}
         lines=${levels}
         share=${share}

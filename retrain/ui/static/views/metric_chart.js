@@ -11,6 +11,7 @@ import {html, useMemo, useRef} from "../lib/html.js";
 import {useInSight} from "../lib/sight.js";
 import {why} from "../why.js";
 import {readMine, runFilter, writeMine} from "./metrics_keys.js";
+import {openRollouts} from "./reading.js";
 
 /**
  * @typedef {import("./metrics_keys.js").Metric} Metric
@@ -133,9 +134,24 @@ export function MetricChart({metric, page, level = "h3", big = false, mine, only
   const made = useMemo(() => body && drawing(body, metric, settings, only), [body, metric, settings, only]);
   const words = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : ""];
   const caption = [...new Set([...words, ...(made ? made.notes : [])])].filter(Boolean).join(" · ");
+  const onStep = openRollouts({metric: key, x, lines: made && made.lines, runs});
   const onZoom = (part) => patch(zoomTo(part), {replace: true});
   const options = {
-    ...{title: key, hint: definition, words: caption, level, error, retry, onZoom, x, zoom, range, healthy, marks},
+    ...{
+      title: key,
+      hint: definition,
+      words: caption,
+      level,
+      error,
+      retry,
+      onZoom,
+      onStep,
+      x,
+      zoom,
+      range,
+      healthy,
+      marks,
+    },
     ...{lines: made && made.lines, counts: made && made.counts, emptyWords: made && made.emptyWords},
     ...{height: big ? 460 : 172, group: "metrics", share: unit === "share", unit: unit === "share" ? "%" : ""},
     ...settings.plot,

@@ -7,7 +7,7 @@ import {later} from "../lib/browser.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {runName} from "../names.js";
 import {campaignOf} from "../places.js";
-import {link} from "../router.js";
+import {go, link} from "../router.js";
 
 /**
  * @typedef {{place: string, run_id: string, label: string, index: number, seed: number | null}} Run
@@ -146,6 +146,27 @@ export function Steps({label, steps, step, onStep}) {
     />
     <output class="stepno">${text}</output>
   </span>`;
+}
+
+/**
+ * Return what a click on a chart over steps does: it opens the rollouts behind the line next to the click, of the run
+ * or of the first run of the condition. Null for charts over anything else than steps.
+ * @param {{metric: string, x: string, lines: import("../charts/data.js").Line[] | null, runs: any[]}} chart
+ */
+export function openRollouts({metric, x, lines, runs}) {
+  if (x !== "step" || !lines || !runs.length) return null;
+  const [first, set] = metric.split("/");
+  const split = first === "eval" && set ? `eval/${set}` : null;
+  return (step, y) => {
+    const far = (line) => {
+      const value = line.y[line.x.indexOf(step)];
+      return value === null || value === undefined ? Infinity : Math.abs(value - y);
+    };
+    const {index, name} = lines.reduce((best, line) => (far(line) < far(best) ? line : best));
+    const own = runs.filter((run) => run.index === index);
+    const run = own.find((each) => name.endsWith(` ${each.seed}`)) || own[0] || runs[0];
+    go(link("rollouts", run.place, {split, iteration: step}));
+  };
 }
 
 // Return the step that lies `by` further; null at an end.
