@@ -1,6 +1,7 @@
 """Rollouts as the page shows them: a table to sort and filter, groups as strips, and one rollout token by token."""
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, rollouts_of
 from retrain.ui.rates import rate_of
 
+NEWEST = "newest"
 SHOWN = 400  # Characters of a text in the table
 AROUND = 30  # Characters before what was searched for
 SORTS: Mapping[str, Callable[[Row], Any]] = {
@@ -76,9 +78,7 @@ def table(
         raise UsageError(f'sort = "{sort}" is none of {", ".join(SORTS)}')
     every = rollouts_of(run, one)
     passing = [each for each in every if chosen.passes(each)]
-    known = [each for each in passing if SORTS[sort](each) is not None]
-    unknown = [each for each in passing if SORTS[sort](each) is None]
-    ordered = sorted(known, key=SORTS[sort], reverse=down) + unknown
+    ordered = _sorted(passing, sort, down)
     return {
         "about": one.as_json(),
         "histogram": rewards([each["reward"] for each in every]),
@@ -90,6 +90,44 @@ def table(
         "passing": len(passing),
         "rollouts": [each | _excerpts(each, chosen.text) for each in ordered[first : first + count]],
     }
+
+
+def _sorted(rows: Sequence[Row], sort: str, down: bool) -> list[Row]:
+    """Sort rows; those without the number come last."""
+    known = [row for row in rows if SORTS[sort](row) is not None]
+    return sorted(known, key=SORTS[sort], reverse=down) + [row for row in rows if SORTS[sort](row) is None]
+
+
+def searched(
+    runs: Mapping[str, Index], chosen: Filter, split: str, sort: str, down: bool, first: int, count: int, end: float
+) -> Row:
+    """Return the rollouts of all iterations of runs, by place, that pass: at most ``count`` of those found until
+    ``end`` (of the monotonic clock), from the ``first`` iteration on, the newest being 0.
+
+    Sorted by ``NEWEST``, the search ends where enough are found; by a number, it looks for the largest. ``next`` is the
+    iteration at which another search goes on, None where all ``of`` them were looked at. ``split`` "" is all.
+    """
+    iterations = [
+        (one.number, place, one)
+        for place, index in runs.items()
+        for one in index.refresh().values()
+        if split in ("", one.split)
+    ]
+    iterations.sort(key=lambda each: (-each[0], each[1]))
+    found: list[Row] = []
+    passing, at = 0, first
+    while at < len(iterations) and (at == first or time.monotonic() < end) and (sort != NEWEST or len(found) < count):
+        _, place, one = iterations[at]
+        hits = [each for each in rollouts_of(runs[place], one) if chosen.passes(each)]
+        about = {"place": place, "split": one.split, "iteration": one.number}
+        found += [about | each | _excerpts(each, chosen.text) for each in hits]
+        passing, at = passing + len(hits), at + 1
+        if sort != NEWEST:
+            found = _sorted(found, sort, down)[:count]
+    return {
+        "rollouts": found, "passing": passing, "searched": at, "of": len(iterations),
+        "next": at if at < len(iterations) else None,
+    }  # fmt: skip
 
 
 def _groups(every: Sequence[Row]) -> list[Row]:

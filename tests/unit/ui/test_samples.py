@@ -234,3 +234,23 @@ def test_one_draw_before_training_is_no_draw_for_each_seed(tmp_path):
     assert found["tests"][0]["shared"]
     assert found["problems"][0]["rates"]["a"]["tests"]["before"]["p"] == 1 / 10
     assert "share one draw before training" in found["tests"][0]["words"]
+
+
+def test_all_steps_of_a_campaign_are_searched(page, monkeypatch):
+    found = get(page, "/api/search", at=CAMPAIGN, text="WAS five", count=3)
+    assert [(each["place"][-4:], each["split"], each["iteration"]) for each in found["rollouts"][:3]] == [
+        ("b_s1", "eval/heldout", 3), ("b_s2", "eval/heldout", 3), ("b_s1", "eval/heldout", 0),
+    ]  # fmt: skip
+    assert all("was five" in each["text"] for each in found["rollouts"])  # only in what was recorded token by token
+    assert found["next"] < found["of"] == 4 * 5
+    rest = get(page, "/api/search", at=CAMPAIGN, text="WAS five", first=found["next"])
+    assert (rest["next"], rest["searched"]) == (None, 20)
+    assert {each["place"][-4:] for each in rest["rollouts"]} <= {"b_s1", "b_s2"}
+    found = get(page, "/api/search", at=RUN, split="train", sort="length", count=2, text="is p0")  # in the prompt
+    assert [(each["length"], each["iteration"]) for each in found["rollouts"]] == [(7, 2), (7, 1)]
+    assert (found["passing"], found["next"]) == (15, None)
+    least = get(page, "/api/search", at=RUN, sort="advantage", down=0, kept="trained", count=1)["rollouts"][0]
+    assert least["advantage"] == -0.5
+    monkeypatch.setattr("retrain.ui.api.rollouts.SEARCH_S", 0.0)
+    found = get(page, "/api/search", at=CAMPAIGN, text="nowhere")
+    assert (found["rollouts"], found["searched"], found["next"]) == ([], 1, 1)
