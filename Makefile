@@ -98,11 +98,11 @@ check-page: $(NODE)
 	else echo 'check-page: the npm registry cannot be reached, so prettier and tsc did not run'; fi
 
 page-checks: build/page/.ready
-	$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --check $(PAGE_MODULES)
-	$(NODE) build/page/node_modules/typescript/bin/tsc --project tests/ui/check
+	@$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --check $(PAGE_MODULES)
+	@$(NODE) build/page/node_modules/typescript/bin/tsc --project tests/ui/check
 
 format-page: build/page/.ready
-	$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --write $(PAGE_MODULES)
+	@$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --write $(PAGE_MODULES)
 
 test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30

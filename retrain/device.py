@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.errors import DeviceLost, RetrainError, UsageError, plural
+from retrain.errors import DeviceLost, RetrainError, UsageError, first_line, plural
 
 if TYPE_CHECKING:
     import torch
@@ -355,8 +355,8 @@ def failure_text(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames]
     where = next((f" in {module}.{name}" for module, name in reversed(names) if module.startswith("retrain.")), "")
-    words = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return f"out of memory{where} ({words}): lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"
+    lower = "lower [training] batch_size, group_size or max_tokens, or [campaign] lanes"
+    return f"out of memory{where} ({first_line(error)}): {lower}"
 
 
 def timestamp() -> float:

@@ -160,6 +160,17 @@ class Interrupted(RetrainError):
     exit_status = 130
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, the name of its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` on one line without control characters, at most 300 characters: safe for a terminal and a log."""
+    line = "".join(c if c.isprintable() else " " for c in text[:1200]).strip()
+    return line if len(line) <= 300 else line[:299] + "…"
+
+
 def plural(number: int, word: str) -> str:
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 

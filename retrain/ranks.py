@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from retrain.device import is_out_of_memory
-from retrain.errors import RankLost
+from retrain.errors import RankLost, first_line
 
 T = TypeVar("T")
 JOIN_SECONDS = 600.0  # How long the ranks may take to find each other: they import torch first
@@ -66,7 +66,7 @@ class RankGroup:
             groups = (dist.new_group(timeout=timedelta(seconds=IDLE_SECONDS), backend="gloo") for _ in range(2))
             self._exchanges, self.needs_group = groups
         except (RuntimeError, ValueError) as error:
-            raise RankLost(f"rank {rank} has not met the {count - 1} others: {_first_line(error)}") from error
+            raise RankLost(f"rank {rank} has not met the {count - 1} others: {first_line(error)}") from error
         self.device_group: Any = self._exchanges
 
     @property
@@ -126,7 +126,7 @@ class RankGroup:
     def lost(self, error: Exception) -> RankLost:
         """Return the error to raise where a collective has failed."""
         self.is_broken = self.is_lost = True
-        return RankLost(self.blame() or f"another rank is gone ({_first_line(error)})")
+        return RankLost(self.blame() or f"another rank is gone ({first_line(error)})")
 
     def _meet(self, point: str, compute: Callable[[], T], dump: Callable[[T], bytes]) -> list[_Share]:
         self.is_broken = True  # until the exchange at the end is complete: nobody waits there for an interrupted rank
@@ -191,7 +191,3 @@ def _portable(error: Exception) -> Exception:
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note(text)
     return copy
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

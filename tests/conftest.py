@@ -1,13 +1,21 @@
 """What holds for every test: no hub, no tracker service, one torch thread, nothing written outside tmp_path."""
 
+import atexit
 import os
+import shutil
 import signal
+import stat
+import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 from helpers import check_maths
 from hypothesis import settings
 
 # Set before anything imports huggingface_hub, torch or wandb, which read them once.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="retrain-hub-")  # the user's caches and token are not read
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -27,6 +35,58 @@ settings.load_profile("retrain")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def import_path():
+    """The interpreter's search path, restored at the end."""
+    before = list(sys.path)
+    yield sys.path
+    sys.path[:] = before
+
+
+@pytest.fixture
+def host_memory(monkeypatch):
+    """The memory of this machine as psutil reports it, in bytes; a test sets ``total`` and ``available``."""
+    facts = SimpleNamespace(total=1 << 40, available=1 << 39)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: facts)
+    return facts
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The GPUs of this machine as ``torch.cuda`` reports them; a test sets ``count`` and the facts of every one.
+    ``limits`` records the shares of their memory to which this process was held."""
+    import torch
+
+    facts = SimpleNamespace(
+        count=0, name="NVIDIA H100 80GB HBM3", major=9, minor=0, total_memory=80, free=60, has_bfloat16=True, limits=[]
+    )
+    fakes = {
+        "is_available": lambda: facts.count > 0,
+        "device_count": lambda: facts.count,
+        "get_device_properties": lambda device: facts,
+        "is_bf16_supported": lambda including_emulation=True: facts.has_bfloat16 or including_emulation,
+        "mem_get_info": lambda device: (facts.free, facts.total_memory),
+        "memory_reserved": lambda device: 12,
+        "memory_allocated": lambda device: 10,
+        "set_device": lambda device: None,
+        "set_per_process_memory_fraction": lambda *given: facts.limits.append(given),
+    }
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(**vars(torch.cuda) | fakes))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return facts
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """An nvidia-smi that lists one GPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from retrain.commands.run_status import NO_CHANGE, Change, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
-from retrain.records.status import NO_CHANGE, Change, RunView
 from retrain.records.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
+from retrain.commands.run_status import recommended_rank
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of
@@ -19,7 +20,6 @@ from retrain.records.schema import events
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
-from retrain.records.status import recommended_rank
 
 
 class _Run:

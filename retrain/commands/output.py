@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrain.records.tables import ResultTable
+    from retrain.commands.tables import ResultTable
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
     """Print rows under headings; columns not named in ``left`` are set to the right."""
     from rich.text import Text
 
-    from retrain.records.tables import ResultTable
+    from retrain.commands.tables import ResultTable
 
     _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left))
 
@@ -24,7 +24,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Se
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """Print the end of a campaign or run: the comparison, or the accuracy of the only run, the recommended ranks,
     failures and paths."""
-    from retrain.records.tables import accuracy_line, squeeze_line
+    from retrain.commands.tables import accuracy_line, squeeze_line
 
     print()
     if summary["comparison"]:
@@ -50,7 +50,7 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
-    from retrain.records.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
+    from retrain.commands.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
 
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
@@ -60,7 +60,7 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
     """Print the rank table, the recommended rank, and where the compressed adapter is."""
-    from retrain.records.tables import squeeze_table
+    from retrain.commands.tables import squeeze_table
 
     _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
@@ -74,7 +74,7 @@ def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
     """Print a table in plain text, or in the width of the terminal."""
     from rich.console import Console
 
-    from retrain.records.tables import WIDE
+    from retrain.commands.tables import WIDE
 
     if plain or not sys.stdout.isatty():
         print(table_of(WIDE).text())

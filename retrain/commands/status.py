@@ -31,8 +31,8 @@ def status(
     verbose: Verbose = False,
 ) -> None:
     """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
+    from retrain.commands.run_status import read_status
     from retrain.records.reader import homes_of_runs
-    from retrain.records.status import read_status
 
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"

@@ -341,6 +341,9 @@ class Reward(Grader):
             )
 
 
+AUDIT = "audit"  # Name of the audit's score among a rollout's metrics, and prefix of its other metrics
+
+
 class Audit(Grader):
     """A second grader, which looks at what [reward] pays for and never trains: where the reward rises and this falls,
     the reward is hacked. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as

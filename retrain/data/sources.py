@@ -1,7 +1,7 @@
 r"""Sources of problems: a local file or directory, a hub data set, or a function of the user's.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
-sources (``rewards.base.reference_answer``); the full text stays in ``metadata["solution"]``.
+sources (``answers.reference_answer``); the full text stays in ``metadata["solution"]``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from retrain.errors import DataError, PluginError
 from retrain.extras import missing
 from retrain.files import existing_file, search_folders
 from retrain.plugins import load_function
-from retrain.rewards.base import reference_answer
 from retrain.types import MAX_PROBLEMS, Problem
+from retrain.util.answers import reference_answer
 
 Row = tuple[str, Mapping[str, object]]  # Location (`file:line`, also the problem's id) and columns of a row
 

@@ -26,7 +26,7 @@ from retrain.data.arithmetic import arithmetic_problems
 from retrain.data.prompts import render
 from retrain.device import available_memory, resolve_device, resolve_dtype, set_up
 from retrain.engines.local import LocalEngine
-from retrain.errors import ModelError, UsageError
+from retrain.errors import ModelError, UsageError, first_line
 from retrain.models.directory import directory_fault, find_file, local_directory, model_fault
 from retrain.models.layers import Architecture, model_config
 from retrain.policy.base import BaseModel, workers_for
@@ -146,8 +146,9 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
             spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
             model.get_output_embeddings().weight.mul_(round(LOGITS_SPREAD / spread, 2))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelError(f"no random weights can be made at the shapes of {config.model.model}: {reason}") from error
+        raise ModelError(
+            f"no random weights can be made at the shapes of {config.model.model}: {first_line(error)}"
+        ) from error
     model.to(device).eval().requires_grad_(False)
     ends = shapes.get("eos_token_id")
     eos_ids = (int(shapes["vocab_size"]) - 1,) if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)

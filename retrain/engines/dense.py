@@ -26,11 +26,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrain.engines.step import (
+    CPU_STEPPING,
     Block,
     Frame,
     Product,
     Rows,
     SampledTokens,
+    Stepping,
     adds_in_any_order,
     block_end,
     compiled_decode_steps,
@@ -285,8 +287,8 @@ class SequenceCache:
 class DenseDecoder:
     """The weights of one dense decoder, read off its modules, and its forward pass for sampling (no gradients)."""
 
-    def __init__(self, base: BaseModel):
-        model, config = base.model, base.model.config
+    def __init__(self, base: BaseModel, stepping: Stepping = CPU_STEPPING):
+        model, config, self.stepping = base.model, base.model.config, stepping
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
@@ -359,10 +361,11 @@ class DenseDecoder:
         return self.frame
 
     @property
-    def prefill_bytes(self) -> int:
-        """Bytes of the activations that ``prefill`` holds of one token at most, beside the cache."""
+    def prefill_tokens(self) -> int:
+        """Tokens that are prefilled at once: their activations, beside the cache, take ``stepping.prefill_bytes``."""
         hidden, layer = self.frame.embedding.shape[1], self.layers[0]
-        return (4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)) * self.dtype.itemsize
+        numbers = 4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)
+        return self.stepping.prefill_bytes // (numbers * self.dtype.itemsize)
 
     def prefill(
         self,
@@ -454,9 +457,8 @@ class DenseDecoder:
         ragged: bool,
         steps: int,
     ) -> int:
-        """See ``engines.step.decode_steps``; on a CPU it runs compiled, unless weights are streamed."""
         self._gather_ends()
-        compiled = self.device.type == "cpu" and not self.passes
+        compiled = self.stepping.compiled and not self.passes
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
         frame = self.turned(kv_cache.capacity)
         return run(

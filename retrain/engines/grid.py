@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrain.engines.protocol import Finished
-from retrain.engines.slots import CHECK, IDLE_SHARE, BatchSequences, LaneRequest, SampleIndex
+from retrain.engines.slots import IDLE_SHARE, BatchSequences, LaneRequest, SampleIndex
 from retrain.engines.step import adds_in_any_order, draw_tokens, select_rows
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
@@ -84,10 +84,12 @@ class DecodeCache:
 
 
 class Grid:
-    """One decode batch; its rows are ordered lane by lane, each lane with equally many slots."""
+    """One decode batch; its rows are ordered lane by lane, each lane with equally many slots. After every ``calls``
+    tokens it waits for the device."""
 
-    def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]):
+    def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], calls: int):
         self.base, self.requests, self.sequences = base, requests, BatchSequences(base, requests, indices)
+        self.calls = calls
         by_lane: dict[int, list[int]] = {lane: [] for lane in sorted({r.lane for r in self.sequences.requests})}
         for sequence, request in enumerate(self.sequences.requests):
             by_lane[request.lane].append(sequence)
@@ -139,7 +141,6 @@ class Grid:
         return logits_PV[source_R]
 
     def _draw(self, logits_RV: torch.Tensor) -> None:
-        """Draw and record one token per row."""
         idle_R = ~self.rows.alive_R
         self.sequences.make_room(len(idle_R))
         draw_tokens(self.rows, self.sequences.sampled, logits_RV, adds_in_any_order(self.base.device))
@@ -147,7 +148,7 @@ class Grid:
 
     def _compact_or_finished(self, step: int) -> bool:
         """Return True when no sequence is left; otherwise drop idle rows once enough of them have gathered."""
-        if step % CHECK[self.base.device.type] and step + 1 < self.max_tokens:
+        if step % self.calls and step + 1 < self.max_tokens:
             return False
         alive = self.rows.alive_R.view(len(self.lanes), self.slots).cpu()
         busiest = int(alive.sum(1).max())

@@ -19,8 +19,8 @@ from retrain.engines.dense import Blocks, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.slots import COLUMNS, LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
-from retrain.engines.step import ACTIVATIONS, draw, forward, logits
+from retrain.engines.slots import LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
+from retrain.engines.step import ACTIVATIONS, CPU_STEPPING, GPU_STEPPING, Stepping, draw, forward, logits
 from retrain.errors import RunFailed
 from retrain.models.layers import DENSE_FAMILIES, GPU_MOST_ROWS, LOGITS_COPIES
 from retrain.policy.arithmetic import FULL
@@ -57,7 +57,7 @@ class LocalEngine:
 
     ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
     has the rows that ``decode_bytes`` hold; one that runs out of memory all the same goes on with half of them.
-    ``fitting`` remembers how many did fit, ``tell`` hears of it.
+    ``fitting`` remembers how many did fit, ``tell`` hears of it. ``stepping``: another than that of the device's kind.
     """
 
     gives_entropy = True
@@ -71,15 +71,17 @@ class LocalEngine:
         workers: Workers | None = None,
         dense: bool = True,
         tell: Callable[[str], None] = lambda line: None,
+        stepping: Stepping | None = None,
     ):
         self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
+        self.stepping = stepping or (CPU_STEPPING if base.device.type == "cpu" else GPU_STEPPING)
         self._cache_bytes = cache_bytes(base)
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs: StepGraphs | None = None
         if base.device.type == "cuda" and not base.passes:
             self.graphs = StepGraphs(partial(cuda_capture, base.device), tell)
-        self.decoder = dense_decoder(base) if dense else None
+        self.decoder = dense_decoder(base, self.stepping) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # the grid takes its output layer; examined while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
@@ -89,7 +91,6 @@ class LocalEngine:
 
     @property
     def fast(self) -> bool:
-        """Return whether the model decodes as plain matrix products."""
         return self.decoder is not None
 
     @property
@@ -236,7 +237,7 @@ class LocalEngine:
         begin, own_weights = time.perf_counter(), [weights[lane] for lane in lanes_of(requests, wave)]
         with torch.no_grad(), self.lanes.stacked(own_weights):
             self._synced(begin)
-            Grid(self.base, requests, wave).run(keep)
+            Grid(self.base, requests, wave, self.stepping.calls).run(keep)
 
     def _synced(self, begin: float) -> None:
         """Record the seconds since ``begin`` in which the adapters' weights were prepared."""
@@ -248,7 +249,7 @@ class LocalEngine:
         """Return how many rows of ``length`` tokens ``decode_bytes`` hold with their cache and logits, beside those of
         sequences that continue."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
-        columns = COLUMNS.get(kind, COLUMNS["cuda"])
+        columns = self.stepping.columns
         # Where truncated, the remaining mass, twice.
         logits_bytes = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
         room = self.decode_bytes - continues * self.sequence_cache.limit
@@ -324,14 +325,14 @@ def is_supported(base: BaseModel) -> bool:
     )
 
 
-def dense_decoder(base: BaseModel) -> DenseDecoder | None:
+def dense_decoder(base: BaseModel, stepping: Stepping = CPU_STEPPING) -> DenseDecoder | None:
     """Return the fast decoder of this base, or None when the model is of another kind.
 
     A short probe has to give what the model's own forward pass gives.
     """
     if not is_supported(base):
         return None
-    decoder = DenseDecoder(base)
+    decoder = DenseDecoder(base, stepping)
     return decoder if reproduces(decoder, base) else None
 
 

@@ -19,19 +19,12 @@ from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished
 from retrain.engines.step import Rows, SampledTokens, draw_tokens, empty_record, select_rows, supports_of
 from retrain.errors import ModelError, RunFailed
-from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
 from retrain.types import Action, PolicyRef, SampleRequest
 
 REFILL_SHARE = 0.125
 """Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
-CHECK = {"cpu": 1, "cuda": 8}  # Decode calls between synchronisations with the device
-COLUMNS = {"cpu": 1, "cuda": GPU_COLUMNS}
-"""The number of cache columns that are read is a multiple of this, so that one graph serves many steps."""
-PREFILL_BYTES = 1 << 29
-"""Activations of the prompts that are prefilled at once, beside the cache. A matrix product of fewer tokens than this
-holds of a large model is not slower; how many it holds depends on shapes alone."""
 BURST = 16
 """Steps of one call of a small model; the first sequence that ends also ends the call. With a large one, Python has
 time between its steps to hear of a signal."""
@@ -231,7 +224,7 @@ class SlotBatch:
         for sequence, request in enumerate(self.sequences.requests):
             self.waiting[request.lane].append(sequence)
         self.missing = Counter(index.request for index in indices)
-        self.columns_by = COLUMNS[base.device.type]
+        self.columns_by = decoder.stepping.columns
         self.steps = BURST if base.small and self.columns_by == 1 else 1
         capacity = max(len(r.prompt_ids) + r.max_tokens for r in self.sequences.requests)
         self.capacity = -(-capacity // self.columns_by) * self.columns_by
@@ -252,8 +245,7 @@ class SlotBatch:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Decode until every sequence has ended."""
-        calls = CHECK[self.decoder.device.type]
+        calls = self.decoder.stepping.calls
         self._admit()
         try:
             while self._reschedule():
@@ -365,7 +357,7 @@ class SlotBatch:
 
     def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
         """Run each distinct prompt of the admitted rows and their sequences once, spread its cache over its samples,
-        and draw their first tokens: of every lane as many prompts at a time as ``PREFILL_BYTES`` allow."""
+        and draw their first tokens: of every lane as many prompts at a time as the decoder allows."""
         rows_of: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
         for row, sequence in admitted:
             request = self.sequences.indices[sequence].request
@@ -382,7 +374,7 @@ class SlotBatch:
         if not any(prompts):
             return
         width = max(len(self.requests[request].prompt_ids) for lane in rows_of for request in lane)
-        size = max(1, PREFILL_BYTES // (len(prompts) * width * self.decoder.prefill_bytes))
+        size = max(1, self.decoder.prefill_tokens // (len(prompts) * width))
         filler = next((request, []) for lane in rows_of for request in lane)
         for part, _ in lane_parts(prompts, size, filler):
             self._prefill_part(part)
@@ -424,7 +416,7 @@ class SlotBatch:
         longest = max((len(new.token_ids) for lane in continuations for new in lane), default=0)
         if not longest:
             return
-        device, size = self.decoder.device, PREFILL_BYTES // (len(continuations) * longest * self.decoder.prefill_bytes)
+        device, size = self.decoder.device, self.decoder.prefill_tokens // (len(continuations) * longest)
         filler = next(new for lane in continuations for new in lane)
         for part, is_real in lane_parts(continuations, max(1, size), filler):
             ids = self._padded([new.token_ids for new in part])

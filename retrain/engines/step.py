@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
 from retrain.types import Support
 
@@ -35,6 +36,21 @@ BLOCK = 256
 then inside one block, and no row is accumulated token by token."""
 CHUNK = 1 << 18
 """Logits that a CPU goes through at a time: they and what is made of them stay in its second-level cache."""
+
+
+class Stepping(NamedTuple):
+    """How an engine takes decode steps. ``calls``: decode calls between synchronisations with the device. The number of
+    cache columns that are read is a multiple of ``columns``, so that one graph serves many steps. ``prefill_bytes``:
+    activations of the prompts that are prefilled at once; a matrix product of fewer tokens than this holds of a large
+    model is not slower. ``compiled``: steps run compiled where weights are not streamed."""
+
+    calls: int
+    columns: int
+    compiled: bool
+    prefill_bytes: int = 1 << 29
+
+
+CPU_STEPPING, GPU_STEPPING = Stepping(1, 1, True), Stepping(8, GPU_COLUMNS, False)
 
 
 class Product(NamedTuple):
@@ -97,7 +113,6 @@ class Rows(NamedTuple):
 
 
 def select_rows(rows: Rows, index: torch.Tensor) -> Rows:
-    """Return copies of some of the rows."""
     optional = (None if table is None else table[index] for table in (rows.temperature_R1, rows.greedy_R1, rows.cut_R3))
     return Rows(*(table[index] for table in rows[:6]), *optional)
 

@@ -15,15 +15,15 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from retrain.files import append_bytes, writing
-from retrain.records.reader import LineMark, parse_row, whole_lines
+from retrain.files import append_bytes, stamp_of, writing
+from retrain.records.reader import LineMark, NewLines, parse_row
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
 
@@ -97,29 +97,27 @@ class ColumnWriter:
     columns: Path
     _last_block: _Block | None = None
     _rows: _Rows = field(default_factory=_Rows)  # Rows that fill no block yet
-    _end: int = -1  # The byte behind these rows
+    _lines: NewLines | None = None  # The lines behind these rows
 
-    def forget(self) -> None:
-        """Cut off the blocks of rows that ``metrics`` no longer has, and read it anew."""
+    def forget(self) -> NewLines:
+        """Cut off the blocks of rows that ``metrics`` no longer has; return its lines behind the others."""
         with writing(self.columns):
             blocks = _blocks_after(None, self.columns, self.metrics)
             end = blocks[-1].end if blocks else 0
             if self.columns.exists() and self.columns.stat().st_size > end:
                 os.truncate(self.columns, end)
         self._last_block = blocks[-1] if blocks else None
-        self._rows, self._end = _Rows(), blocks[-1].last_line.end if blocks else 0
+        self._rows, self._lines = _Rows(), NewLines(self.metrics, blocks[-1].last_line if blocks else None)
+        return self._lines
 
     def follow(self) -> list[Path]:
         """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
-        if self._end < 0:
-            self.forget()
-        written = False
+        lines, written = self._lines or self.forget(), False
         with writing(self.columns):
-            for line, end in _lines(self.metrics, self._end):
+            for line in lines:
                 self._rows.add(_row_of(line))
-                self._end = end
                 if len(self._rows) == BLOCK:
-                    self._write_block(LineMark.of(line, end))
+                    self._write_block(lines.mark)
                     written = True
         return [self.columns] if written else []
 
@@ -151,9 +149,7 @@ class Columns:
     def _reset(self) -> None:
         self._blocks: list[_Block] = []
         self._keys: dict[str, None] = {}
-        self._rest = _Rows()
-        self._last_line = LineMark()
-        self._file: int | None = None
+        self._rest, self._lines = _Rows(), NewLines(self.metrics)  # Rows behind the blocks, and the lines behind them
 
     def __len__(self) -> int:
         return sum(block.rows for block in self._blocks) + len(self._rest)
@@ -175,20 +171,15 @@ class Columns:
 
     def refresh(self) -> bool:
         """Read what is new; return whether rows that were there before were cut or replaced."""
-        replaced = self._file is not None and not self._is_current()
+        replaced = len(self) > 0 and not self._is_current()
         if replaced:
             self._reset()
-        try:
-            self._file = self.metrics.stat().st_ino
-        except OSError:
-            return replaced
         if blocks := _blocks_after(self._blocks[-1] if self._blocks else None, self.columns, self.metrics):
             self._blocks += blocks
             self._keys.update((key, None) for block in blocks for key in block.column_of)
-            self._rest, self._last_line = _Rows(), blocks[-1].last_line
-        for line, end in _lines(self.metrics, self._last_line.end):
+            self._rest, self._lines = _Rows(), NewLines(self.metrics, blocks[-1].last_line)
+        for line in self._lines:
             self._rest.add(_row_of(line))
-            self._last_line = LineMark.of(line, end)
         return replaced
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
@@ -212,12 +203,9 @@ class Columns:
 
     def _is_current(self) -> bool:
         """Return whether what was read is still the beginning of the files."""
-        try:
-            if self.metrics.stat().st_ino != self._file or not _has_line(self.metrics, self._last_line):
-                return False
-            return not self._blocks or self.columns.stat().st_size >= self._blocks[-1].end
-        except OSError:
-            return False
+        columns = stamp_of(self.columns)
+        has_blocks = not self._blocks or (columns is not None and columns.size >= self._blocks[-1].end)
+        return has_blocks and self._lines.is_current()
 
 
 def float32(value: object) -> float:
@@ -238,17 +226,6 @@ def _row_of(line: bytes) -> Row:
     return {}
 
 
-def _lines(path: Path, begin: int) -> Iterator[tuple[bytes, int]]:
-    with suppress(FileNotFoundError), open(path, "rb") as file:
-        yield from whole_lines(file, begin)
-
-
-def _has_line(path: Path, mark: LineMark) -> bool:
-    with suppress(OSError), open(path, "rb") as file:
-        return mark.is_in(file)
-    return False
-
-
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
     """Return the whole blocks behind ``last`` that hold rows of ``metrics``, without those of rows that were cut or
     replaced."""
@@ -257,7 +234,7 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
         while block := _next_block(file.fileno(), last):
             blocks.append(block)
             last = block
-    while blocks and not _has_line(metrics, blocks[-1].last_line):
+    while blocks and not NewLines(metrics, blocks[-1].last_line).is_current():
         blocks.pop()
     return blocks
 

@@ -343,21 +343,15 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
+    score, penalty = mean(samples.reward_N), {**record.state, **record.update}.get("objective/non_score_reward")
+    if penalty is None and not context.config.algorithm.kl_coef:
+        penalty = 0.0
     return {
         "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
         "entropy_sampled": None if logprob is None else -logprob,
         "off_policy_steps_mean": sum(staleness) / len(staleness) if staleness else None,
         "off_policy_steps_max": max(staleness, default=None),
-        **_penalised_score(record, context, mean(samples.reward_N)),
-    }
-
-
-def _penalised_score(record: StepRecord, context: RunContext, score: float | None) -> Row:
-    penalty = {**record.state, **record.update}.get("objective/non_score_reward")
-    if penalty is None and not context.config.algorithm.kl_coef:
-        penalty = 0.0
-    return {
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }

@@ -29,10 +29,8 @@ from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
 
 LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
-CHUNK = 1 << 22
 LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
-LOG_BLOCK, LOG_BYTES, LONGEST_LOG_LINE = 1 << 16, 16 << 20, 1 << 20
-"""Bytes of a log that are read at a time, that one search covers, and of the longest line that is searched."""
+LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log that are read first, and if they have too few lines
 MAX_OBJECT_BYTES = 64 << 20  # Bytes of a JSON file that `read_object` reads
 KEPT_OBJECTS = 128
 SUMMARY_FILE = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(layout.SUMMARIES))
@@ -286,45 +284,29 @@ class LogLines(NamedTuple):
 
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
     """Return the last ``most`` lines, in the file's order, that end before byte ``before`` (-1: the end of the file)
-    and contain ``search``, which is lower case."""
-    found: list[tuple[int, str]] = []
+    and contain ``search``, which is lower case. Reads ``LOG_BYTES`` at most."""
+    matches: list[tuple[int, str]] = []
+    begin = 0
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        at = size if before < 0 else min(before, size)
-        rest, least = b"", max(0, at - LOG_BYTES)  # rest: the end of a line whose beginning is not read yet
-        while at > least:
-            start = max(0, at - LOG_BLOCK)
-            file.seek(start)
-            data = file.read(at - start) + rest
-            first = data.find(b"\n") + 1 if start else 0
-            at, position = start, start + len(data)
-            if start and (first == 0 or first == len(data)):
-                rest = data if len(data) < LONGEST_LOG_LINE else b""
-                continue
-            for line in reversed(data[first:].splitlines(keepends=True)):
+        end = size if before < 0 else min(before, size)
+        for reach in (LOG_BLOCK, LOG_BYTES):
+            file.seek(start := max(0, end - reach))
+            data = file.read(end - start)
+            lines = data.splitlines(keepends=True)
+            cut = lines.pop(0) if start and lines else b""  # may have its beginning further ahead
+            begin = start + len(cut) if lines else start
+            position, matches = end, []
+            for line in reversed(lines):
                 position -= len(line)
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
                 if search in text.lower():
-                    found.append((position, text))
-                    if len(found) == most:
-                        return LogLines(found[::-1], position or None, size)
-            rest = data[:first]
-    return LogLines(found[::-1], at + len(rest) if at else None, size)
-
-
-def whole_lines(file: IO[bytes], begin: int) -> Iterator[tuple[bytes, int]]:
-    """Yield the whole lines from byte ``begin`` on, with the byte behind each; reads in chunks."""
-    file.seek(begin)
-    parts, end = [b""], begin
-    while chunk := file.read(CHUNK):
-        parts.append(chunk)
-        if b"\n" not in chunk:
-            continue
-        *lines, rest = b"".join(parts).split(b"\n")
-        parts = [rest]
-        for line in lines:
-            end += len(line) + 1
-            yield line + b"\n", end
+                    matches.append((position, text))
+                    if len(matches) == most:
+                        return LogLines(matches[::-1], position or None, size)
+            if not start:
+                break
+    return LogLines(matches[::-1], begin or None, size)
 
 
 class LineMark(NamedTuple):
@@ -344,6 +326,28 @@ class LineMark(NamedTuple):
         return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
 
 
+class NewLines:
+    """The whole lines of a growing file, which need not be there yet: each loop over it goes on behind ``mark``."""
+
+    def __init__(self, path: Path, mark: LineMark | None = None):
+        self.path, self.mark = path, mark or LineMark()
+
+    def __iter__(self) -> Iterator[bytes]:
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            file.seek(self.mark.end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.mark = LineMark.of(line, self.mark.end + len(line))
+                yield line
+
+    def is_current(self) -> bool:
+        """Return whether the file still has the last line that was read; else it was cut, replaced or removed."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            return self.mark.is_in(file)
+        return False
+
+
 class Tail:
     """The complete rows that have been added to one JSONL file since it was last read.
 
@@ -353,7 +357,7 @@ class Tail:
 
     def __init__(self, path: Path, last_only: bool = False):
         self.path, self.last_only = path, last_only
-        self._mark: LineMark | None = None
+        self._lines: NewLines | None = None
 
     def rows(self) -> tuple[bool, list[Row]]:
         """Return whether the file has been cut or replaced since the last call, and the new rows in order without
@@ -367,31 +371,20 @@ class Tail:
 
     def lines(self) -> tuple[bool, list[bytes]]:
         """Return the new lines without blank ones and line ends."""
-        replaced, lines = self._mark is not None, []
-        try:
-            with open(self.path, "rb") as file:
-                if self._mark is not None and self._mark.is_in(file):
-                    replaced = False
-                else:
-                    self._mark = LineMark(self._first(file))
-                for line, end in whole_lines(file, self._mark.end):
-                    self._mark = LineMark.of(line, end)
-                    if text := line[:-1].strip():
-                        lines.append(text)
-        except OSError:  # not there yet, or no longer
-            self._mark = None
-            return replaced, []
-        return replaced, lines
+        replaced = self._lines is not None and not self._lines.is_current()
+        if replaced or self._lines is None:
+            begin = self._begin()
+            self._lines = None if begin is None else NewLines(self.path, LineMark(begin))
+        return replaced, [text for line in self._lines or () if (text := line[:-1].strip())]
 
-    def _first(self, file: IO[bytes]) -> int:
-        """Return where the rows to read first begin."""
-        size = os.fstat(file.fileno()).st_size
-        if not self.last_only or size <= LAST_BLOCK:
-            return 0
-        file.seek(size - LAST_BLOCK)
-        block = file.read(LAST_BLOCK)
-        first, last = block.find(b"\n"), block.rfind(b"\n")
-        return size - LAST_BLOCK + first + 1 if first < last else 0
+    def _begin(self) -> int | None:
+        """Return where the rows to read first begin; None where there is no file."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as file:
+            start = os.fstat(file.fileno()).st_size - LAST_BLOCK if self.last_only else 0
+            block = os.pread(file.fileno(), LAST_BLOCK, start) if start > 0 else b""
+            first, last = block.find(b"\n"), block.rfind(b"\n")
+            return start + first + 1 if first < last else 0
+        return None
 
 
 def parse_row(line: bytes) -> Row:
@@ -407,16 +400,14 @@ class LineIndex:
 
     def __init__(self, path: Path):
         self.path, self._lock = path, Lock()
-        self._begins, self._mark = [0], LineMark()
+        self._begins, self._lines = [0], NewLines(path)
 
     def refresh(self) -> int:
         """Read what is new; return the number of whole lines."""
-        with self._lock, open(self.path, "rb") as file:
-            if not self._mark.is_in(file):
-                self._begins, self._mark = [0], LineMark()
-            for line, end in whole_lines(file, self._mark.end):
-                self._begins.append(end)
-                self._mark = LineMark.of(line, end)
+        with self._lock:
+            if not self._lines.is_current():
+                self._begins, self._lines = [0], NewLines(self.path)
+            self._begins += (self._lines.mark.end for _ in self._lines)
             return len(self._begins) - 1
 
     def read(self, start: int, end: int) -> list[Row]:

@@ -23,9 +23,10 @@ from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import measure_step
 from retrain.records.notes import WINDOW, explain, inapplicable, note_line
+from retrain.records.pages.rollouts import rollout_page
+from retrain.records.pages.timeline import write_timeline
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
-from retrain.records.rollout_page import rollout_page
 from retrain.records.rollouts import (
     Batch,
     TokenText,
@@ -51,7 +52,6 @@ from retrain.records.schema.rows import (
 from retrain.records.scores import eval_row, evaluation_keys
 from retrain.records.seals import chained
 from retrain.records.text import without_keys
-from retrain.records.timeline import write_timeline
 from retrain.records.tokens import tokens_name, write_tokens
 from retrain.records.trackers import Tracker
 from retrain.records.writer import RecordFiles
@@ -169,6 +169,10 @@ class RunRecorder:
         started = timestamp() - record.seconds
         self.files.write(lambda: self.files.write_evaluation(record, recorded, started))
         return row
+
+    def evaluations(self) -> list[Row]:
+        """Return the rows of all evaluations on the disk."""
+        return RunReader(self.directory).evaluations()
 
     def seal(self) -> Row:
         """Return the ``Seal`` of all evaluations so far; {} where an earlier version has recorded some of them."""
@@ -364,6 +368,40 @@ class RunFiles(RecordFiles):
         for ending in (layout.SUMMARIES, layout.LOGTREE, layout.PAGE):
             (self.directory / f"{batch_name(split, iteration)}{ending}").unlink(missing_ok=True)
         (self.directory / tokens_name(split, iteration)).unlink(missing_ok=True)
+
+
+class NullFiles(RunFiles):
+    """Files that are not written. ``any_written``: a run that has a checkpoint is restored from it."""
+
+    any_written = True  # pyright: ignore[reportAssignmentType]
+
+    def check_directory(self) -> None: ...
+
+    def write(self, task: Callable[[], object], always: bool = False) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class NullRecorder(RunRecorder):
+    """The recorder of ranks other than the first: it measures and writes nothing and has no tracker."""
+
+    def __init__(self, run_dir: Path, context: RunContext):
+        super().__init__(run_dir, context, trackers={})
+        self.files = NullFiles(run_dir, context, None, lambda: None)
+
+    def record_step(self, record: StepRecord) -> Row:
+        return {}
+
+    def record_eval(self, record: EvalRecord) -> Row:
+        return {}
+
+    def evaluations(self) -> list[Row]:
+        return []
+
+    def seal(self) -> Row:
+        return {}
+
+    def truncate(self, step: int) -> None: ...
 
 
 def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:

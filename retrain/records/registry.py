@@ -40,7 +40,7 @@ class Registry:
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.path = self.directory.parent / REGISTRY
-        self._own: set[str] | None = None
+        self._own_lines: set[str] | None = None
 
     @property
     def owner(self) -> str:
@@ -103,21 +103,21 @@ class Registry:
             sha256=seal.get("evaluations_sha256", ""),
         )
         with self._locked():
-            if self._own is None:  # read once: only this process adds lines of its campaign
-                self._own = {dumps(_content(other)) for other in self.lines() if other.owner == line.owner}
-            if (content := dumps(_content(line))) not in self._own:
+            if self._own_lines is None:  # read once: only this process adds lines of its campaign
+                self._own_lines = {dumps(_content(other)) for other in self.lines() if other.owner == line.owner}
+            if (content := dumps(_content(line))) not in self._own_lines:
                 append_jsonl(self.path, [line.to_row()])
-                self._own.add(content)
+                self._own_lines.add(content)
 
     def lines(self) -> list[RegistryLine]:
         """Return the lines in their order; damaged ones are left out."""
         kinds: Mapping[object, type[RegistryLine]] = {"declaration": Declaration, "run": FinishedRun}
-        found = []
+        lines = []
         for _, row in json_lines(self.path):
             with suppress(TypeError):
                 if kind := kinds.get(row.get("kind")):
-                    found.append(kind.from_row(row))
-        return found
+                    lines.append(kind.from_row(row))
+        return lines
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -158,14 +158,14 @@ def history(directory: Path, manifest: Values) -> History:
         return History(notes=[NOT_REGISTERED])
     registry = Registry(directory)
     owner, lines = registry.owner, registry.lines()
-    place = next((n for n, line in enumerate(lines) if line.owner == owner and isinstance(line, Declaration)), None)
-    if place is None:
+    position = next((n for n, line in enumerate(lines) if line.owner == owner and isinstance(line, Declaration)), None)
+    if position is None:
         begun = registered != ON
         return History(notes=[f"{REGISTRY} beside the directory does not have its declaration."] if begun else [])
-    first = lines[place]
+    first = lines[position]
     assert isinstance(first, Declaration)
-    before = [line for line in lines[:place] if line.owner != owner]
-    mine = [line for line in lines[place + 1 :] if line.owner == owner]
+    before = [line for line in lines[:position] if line.owner != owner]
+    mine = [line for line in lines[position + 1 :] if line.owner == owner]
     again = [*_declared_again(mine), *_seeds_known_before(first, before)]
     return History([*again, *_other_than_finished(mine, manifest)], _earlier_declarations(first, before, registry.path))
 

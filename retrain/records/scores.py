@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from retrain.config.tasks import AUDIT
 from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
@@ -19,8 +20,8 @@ from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.measure import Samples, collect, mean
 from retrain.records.schema.base import Row
-from retrain.rewards.base import AUDIT, answer_text, normalise
 from retrain.types import CreditedGroup, EvalRecord, Group, Rollout
+from retrain.util.answers import answer_text, normalise
 
 NO_INTERVAL = Interval(float("nan"), None, None)
 VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
@@ -82,9 +83,10 @@ def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool)
 def answer_of(rollout: Rollout, strict: bool) -> str | None:
     """Return the answer that a rollout gives, normalised; None when it gives none, which is no vote.
 
-    ``strict`` as in ``rules.answer_text``.
+    ``strict`` as in ``answer_text``.
     """
-    answer = answer_text(rollout.text, rollout.prompt.problem, strict)
+    problem = rollout.prompt.problem
+    answer = answer_text(rollout.text, problem.answer, str(problem.metadata.get("solution", "")), strict)
     return None if answer is None else normalise(answer[:VOTE_CHARACTERS]) or None
 
 

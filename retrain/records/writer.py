@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from retrain.errors import LeaseLost, RunFailed, StorageError
-from retrain.files import append_jsonl, fsync, writing
+from retrain.files import append_bytes, append_jsonl, fsync, writing
 from retrain.util.session import DirectoryIdentity
 
 WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
@@ -121,8 +121,7 @@ class RecordFiles:
         path = self.directory / name
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a", encoding="utf-8", errors="replace", newline="\n") as file:
-                file.write(text)
+            append_bytes(path, text.encode("utf-8", "replace"))
         self.wrote(path)
 
     def wrote(self, *paths: Path) -> None:

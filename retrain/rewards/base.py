@@ -1,29 +1,23 @@
-r"""The interface of a reward, checks of what rewards return, and the rewards by text alone, ``match`` and ``format``.
+"""The interface of a reward, checks of what rewards return, and the rewards by text alone, ``match`` and ``format``.
 
 A reward never ends a run: whatever it raises, returns or waits for becomes a record with ``total_reward=None``
 and the reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
 grader is built, before anything is sampled.
-
-The answer of a completion is the one that it marks: its last ``\boxed{…}``, and where the data set's own solutions end
-in a line ``#### …`` (as GSM8K's do) also such a line. Every function of the text is linear in its length, so that
-neither a worker nor a time limit is needed. A completion comes from a model under optimisation: 1 MB of braces or of
-``\boxed`` must cost milliseconds, so nothing here backtracks, recurses or turns digits into numbers.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat
 
+from retrain.errors import printable
 from retrain.plugins import described
 from retrain.types import Problem, RewardResult
+from retrain.util.answers import answer_text, has_answer, same_text
 
 Item = tuple[Problem, str]  # A problem and the text of one completion
-AUDIT = "audit"  # Name of the audit's score among the sample metrics, and prefix of its other metrics
 
 
 class CompletionText(str):
@@ -35,6 +29,11 @@ class CompletionText(str):
         made = super().__new__(cls, text)
         made.token_ids = token_ids
         return made
+
+
+def marked_answer(problem: Problem, completion: str, strict: bool = True) -> str | None:
+    """Return what ``completion`` answers to ``problem``; ``strict`` as in ``answer_text``."""
+    return answer_text(completion, problem.answer, str(problem.metadata.get("solution", "")), strict)
 
 
 def prompt_text(problem: Problem) -> str:
@@ -79,12 +78,6 @@ def failed(error: str) -> RewardResult:
     return RewardResult(total_reward=None, error=printable(error))
 
 
-def printable(text: str) -> str:
-    """Return ``text`` on one line without control characters, at most 300 characters: safe for a terminal and a log."""
-    line = "".join(c if c.isprintable() else " " for c in text[:1200]).strip()
-    return line if len(line) <= 300 else line[:299] + "…"
-
-
 def checked(value: object) -> RewardResult:
     """Return what a reward returned as a RewardResult with a finite total.
 
@@ -96,22 +89,17 @@ def checked(value: object) -> RewardResult:
     if fault := _faulty_numbers(result):
         return failed(fault)
     result.tags, result.audit_error = tuple(str(tag) for tag in result.tags), None
-    result.correct, result.format_ok = _flag(result.correct), _flag(result.format_ok)
+    result.correct, result.format_ok = (None if f is None else bool(f) for f in (result.correct, result.format_ok))
     if result.total_reward is None and result is value:
         result.error = printable(result.error or "the reward returned no total_reward")
         return result
     total = _number(result.total_reward)
     if total is None:
         return failed(f"the reward returned {type(result.total_reward).__name__}, not a number or a RewardResult")
+    result.total_reward = total
     if not abs(total) <= LARGEST_REWARD:
         result.total_reward, result.error = None, f"the reward returned {total:g}, not a number within ±1e30"
-        return result
-    result.total_reward = total
     return result
-
-
-def _flag(value: object) -> bool | None:
-    return None if value is None else bool(value)
 
 
 def _faulty_numbers(result: RewardResult) -> str:
@@ -138,174 +126,29 @@ def _number(value: object) -> float | None:
         return None
 
 
-WeightedPart = tuple[str, float, float, RewardResult]  # Name, weight, offset and result of one reward
-
-
-def weighted_sum(parts: Sequence[WeightedPart]) -> RewardResult:
-    """Return Σ weight · (value + offset) of parts, each a component.
+def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
+    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component; a number whose name
+    is taken gets the part's name in front.
 
     A part without a total and without an error does not apply to this completion and is left out. One that failed
     leaves no total, nor do parts of which none applies.
     """
     results = [part for *_, part in parts]
-    total = _total(parts)
+    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
+    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
+    total = failed("; ".join(errors)) if errors else checked(sum(values)) if values else RewardResult(None)
     total.components = {name: part.total_reward for name, _, _, part in parts}
     # The first part that grades correctness decides it, and the first that grades the format decides that.
-    total.correct = _first(part.correct for part in results)
-    total.format_ok = _first(part.format_ok for part in results)
+    total.correct = next((part.correct for part in results if part.correct is not None), None)
+    total.format_ok = next((part.format_ok for part in results if part.format_ok is not None), None)
     for name, _, _, part in parts:
         inner = {key: value for key, value in part.components.items() if key != name}
-        _add_numbers(total, total.components, name, inner)
-        _add_numbers(total, total.sample_metrics, name, part.sample_metrics)
+        for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
+            for key, value in numbers.items():
+                is_taken = key in total.sample_metrics or key in total.components
+                into[f"{name}/{key}" if is_taken else key] = value
     total.tags = tuple(dict.fromkeys(tag for part in results for tag in part.tags))
     return total
-
-
-def _total(parts: Sequence[WeightedPart]) -> RewardResult:
-    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
-    if errors:
-        return failed("; ".join(errors))
-    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
-    return checked(RewardResult(sum(values))) if values else RewardResult(None)
-
-
-def _first(verdicts: Iterable[bool | None]) -> bool | None:
-    return next((verdict for verdict in verdicts if verdict is not None), None)
-
-
-def _add_numbers(
-    total: RewardResult, into: dict[str, float | None], part: str, numbers: Mapping[str, float | None]
-) -> None:
-    """Add the numbers of a part; one whose name is taken gets the name of the part in front."""
-    for name, value in numbers.items():
-        is_taken = name in total.sample_metrics or name in total.components
-        into[f"{part}/{name}" if is_taken else name] = value
-
-
-_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace (as in \{1,2\}) does not nest
-_NUMBER = re.compile(r"(?:(?<![0-9.)\]}])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
-_PLAIN_NUMBER = re.compile(r"([-+]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?)(?:\.([0-9]*))?")
-_SPACING = re.compile(r"\s+|\\[,;:!> ]|~|\\q?quad(?![A-Za-z])")
-_FINAL_LINE = re.compile(r"^####[ \t]*(.*)$", re.MULTILINE)
-_MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
-
-    The last box decides alone: None when there is none or when it is never closed (a truncated completion has
-    no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
-    """
-    boxes = deque(_BOX.finditer(text), maxlen=1)
-    if not boxes:
-        return None
-    start = boxes[0].end()
-    while start < len(text) and text[start].isspace():
-        start += 1
-    if start >= len(text):
-        return None
-    if text[start] != "{":
-        return re.split(r"[\s$]", text[start:], maxsplit=1)[0].rstrip(".,")
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        if brace.group() == "{":
-            depth += 1
-        elif brace.group() == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + 1 : brace.start()]
-    return None
-
-
-def final_line(text: str) -> str | None:
-    """Return what the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
-    lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
-    return lines[0].group(1).strip() if lines else None
-
-
-def last_number(text: str) -> str | None:
-    """Return the last number written in digits, with its sign, thousands commas and decimals; None without one."""
-    numbers = deque(_NUMBER.finditer(text), maxlen=1)
-    return numbers[0].group() if numbers else None
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not blank, stripped; "" without one."""
-    return text.rstrip().rpartition("\n")[2].strip()
-
-
-def reference_answer(text: str) -> str:
-    r"""Return the answer that a data set's answer column holds.
-
-    GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
-    that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
-    """
-    answer = final_line(text)
-    if answer is not None:
-        return answer.replace(",", "") if plain_number(answer) is not None else answer
-    boxed = last_boxed(text)
-    return text.strip() if boxed is None else boxed.strip()
-
-
-def plain_number(text: str) -> str | None:
-    """Return the canonical spelling of a decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
-    number = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
-    if number is None:
-        return None
-    sign, whole, fraction = number[1], number[2], number[3] or ""
-    if not whole and not fraction:
-        return None
-    whole = whole.replace(",", "").lstrip("0") or "0"
-    fraction = fraction.rstrip("0")
-    digits = f"{whole}.{fraction}" if fraction else whole
-    return f"-{digits}" if sign == "-" and digits != "0" else digits
-
-
-def normalise(answer: str) -> str:
-    r"""Return one spelling for answers that differ only in notation.
-
-    Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``; ``\dfrac`` becomes
-    ``\frac``, a number its ``plain_number``. Letter case, units and commas between elements stay.
-    """
-    text = answer.translate(_MINUS_SIGNS)
-    text = _SPACING.sub("", text.replace("\\$", "").replace("$", "").replace("{,}", ","))
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
-    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
-    text = text.removesuffix(".")
-    number = plain_number(text)
-    return text if number is None else number
-
-
-def answer_text(completion: str, problem: Problem, strict: bool = True) -> str | None:
-    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's own
-    solution has one; None without either.
-
-    A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
-    the last number counts if the reference is a number, the last line if it is not.
-    """
-    if _BOX.search(completion):
-        return last_boxed(completion)
-    by_final_line = final_line(str(problem.metadata.get("solution", ""))) is not None
-    marked = final_line(completion) if by_final_line else None
-    if strict or marked is not None:
-        return marked
-    if plain_number(normalise(problem.answer)) is not None:
-        return last_number(completion)
-    return last_line(completion)
-
-
-def same_text(answer: str | None, reference: str) -> bool:
-    """Return whether both are equal after ``normalise``; an empty text equals nothing."""
-    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
-        return False
-    given = normalise(answer)
-    return bool(given) and given == normalise(reference)
-
-
-def has_answer(answer: str | None) -> bool:
-    """Return whether an ``answer_text`` is there and not blank."""
-    return bool((answer or "").strip())
 
 
 @dataclass(eq=False)
@@ -319,7 +162,7 @@ class MatchReward(Reward):
     strict: bool = True
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        answer = answer_text(completion, problem, self.strict)
+        answer = marked_answer(problem, completion, self.strict)
         correct = same_text(answer, problem.answer)
         return RewardResult(float(correct), correct=correct, format_ok=has_answer(answer))
 
@@ -334,5 +177,5 @@ class FormatReward(Reward):
     name = "format"
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        ok = has_answer(answer_text(completion, problem))
+        ok = has_answer(marked_answer(problem, completion))
         return RewardResult(float(ok), format_ok=ok)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from retrain.config import tasks
+from retrain.config.tasks import AUDIT
 from retrain.plugins import described
-from retrain.rewards.base import AUDIT, FormatReward, Item, MatchReward, Reward, failed, weighted_sum
+from retrain.rewards.base import FormatReward, Item, MatchReward, Reward, failed, weighted_sum
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.endpoint import JudgeEndpoint
 from retrain.rewards.judge import Criterion, JudgeReward, RubricReward
@@ -18,8 +19,8 @@ from retrain.rewards.symbolic import MathReward
 from retrain.types import CORRECT_ABOVE, RewardResult, with_correctness
 
 
-class Grader:
-    """Grades the completions of a step with one reward; a context manager.
+class Grader(AbstractContextManager["Grader"]):
+    """Grades the completions of a step with one reward.
 
     ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
     that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
@@ -62,9 +63,6 @@ class Grader:
         for reward in (self.reward, self.audit):
             if reward is not None:
                 reward.close()
-
-    def __enter__(self) -> Grader:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -133,8 +131,7 @@ def build_grader(
             return reward
 
         if section.type == "weighted":
-            parts = [Component(build(part), part.weight, part.offset) for part in section.components]
-            reward = WeightedReward(parts)
+            reward = WeightedReward([Component(build(part), part.weight, part.offset) for part in section.components])
         else:
             reward = build(section)
         second = build(audit, "audit") if audit is not None and audit.wanted else None
@@ -158,15 +155,13 @@ def _reward(
     if part.type in tasks.JUDGED and part.judge_model:
         key = part.judge_api_key_env
         endpoint = JudgeEndpoint(part.judge_model, part.judge_url, key, workers, timeout_s, table=table)
-        return JudgeReward(endpoint) if part.type == "judge" else _rubric(part, endpoint)
+        if part.type == "judge":
+            return JudgeReward(endpoint)
+        criteria = [Criterion(criterion.name, criterion.text, criterion.weight_number) for criterion in part.criteria]
+        return RubricReward(endpoint, criteria, part.rubric_column, part.rubric == "explicit")
     if part.type == "custom" and part.custom_module:
         return CustomReward(part.custom_module, part.custom_function, workers, timeout_s, base_dir, table)
     if part.type == "reward_model" and part.reward_model:
         return RewardModelReward(part.reward_model, section.reward_batch, str(device()), base_dir)
     assert part.type == "match", f"[reward] type = {part.type!r} lacks a key"
     return MatchReward(part.strict)
-
-
-def _rubric(section: tasks.Grader, endpoint: JudgeEndpoint) -> RubricReward:
-    criteria = [Criterion(criterion.name, criterion.text, criterion.weight_number) for criterion in section.criteria]
-    return RubricReward(endpoint, criteria, section.rubric_column, section.rubric == "explicit")

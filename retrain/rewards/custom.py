@@ -52,7 +52,6 @@ KNOWN = (
     f"a reward takes any of: {', '.join(ARGUMENTS)}; or, as in TRL, {', '.join(BATCH_ARGUMENTS)} and columns of the "
     "data by name"
 )
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class CustomReward(Reward):
@@ -82,7 +81,6 @@ class CustomReward(Reward):
             workers=workers,
             timeout_s=timeout_s,
             memory_bytes=MEMORY_BYTES,
-            memory_kind="RLIMIT_DATA",  # a module that imports torch maps far more address space than it uses
         )
         try:
             self.pool.start()
@@ -91,8 +89,7 @@ class CustomReward(Reward):
             subject = f"[{table}] custom_module = {module!r}, custom_function = {function!r}"
             raise PluginMissing(f"{subject}: {error}") from None
         facts = self.pool.facts
-        self.ranges = facts["ranges"]
-        self.columns = tuple(facts["columns"])
+        self.ranges, self.columns = facts["ranges"], tuple(facts["columns"])
         self.names = tuple(facts["names"]) if len(facts["names"]) > 1 else ()
         self._by_batch = bool(facts["by_batch"])
 
@@ -139,12 +136,10 @@ def _is_path(module: str) -> bool:
 def _plain(problem: Problem) -> Problem:
     """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
-    metadata = json.dumps(dict(problem.metadata), default=_json, skipkeys=True)
+    metadata = json.dumps(
+        dict(problem.metadata), skipkeys=True, default=lambda v: dict(v) if isinstance(v, Mapping) else str(v)
+    )
     return replace(problem, prompt=prompt, metadata=json.loads(metadata))
-
-
-def _json(value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 # -- in the worker: reading the functions -------------------------------------------------------------------------
@@ -172,7 +167,11 @@ class Scorer:
     """
 
     def __init__(self, module: str, functions: str | Sequence[str], folders: Sequence[str] = ()):
-        loaded = _import(module, [Path(folder) for folder in folders])
+        paths = [Path(folder) for folder in folders]
+        try:
+            loaded = load_file(Path(module), "custom_reward") if _is_path(module) else load_module(module, paths)
+        except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+            raise PluginError(f"importing it failed: {described(error)}") from error
         self.functions = _read_functions(loaded, [functions] if isinstance(functions, str) else functions)
         self.facts = {
             "ranges": _ranges(self.functions, loaded),
@@ -183,13 +182,6 @@ class Scorer:
 
     def __call__(self, job: Sequence[GradedCompletion]) -> list[dict[str, object]]:
         return [vars(result) for result in grade_job(self.functions, job)]
-
-
-def _import(module: str, folders: Sequence[Path]) -> ModuleType:
-    try:
-        return load_file(Path(module), "custom_reward") if _is_path(module) else load_module(module, folders)
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
-        raise PluginError(f"importing it failed: {described(error)}") from error
 
 
 def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunction]:
@@ -263,7 +255,7 @@ def _completion_form(function: RewardFunction, required: Sequence[inspect.Parame
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
         return replace(function, arguments=tuple(arguments))
-    if len(required) == len(unknown) == 2 and all(p.kind in _POSITIONAL for p in required):
+    if len(required) == len(unknown) == 2 and all(p.kind is not p.KEYWORD_ONLY for p in required):
         return replace(function, arguments=())
     fault = f"parameter {unknown[0]!r} is unknown" if unknown else "it takes no parameters"
     raise PluginError(f"{fault}; {KNOWN}")
@@ -339,20 +331,17 @@ def _batch_arguments(
     """Return the arguments of a function in TRL's form; a column that the data lacks is a list of None."""
     rows = [columns_of(problem) for problem, _, _ in job]
     columns = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
-    prompts = [problem.prompt for problem, _, _ in job]
-    completions = [text for _, text, _ in job]
+    prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _, _ in job]
     is_text = isinstance(prompts[0], str)
-    arguments: dict[str, object] = {
+    arguments = {
         **{name: [row.get(name) for row in rows] for name in columns},
-        "prompts": prompts if is_text else [[dict(message) for message in prompt] for prompt in prompts],  # type: ignore[arg-type]
-        "completions": completions if is_text else [[{"role": "assistant", "content": text}] for text in completions],
+        "prompts": prompts,
+        "completions": [text if is_text else [{"role": "assistant", "content": text}] for _, text, _ in job],
         "completion_ids": [list(ids) for _, _, ids in job],
         "log_extra": logged.log_extra,
         "log_metric": logged.log_metric,
     }
-    if function.takes_any:
-        return arguments
-    return {name: arguments[name] for name in function.arguments if name in arguments}
+    return {name: value for name, value in arguments.items() if function.takes_any or name in function.arguments}
 
 
 def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> object:

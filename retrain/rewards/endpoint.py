@@ -73,8 +73,6 @@ class JudgeEndpoint:
 
     def ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
         """Return the answers, in order. None of them holds the key, which some servers repeat."""
-        if not questions:
-            return []
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
             return pool.submit(asyncio.run, self._ask_all(questions)).result()
 
@@ -115,11 +113,9 @@ class JudgeEndpoint:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     status, headers, text = await self._post(client, body)
-            except TimeoutError:
-                reason, pause = f"no answer within {self.timeout_s:g} s (timeout_s)", 0.0
-                continue
-            except httpx.TransportError as error:
-                reason, pause = f"{type(error).__name__}: {error}", 0.0
+            except (TimeoutError, httpx.TransportError) as error:
+                late = f"no answer within {self.timeout_s:g} s (timeout_s)"
+                reason, pause = late if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}", 0.0
                 continue
             if status == 200:
                 return _content(text)

@@ -114,16 +114,16 @@ class RubricReward(Reward):
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order, each with the grade of every criterion, or null with the reason."""
-        asked: list[tuple[Item, tuple[Criterion, ...]]] = []
+        gradable: list[tuple[Item, tuple[Criterion, ...]]] = []
         faults: dict[int, str] = {}
         for index, item in enumerate(items):
             try:
-                asked.append((item, criteria_of(item[0], self.criteria, self.column)))
+                gradable.append((item, criteria_of(item[0], self.criteria, self.column)))
             except ValueError as error:
                 faults[index] = str(error)
         instruction = EXPLICIT if self.explicit else IMPLICIT
-        questions = [question(*item, instruction, self._listed(criteria)) for item, criteria in asked]
-        grades = zip(self.endpoint.ask_all(questions), [criteria for _, criteria in asked], strict=True)
+        questions = [question(*item, instruction, self._listed(criteria)) for item, criteria in gradable]
+        grades = zip(self.endpoint.ask_all(questions), [criteria for _, criteria in gradable], strict=True)
         return [failed(faults[i]) if i in faults else self._graded(*next(grades)) for i in range(len(items))]
 
     def _listed(self, criteria: Sequence[Criterion]) -> str:
@@ -138,8 +138,7 @@ class RubricReward(Reward):
             met = parse_met(answer.text, criteria)
         except ValueError as error:
             return failed(str(error))
-        names = [f"rubric/{each.name}" for each in criteria]
-        grades: dict[str, float | None] = dict(zip(names, met, strict=True))
+        grades: dict[str, float | None] = {f"rubric/{c.name}": grade for c, grade in zip(criteria, met, strict=True)}
         return RewardResult(share_met([each.weight for each in criteria], met), sample_metrics=grades)
 
 
@@ -156,11 +155,8 @@ def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | Non
 
 
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
-    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1]. Raises ValueError when all weights are 0."""
-    total = sum(abs(weight) for weight in weights)
-    if total == 0:
-        raise ValueError("all weights are 0")
-    return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / total
+    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1], and not all weights are 0."""
+    return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / sum(map(abs, weights))
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
@@ -169,16 +165,16 @@ def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
     reply = without_thinking(text)
     fenced = _FENCED.fullmatch(reply)
     try:
-        said = json.loads(fenced[1] if fenced else reply)
+        grades = json.loads(fenced[1] if fenced else reply)
     except (ValueError, RecursionError):
-        said = None
-    if not isinstance(said, dict):
+        grades = None
+    if not isinstance(grades, dict):
         raise ValueError(f"the judge replied {text[:80]!r}, not one JSON object with a grade for every criterion")
     met = []
     for number, criterion in enumerate(criteria, start=1):
-        value = said.get(str(number))
+        value = grades.get(str(number))
         if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
-            what = f"{value!r} of" if str(number) in said else "nothing of"
+            what = f"{value!r} of" if str(number) in grades else "nothing of"
             raise ValueError(f"the judge said {what} criterion {number} ({criterion.name}), not 0 or 1")
         met.append(float(value))
     return met
@@ -190,7 +186,7 @@ def read_criteria(value: object) -> list[Criterion]:
     rows = json.loads(value) if isinstance(value, str) else value
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise ValueError(f"the problem's criteria are {type(rows).__name__}, not a list")
-    found = []
+    criteria = []
     for number, row in enumerate(rows, start=1):
         table = {"text": row} if isinstance(row, str) else row
         if not isinstance(table, Mapping):
@@ -198,8 +194,8 @@ def read_criteria(value: object) -> list[Criterion]:
         text, name, weight = (_first(table, keys) for keys in (TEXTS, NAMES, SIZES))
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"the problem's criterion {number} has no text ({', '.join(TEXTS)})")
-        found.append(Criterion(str(name or f"own_{number}"), text, weight_of(1.0 if weight is None else weight)))
-    return found
+        criteria.append(Criterion(str(name or f"own_{number}"), text, weight_of(1.0 if weight is None else weight)))
+    return criteria
 
 
 def weight_of(value: object) -> float:

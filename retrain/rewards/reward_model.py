@@ -7,26 +7,24 @@ Which rows are scored together shows in the last bits of their scores. So it mus
 arrive together: a batch holds answers to one problem only.
 """
 
-import math
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from retrain.errors import ModelError
+from retrain.errors import ModelError, first_line
 from retrain.files import search_folders
 from retrain.models.directory import files_digest, local_directory, reward_model_fault
 from retrain.plugins import described
-from retrain.rewards.base import LARGEST_REWARD, Item, Reward, failed, prompt_text
+from retrain.rewards.base import Item, Reward, checked, failed, prompt_text
 from retrain.types import Problem, RewardResult
 
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 """Files that are downloaded of a model of the hub: nothing that is run or unpickled."""
-WHAT_TO_TYPE = "type the directory or hub name of a sequence-classification model with one label and its tokenizer"
 
 
 class RewardModelReward(Reward):
@@ -42,14 +40,14 @@ class RewardModelReward(Reward):
     def __init__(self, model: str, batch: int = 8, device: str = "cpu", base_dir: Path | None = None):
         from transformers import AutoConfig, AutoTokenizer
 
-        self.model, self.batch, self.device = model, batch, device
+        self.batch, self.device = batch, device
         self.directory = located(model, base_dir)
         self._weights: RewardModelWeights | None = None
         try:
             config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
             self.tokenizer = AutoTokenizer.from_pretrained(self.directory, local_files_only=True)
         except Exception as error:  # of whatever kind, from files that somebody else has written
-            raise _refused(model, f"it cannot be read: {_first_line(error)}") from error
+            raise _refused(model, f"it cannot be read: {first_line(error)}") from error
         text = config.get_text_config()
         limits = [getattr(text, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
         self.context = min((int(limit) for limit in limits if limit and limit > 0), default=sys.maxsize)
@@ -64,8 +62,12 @@ class RewardModelReward(Reward):
                 rows[index] = self.token_ids(problem, completion)
             except Exception as error:  # whatever the template's own code raises
                 results[index] = failed(str(error) if isinstance(error, ModelError) else described(error))
-        for indices in self._batches(items, rows):
-            results |= zip(indices, self._scored([rows[index] for index in indices]), strict=True)
+        # Rows to score together are answers to one problem that follow each other, ordered by length.
+        for _, same in groupby(rows, key=lambda index: items[index][0].id):
+            ordered = sorted(same, key=lambda index: len(rows[index]))
+            for start in range(0, len(ordered), self.batch):
+                indices = ordered[start : start + self.batch]
+                results |= zip(indices, self._scored([rows[index] for index in indices]), strict=True)
         return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
@@ -75,14 +77,11 @@ class RewardModelReward(Reward):
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
         """Return the conversation as the reward model reads it. Raises ModelError when it is longer than the model's
         context, or has tokens that the model does not know; else what the chat template raises."""
-        if getattr(self.tokenizer, "chat_template", None):
+        text, has_template = _encodable(f"{prompt_text(problem)}\n\n{completion}"), bool(self.tokenizer.chat_template)
+        if has_template:
             messages = conversation(problem, completion)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        else:
-            ids = self.tokenizer(f"{_encodable(prompt_text(problem))}\n\n{_encodable(completion)}", verbose=False)[
-                "input_ids"
-            ]
+        ids = self.tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
         if not ids:
             raise ModelError("the conversation has no tokens")
         if len(ids) > self.context:
@@ -93,22 +92,16 @@ class RewardModelReward(Reward):
             raise ModelError(f"token {max(ids)} is not among the {self.vocabulary} of the reward model")
         return list(ids)
 
-    def _batches(self, items: Sequence[Item], rows: dict[int, list[int]]) -> Iterator[list[int]]:
-        """Yield the indices of rows to score together: answers to one problem that follow each other, by length."""
-        for _, same in groupby(rows, key=lambda index: items[index][0].id):
-            ordered = sorted(same, key=lambda index: len(rows[index]))
-            yield from (ordered[start : start + self.batch] for start in range(0, len(ordered), self.batch))
-
     def _scored(self, rows: Sequence[list[int]]) -> list[RewardResult]:
         """Return one result for each row; where they fail together, each is scored by itself."""
         try:
             if self._weights is None:
                 self._weights = take(self.directory, self.device)
-            return [_result(score) for score in self._weights.scores(rows)]
+            return [checked(score) for score in self._weights.scores(rows)]
         except Exception as error:  # out of memory, files that are gone: never the run
             if len(rows) > 1 and self._weights is not None:
                 return [result for row in rows for result in self._scored([row])]
-            reason = _first_line(error) if isinstance(error, ModelError | OSError) else described(error)
+            reason = first_line(error) if isinstance(error, ModelError | OSError) else described(error)
             return [failed(f"the reward model failed: {reason}") for _ in rows]
 
 
@@ -133,7 +126,7 @@ def located(model: str, base_dir: Path | None) -> Path:
         directory = Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # of the network, of whatever kind
         hint = "with no network, download it elsewhere and give the directory's path"
-        raise _refused(model, f"{_first_line(error).rstrip('.')}; {hint}") from error
+        raise _refused(model, f"{first_line(error).rstrip('.')}; {hint}") from error
     if fault := reward_model_fault(str(directory)):
         raise _refused(model, fault)
     return directory
@@ -164,8 +157,6 @@ class RewardModelWeights:
             mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
             device = self.model.device
             logits_B1 = self.model(input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device)).logits
-            if logits_B1.shape != (len(rows), 1):
-                raise ModelError(f"it gives numbers of shape {tuple(logits_B1.shape)}, not one score for each row")
             return logits_B1[:, 0].float().tolist()
 
 
@@ -213,18 +204,9 @@ def _load(directory: Path, device: str) -> RewardModelWeights:
     return RewardModelWeights(model, pad if pad is not None and 0 <= pad < text.vocab_size else None)
 
 
-def _result(score: float) -> RewardResult:
-    if not (math.isfinite(score) and abs(score) <= LARGEST_REWARD):
-        return failed(f"the reward model gave {score:g}, not a number within ±1e30")
-    return RewardResult(score)
-
-
 def _refused(model: str, fault: str) -> ModelError:
-    return ModelError(f"reward_model = {model!r}: {fault}: {WHAT_TO_TYPE}")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    fix = "type the directory or hub name of a sequence-classification model with one label and its tokenizer"
+    return ModelError(f"reward_model = {model!r}: {fault}: {fix}")
 
 
 def _encodable(text: str) -> str:

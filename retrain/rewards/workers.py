@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,14 +30,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from retrain.errors import PluginError, RetrainError
+from retrain.errors import PluginError, RetrainError, printable
 from retrain.plugins import described
-from retrain.rewards.base import printable
 
+LENGTH = struct.Struct("!i")  # Bytes of a frame, before them
 LIMIT = struct.Struct(">d")  # Seconds that a job may take, at the beginning of its frame
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
+BAD_LENGTH = "bad message length"
 MAX_FAILED_STARTS = 3
 MAX_TIMEOUTS_IN_A_ROW = 16  # whatever the reward waits for is missing: a batch must not take hours to fail
 _BOOT = (
@@ -69,40 +71,37 @@ class _Worker:
                 start_new_session=True,  # Ctrl-C reaches the trainer only; killpg reaches the worker's children too
                 env=os.environ | environment,
             )
-        self.connection = Connection(self.socket.fileno())
 
     def ask(self, payload: bytes, limit_s: float) -> dict[str, object]:
         """Return the reply to a frame. Raises TimeoutError after ``limit_s`` seconds, EOFError if the process has
         ended, OSError or ValueError for anything else than one reply."""
-        expired = threading.Event()
-
-        def expire() -> None:
-            expired.set()
-            self.kill()
-
-        timer = threading.Timer(limit_s, expire)
-        timer.daemon = True
-        timer.start()
+        deadline = time.monotonic() + limit_s
         try:
-            self.connection.send_bytes(payload)
-            reply = json.loads(self.connection.recv_bytes(MAX_REPLY_BYTES))
-        except (EOFError, OSError) as error:
-            if expired.is_set():
-                raise TimeoutError from None
-            if isinstance(error, ConnectionError):
-                raise EOFError from None
-            raise
-        finally:
-            timer.cancel()
-            timer.join()  # after this, `expired` is final
-        if expired.is_set():  # the reply came while the process was being killed
-            raise TimeoutError
+            self.socket.settimeout(limit_s)
+            self.socket.sendall(LENGTH.pack(len(payload)) + payload)
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+            if not 0 <= size <= MAX_REPLY_BYTES:
+                raise ValueError(BAD_LENGTH)
+            reply = json.loads(self._read(size, deadline))
+        except ConnectionError:
+            raise EOFError from None
         if not isinstance(reply, dict):
             raise ValueError("not an object")
+        self.socket.setblocking(False)
         with contextlib.suppress(BlockingIOError, ConnectionError):
-            if self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # empty: the process has ended since
+            if self.socket.recv(1, socket.MSG_PEEK):  # empty: the process has ended since
                 raise ValueError("more than one reply")
         return reply
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        received = bytearray()
+        while len(received) < size:
+            self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = self.socket.recv(size - len(received))
+            if not part:
+                raise EOFError
+            received += part
+        return bytes(received)
 
     def kill(self) -> None:
         """Kill the process and its children, which ends an ``ask`` of another thread."""
@@ -114,18 +113,17 @@ class _Worker:
 
     def close(self) -> None:
         self.kill()
-        self.connection.close()
-        self.socket.detach()
+        self.socket.close()
 
 
 class WorkerPool:
     """Runs jobs in up to ``workers`` processes, each of which a thread waits for.
 
-    ``what`` does the work, in messages; ``python`` is another interpreter than this process's, which then sees this
+    ``subject`` names the work in messages; ``python`` is another interpreter than this process's, which then sees this
     package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
     with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
-    wall-clock limit of one job, ``memory_bytes`` the limit of the address space (RLIMIT_AS) or, for work that maps more
-    than it uses, of private memory (RLIMIT_DATA). ``start_s`` is how long a process may take to be ready.
+    wall-clock limit of one job, ``memory_bytes`` that of a process's private memory (RLIMIT_DATA: libraries such as
+    torch map far more address space than they use), ``start_s`` how long a process may take to be ready.
     """
 
     def __init__(
@@ -136,18 +134,17 @@ class WorkerPool:
         workers: int,
         timeout_s: float,
         memory_bytes: int,
-        memory_kind: Literal["RLIMIT_AS", "RLIMIT_DATA"] = "RLIMIT_AS",
-        what: str = "the reward",
+        subject: str = "the reward",
         python: str | None = None,
         folders: Sequence[str] = (),
         start_s: float = START_SECONDS,
     ):
         self.start_s = start_s
-        self.workers, self.timeout_s, self.what = max(1, workers), timeout_s, what
+        self.workers, self.timeout_s, self.subject = max(1, workers), timeout_s, subject
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
-        limits = {"memory_bytes": memory_bytes, "memory_kind": memory_kind}
-        self._setup = pickle.dumps({"entry": entry, "arguments": dict(arguments), "what": what, **limits})
+        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject, "memory_bytes": memory_bytes}
+        self._setup = pickle.dumps(setup)
         self.facts: dict[str, Any] = {}  # The attribute `facts` of the entry's function; known after `start`
         self._alive: list[_Worker] = []
         self._idle: list[_Worker] = []
@@ -199,9 +196,9 @@ class WorkerPool:
             if self._timeouts >= MAX_TIMEOUTS_IN_A_ROW:
                 self._fatal = f"not tried after {self._timeouts} time-outs of {self.timeout_s:g} s in a row"
             self._discard(worker)
-            return Reply(error=f"{self.what} took longer than {limit_s:g} s (timeout_s)", kind="timeout")
+            return Reply(error=f"{self.subject} took longer than {limit_s:g} s (timeout_s)", kind="timeout")
         except (EOFError, OSError, ValueError, RecursionError) as error:
-            kind = "flooded" if "message length" in str(error) else "died"  # as Connection says it
+            kind = "flooded" if str(error) == BAD_LENGTH else "died"
             return Reply(error=self._ending(worker, error), kind=kind)
         self._timeouts = 0
         if reply.get("retire"):
@@ -242,7 +239,7 @@ class WorkerPool:
                 continue
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                self._fatal = f"{self.what}'s worker process cannot start: {reason}"
+                self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
         """Discard a worker after a fault; return the fault, and how the process had ended by itself."""
@@ -252,7 +249,7 @@ class WorkerPool:
         status = worker.process.poll()
         self._discard(worker)
         ending = "" if status is None else f" (exit status {status})" if status >= 0 else f" (signal {-status})"
-        return f"{self.what}'s worker {fault}{ending}"
+        return f"{self.subject}'s worker {fault}{ending}"
 
     def _discard(self, worker: _Worker) -> None:
         self._alive.remove(worker)
@@ -277,7 +274,7 @@ def serve(descriptor: int) -> None:
     if not first:  # the trainer ended meanwhile
         return
     setup = pickle.loads(first)
-    _limit(setup["memory_bytes"], setup["memory_kind"])
+    _limit(setup["memory_bytes"])
     try:
         module, _, function = setup["entry"].partition(":")
         grade = getattr(importlib.import_module(module), function)(**setup["arguments"])
@@ -290,7 +287,7 @@ def serve(descriptor: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
         signal.setitimer(signal.ITIMER_REAL, 2 * LIMIT.unpack_from(frame)[0] + 5)
-        reply = _reply(grade, frame[LIMIT.size :], setup["what"])
+        reply = _reply(grade, frame[LIMIT.size :], setup["subject"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
         if "retire" in reply:
@@ -304,20 +301,16 @@ def _leave_the_end_to_the_trainer() -> None:
     the answers that are under way. What this process starts is ended by them as ever.
     """
     _ignore_endings()
-    masks: list[set[int]] = []
 
     def in_child() -> None:
         for number in ENDINGS:
             signal.signal(number, signal.SIG_DFL)
-        unblock()
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
 
     # A signal that reaches a fork before its handlers are the default ones waits until they are.
     os.register_at_fork(
-        before=lambda: masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS)),
-        after_in_parent=unblock,
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS),
         after_in_child=in_child,
     )
 
@@ -327,13 +320,13 @@ def _ignore_endings() -> None:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
 
 
-def _reply(grade: Callable[[Any], object], frame: bytes, what: str) -> dict[str, object]:
+def _reply(grade: Callable[[Any], object], frame: bytes, subject: str) -> dict[str, object]:
     try:
         value = grade(pickle.loads(frame))
         json.dumps(value)
         return {"value": value}
     except MemoryError:
-        return {"error": f"MemoryError: {what} needed more memory than its limit", "retire": True}
+        return {"error": f"MemoryError: {subject} needed more memory than its limit", "retire": True}
     except BaseException as error:  # whatever a reward raises costs one completion, never the run
         return {"error": _reason(error)}
 
@@ -342,13 +335,13 @@ def _reason(error: BaseException) -> str:
     return printable(str(error) if isinstance(error, RetrainError) else described(error))
 
 
-def _limit(memory_bytes: int, memory_kind: str) -> None:
-    """Bound this process's memory (``memory_kind`` RLIMIT_AS or RLIMIT_DATA), and leave no core dumps."""
-    for kind, wanted in ((memory_kind, memory_bytes), ("RLIMIT_CORE", 0)):
-        _, hard = resource.getrlimit(getattr(resource, kind))
+def _limit(memory_bytes: int) -> None:
+    """Bound this process's memory, and leave no core dumps."""
+    for kind, wanted in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CORE, 0)):
+        _, hard = resource.getrlimit(kind)
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         with contextlib.suppress(ValueError, OSError):  # macOS refuses memory limits; the time limit still holds
-            resource.setrlimit(getattr(resource, kind), (allowed, hard))
+            resource.setrlimit(kind, (allowed, hard))
 
 
 def _receive(connection: Connection) -> bytes:

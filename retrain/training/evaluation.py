@@ -18,9 +18,7 @@ from retrain.engines.protocol import Engine
 from retrain.environments.protocol import ONE_TURN, Environment, Limits
 from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
-from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
 from retrain.rollouts.collect import Collector, RolloutRequest, collect
 from retrain.training.recovery import Failures, Saver
@@ -211,11 +209,9 @@ def equals_base(run: Run) -> bool:
 def first_evaluations(run: Run) -> list[Row]:
     """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
-    if run.step == 0 or isinstance(
-        run.recorder, NullRecorder
-    ):  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
+    if run.step == 0:  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
         return []
-    for row in RunReader(run.recorder.directory).evaluations():
+    for row in run.recorder.evaluations():
         first.setdefault(row["name"], row)
     return [first[name] for name in run.config.evaluation.names if name in first]
 

@@ -15,6 +15,7 @@ from retrain.algorithms.distillation import Context
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.runs import RunSpec, run_directory, run_place
+from retrain.config.tasks import AUDIT
 from retrain.data import Dataset, content_hash
 from retrain.data.dataset import column_values
 from retrain.data.prompts import Renderer
@@ -27,14 +28,12 @@ from retrain.plugins import plugin_ranges
 from retrain.policy.objective import Objective
 from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo, is_source, module_hashes, named_code, run_facts
-from retrain.records.null import NullRecorder
 from retrain.records.observer import Observer
 from retrain.records.reader import RunReader
-from retrain.records.recorder import RunRecorder
+from retrain.records.recorder import NullRecorder, RunRecorder
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CONFIG
 from retrain.rewards import Grader
-from retrain.rewards.base import AUDIT
 from retrain.rollouts.collect import RecentWeights
 from retrain.training.bases import CohortModel
 from retrain.training.checkpoints import Checkpoints, NullCheckpoints, common_step

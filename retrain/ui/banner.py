@@ -70,6 +70,10 @@ def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
     is_running = "running" in states
     if not campaign.manifest or states <= {"done", "stopped"} or (is_running and "failed" not in states):
         return None
-    path = campaign.path.relative_to(Path.cwd()) if campaign.path.is_relative_to(Path.cwd()) else campaign.path
-    words = ["retrain", "resume", str(path), *(["--retry-failed"] if "failed" in states else [])]
+    words = ["retrain", "resume", shown_path(campaign.path), *(["--retry-failed"] if "failed" in states else [])]
     return {"command": shlex.join(words), "now": not is_running}
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as one types it where the server was started."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -104,17 +104,3 @@ def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     rows = np.arange(len(starts))
     chosen = [indices[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
     return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
-
-
-def last_of_stretches(y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a line into at most ``most`` stretches; return of each its last index, the index of its last value, and its
-    least and greatest value. Where a stretch has no value, its last index and NaN."""
-    edges = np.linspace(0, len(y), min(most, len(y)) + 1).astype(int)
-    starts, ends = edges[:-1], edges[1:] - 1
-    known = np.isfinite(y)
-    values = y.astype(np.float64)
-    low = np.minimum.reduceat(np.where(known, values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
-    last = np.maximum.reduceat(np.where(known, np.arange(len(y)), -1), starts)
-    empty = last < 0
-    return ends, np.where(empty, ends, last), np.where(empty, np.nan, low), np.where(empty, np.nan, high)

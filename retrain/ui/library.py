@@ -85,6 +85,12 @@ class Library:
             numbers.refresh(make)
         return numbers
 
+    def evaluations(self, run: Run) -> list[dict[str, Any]]:
+        """Return the rows of a run's evaluations, without reading its other numbers."""
+        numbers = self.numbers(run, refresh=False)
+        numbers.refresh_evaluations()
+        return numbers.evaluations()
+
     def settings(self, run: Run) -> dict[str, Any]:
         """Return the resolved settings, nested or flat; of ours also what the run began with."""
         if run.reader is not None and run.foreign is not None:
@@ -120,8 +126,11 @@ class Library:
                     stamp = home.stamp(self.places) if home is not None else None
             except OSError:  # taken away while it was read
                 home = None
+            now = time.monotonic()
             with self._lock:
-                self._homes[path] = time.monotonic(), stamp, home
+                if home is not None and home is not self._homes.get(path, (0.0, None, None))[2]:
+                    self._checked |= {run.path: now for run in home.runs if run.reader is None}  # when it was read
+                self._homes[path] = now, stamp, home
         return home
 
     def _foreign(self, path: Path) -> Home | None:

@@ -14,6 +14,7 @@ from retrain.ui.answers import Query, Refusal, plain
 from retrain.ui.decimation import MOST_POINTS, Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
+from retrain.ui.metrics import name_in
 from retrain.ui.numbers import xs_of
 from retrain.ui.sources import Run
 from retrain.verdicts.evidence import MIN_BAND_SEEDS
@@ -56,19 +57,21 @@ def inside(xs: np.ndarray, part: Window | None) -> slice:
     return slice(max(0, int(first) - 1), int(over) + 1)
 
 
-def lines_of(library: Library, runs: Sequence[Run], key: str, x: str, smoothing: Smoothing) -> list[Line]:
-    """Return the smoothed lines of the runs that have the metric. Evaluations are never smoothed."""
-    lines = [line for run in runs if (line := _line_of(library, run, key, x)) is not None]
-    if not Measure(key=key).is_held_out:
-        smoothing = smoothing.for_points(max((len(line.steps) for line in lines), default=0))
-        for line in lines:
-            line.values = smoothing.of(line.steps, line.raw)
-    return lines
+def lines_of(
+    library: Library, runs: Sequence[Run], key: str, x: str, smoothing: Smoothing
+) -> tuple[dict[str, Line], Smoothing]:
+    """Return the smoothed lines of the runs that have the metric, by place, and how they were smoothed."""
+    lines = {run.place: line for run in runs if (line := _line_of(library, run, key, x)) is not None}
+    smoothing = smoothing.for_points(max((len(line.steps) for line in lines.values()), default=0))
+    for line in lines.values():
+        line.values = smoothing.of(line.steps, line.raw)
+    return lines, smoothing
 
 
 def _line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
     numbers = library.numbers(run)
     with numbers.still():
+        key = name_in(key, numbers.keys)
         steps, values = points_of(numbers, key)
         if not len(steps):
             return None

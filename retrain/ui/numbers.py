@@ -53,6 +53,8 @@ class Numbers(Protocol):
         """Read what is new; with ``make`` also what takes seconds."""
         ...
 
+    def refresh_evaluations(self) -> None: ...
+
     def __len__(self) -> int:
         """Rows: steps that are finished."""
         ...
@@ -130,6 +132,11 @@ class RunNumbers:
             self.reading = left and self._bare()  # made since by another thread
             if not self.reading:
                 self._refresh()
+            self.refresh_evaluations()
+
+    def refresh_evaluations(self) -> None:
+        """Read what is new of the evaluations alone."""
+        with self._lock:
             replaced, rows = self._evals.rows()
             if replaced or rows:
                 self._rows, self._keys = rows if replaced else self._rows + rows, None
@@ -250,6 +257,9 @@ class TableNumbers:
                 self._rows, self._stamp = rows, stamp
                 keys = dict.fromkeys(key for row in rows for key, value in row.items() if is_number(value))
                 self._columns = {key: np.array([float32(row.get(key)) for row in rows], np.float32) for key in keys}
+
+    def refresh_evaluations(self) -> None:
+        """Do nothing: evaluations of other tools are keys of the rows."""
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from retrain.config.evaluation import PART
@@ -12,7 +13,8 @@ from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.ownership import MARK
 from retrain.records.foreign import ForeignReader, ForeignRun, is_recent, whole
-from retrain.records.reader import is_held, last_row, read_manifest, read_object
+from retrain.records.kinds import is_number
+from retrain.records.reader import Tail, is_held, last_row, read_manifest, read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, EVALS, FINAL, LOCK, LOG, MANIFEST, METRICS, NOTES
 from retrain.ui.places import Places, stays_inside
@@ -37,6 +39,7 @@ class Run:
     step: int
     max_steps: int
     written: float | None = None
+    pace: float | None = None  # Seconds of a step of late, where the run is not at its end
     worker: str | None = None
     foreign: ForeignRun | None = None
     reader: ForeignReader | None = None
@@ -136,13 +139,16 @@ def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, held: boo
     path = home if own else home / entry["path"]
     metrics = places.file(path, METRICS)
     state = "interrupted" if entry["state"] == "running" and not held else entry["state"]
-    step = whole(entry["step"])
-    if state in ("running", "interrupted", "failed"):
-        step = max(step, whole(_last_row(metrics).get("step"), -1) + 1)
+    step, rows = whole(entry["step"]), []
+    if state in ("running", "interrupted", "failed") and metrics is not None:
+        rows = Tail(metrics, last_only=True).rows()[1]
+        step = max([step, *(whole(row.get("step"), -1) + 1 for row in rows[-1:])])
+    seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
     return Run(
         place if own else f"{place}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
         whole(entry.get("seed")), state, entry.get("reason"), step, whole(entry.get("max_steps")), touched(metrics),
+        median(seconds) if seconds else None,
         worker if isinstance(worker, str) else None,
     )  # fmt: skip
 
@@ -178,8 +184,8 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
     runs = [
         Run(
             place if single else f"{place}/{run.name}", run.directory, run.name, run.condition,
-            labels.index(run.condition), run.seed, run.state, None, run.step, run.max_steps, run.written, None, run,
-            reader,
+            labels.index(run.condition), run.seed, run.state, None, run.step, run.max_steps, run.written, foreign=run,
+            reader=reader,
         )
         for run in found
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError
+from retrain.errors import LeaseLost, NotOurs, RetrainError, StorageError, UsageError, first_line
 from retrain.files import ASIDE, aside_of, dumps, prepare_directory, publish_directory
 from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
 
@@ -155,7 +155,7 @@ class Mirror:
         except Exception as error:  # each store has its own
             if isinstance(error, RetrainError):
                 raise
-            raise StorageError(self.url, str(error).strip().partition("\n")[0] or type(error).__name__) from error
+            raise StorageError(self.url, first_line(error)) from error
 
 
 @contextmanager

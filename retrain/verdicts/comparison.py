@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrain.config.campaign import condition_name, find_label
+from retrain.config.tasks import AUDIT
 from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import Interval, bootstrap_ci, iqm, paired_bootstrap_ci, probability_of_improvement
@@ -29,7 +30,6 @@ from retrain.records.schema.comparison import (
     OutlierSeed,
     SecondaryComparison,
 )
-from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
 from retrain.verdicts.declaration import DECLARED, EXPLORATORY, INTERIM, DeclaredRule, Standing
 from retrain.verdicts.problem_scores import ProblemScores

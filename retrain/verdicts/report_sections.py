@@ -8,12 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 from retrain.config.evaluation import PART_EVERY
+from retrain.config.tasks import AUDIT
 from retrain.records import charts
 from retrain.records.charts import Series
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
 from retrain.records.text import escape, points, probability, short
-from retrain.rewards.base import AUDIT
 from retrain.verdicts.audited import audited
 from retrain.verdicts.evidence import (
     MIN_BAND_SEEDS,

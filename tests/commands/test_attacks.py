@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import SUBJECT_REWARDS
+from helpers.campaigns import SUBJECT_REWARDS, run_cli
 from helpers.models import campaign_head, qwen3_directory
 from helpers.pages import client_of, get
 from helpers.records import seal_of
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_json, read_jsonl, write_json
 
 CAMPAIGN = """
@@ -40,7 +38,7 @@ EVALS, ANSWERS = f"runs/{RUN}/evals.jsonl", f"runs/{RUN}/emergence/evaluations.j
 
 
 def command(*words: str | Path, status: int = 0) -> str:
-    done = CliRunner().invoke(app, list(map(str, words)))
+    done = run_cli(*words)
     assert done.exit_code == status, done.output
     return done.output
 
@@ -64,7 +62,6 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def logs(trained, tmp_path) -> Path:
-    """A copy of the folder ``logs``."""
     return Path(shutil.copytree(trained / "logs", tmp_path / "logs"))
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.campaigns import is_timing_key
+from helpers.campaigns import run_cli, timeless
 from helpers.models import campaign_head
-from typer.testing import CliRunner
 
 from retrain.algorithms.algorithm import training_samples
-from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 from retrain.policy.plugin import TrainSequence
 from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn
@@ -36,33 +34,20 @@ save_every = 4
 problems = 4
 samples = 4
 """
-runner = CliRunner()
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, import_path) -> Path:
     """A folder with the documents' backend, four problems and a TOML; the interpreter is left as it was."""
     (tmp_path / "my_backend.py").write_text(CODE)
     for name, sign in (("digits", "+"), ("heldout", "plus")):
         rows = [{"prompt": f"{n} {sign} 2", "answer": str(n + 2)} for n in (1, 3, 5, 7)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "run.toml").write_text(TOML + REST)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in ("my_backend", "slow_backend"):
         sys.modules.pop(name, None)
-
-
-def run(*arguments: str):
-    return runner.invoke(app, list(arguments))
-
-
-def rows_without_time(path: Path) -> list[dict]:
-    return [
-        {key: value for key, value in row.items() if key != "seconds" and not is_timing_key(key)}
-        for row in read_jsonl(path)
-    ]
 
 
 SLOW = """
@@ -82,7 +67,7 @@ class Slow(Table):
 
 def test_the_example_of_the_documents_learns_and_killed_and_resumed_it_is_the_same_run(folder):
     """kill -9 in the middle of a step, then ``retrain resume``: rows and table are those of a run left alone."""
-    assert run("train", "run.toml", "--out", "alone", "--plain").exit_code == 0
+    assert run_cli("train", "run.toml", "--out", "alone", "--plain").exit_code == 0
     rows = read_jsonl(folder / "alone" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(12))
     assert rows[0]["table/rows"] == 4  # a number of the backend's own
@@ -99,9 +84,9 @@ def test_the_example_of_the_documents_learns_and_killed_and_resumed_it_is_the_sa
     killed = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     assert (folder / "killed" / "checkpoints" / "step_000004").is_dir()  # that of step 8 may still be on its way
-    assert run("resume", "killed", "--plain").exit_code == 0
+    assert run_cli("resume", "killed", "--plain").exit_code == 0
     for name in ("metrics.jsonl", "evals.jsonl"):
-        resumed, alone = (rows_without_time(folder / out / name) for out in ("killed", "alone"))
+        resumed, alone = (timeless(folder / out / name) for out in ("killed", "alone"))
         assert resumed == alone, name
     assert read_json(folder / "killed/final/table.json") == read_json(folder / "alone/final/table.json")
 
@@ -111,7 +96,7 @@ def test_a_campaign_of_a_backend_with_a_placeholder_loss(folder):
     campaign = campaign_head(("rloo", "none"), ("maxrl", "gtpo"), seeds=[1, 2])
     text = TOML.replace('[algorithm]\nadvantage_mode = "rloo"\n', "") + REST.replace("max_steps = 12", "max_steps = 2")
     (folder / "camp.toml").write_text(f"{text}\n{campaign}")
-    result = run("train", "camp.toml", "--out", "camp", "--plain", "--verbose")
+    result = run_cli("train", "camp.toml", "--out", "camp", "--plain", "--verbose")
     assert result.exit_code == 0, result.output
     assert "loss=placeholder" in result.output
     runs = list((folder / "camp/runs").iterdir())
@@ -128,7 +113,7 @@ def test_token_credit_on_a_backend_that_flattens_it_is_a_configuration_error(fol
     (folder / "my_backend.py").write_text(flattening)
     (folder / "run.toml").write_text(TOML.replace('advantage_mode = "rloo"', 'transform_mode = "gtpo"'))
     for command in ("check", "train"):
-        result = run(command, "run.toml")
+        result = run_cli(command, "run.toml")
         assert result.exit_code == 2
         assert 'algorithm.transform_mode  is "gtpo", which gives tokens' in result.output
         assert 'flattens them: transform_mode = "none"' in result.output
@@ -150,7 +135,7 @@ OURS = '[backend]\nbackend = "my_backend:Table"\n'
 ])  # fmt: skip
 def test_check_finds_wrong_names_before_training(folder, text, line):
     (folder / "run.toml").write_text(text)
-    result = run("check", "run.toml")
+    result = run_cli("check", "run.toml")
     assert result.exit_code == 2
     assert line in result.output, result.output
     assert len(result.output.strip().splitlines()) == 1
@@ -167,7 +152,7 @@ def test_what_a_backend_does_wrong_is_named(folder, old, new, reason):
     assert old in CODE
     (folder / "my_backend.py").write_text(CODE.replace(old, new))
     sets = ("--set", "training.max_steps=1", "--set", "evaluation.problems=0")
-    result = run("train", "run.toml", "--out", "out", "--plain", *sets)
+    result = run_cli("train", "run.toml", "--out", "out", "--plain", *sets)
     assert result.exit_code == 1, result.output
     assert "backend my_backend:Table" in result.output
     assert reason in result.output
@@ -175,7 +160,7 @@ def test_what_a_backend_does_wrong_is_named(folder, old, new, reason):
 
 def test_prompts_are_measured_with_the_backends_own_tokenizer(folder):
     """A byte is a token here: "1 + 2" fits, "1 plus 2" does not."""
-    result = run("train", "run.toml", "--out", "long", "--plain", "--set", "data.max_prompt_tokens=5")
+    result = run_cli("train", "run.toml", "--out", "long", "--plain", "--set", "data.max_prompt_tokens=5")
     assert result.exit_code == 2
     assert "the prompt has 8 tokens, more than 5 ([data] max_prompt_tokens = 5); 3 more are too long" in result.stderr
 
@@ -190,7 +175,7 @@ def test_what_tokens_were_drawn_among_reaches_the_update(folder):
     assert support in code
     assert expected in code
     (folder / "my_backend.py").write_text(code)
-    result = run("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=2")
+    result = run_cli("train", "run.toml", "--out", "out", "--plain", "--set", "training.max_steps=2")
     assert result.exit_code == 0, result.output
     assert any(row["num_datums"] for row in read_jsonl(folder / "out" / "metrics.jsonl"))
 

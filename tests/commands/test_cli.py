@@ -8,10 +8,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner
+from helpers.campaigns import run_cli
 
 from retrain import __version__, device
-from retrain.campaign.planning import references
 from retrain.cli import app
 from retrain.commands import setup
 
@@ -21,13 +20,9 @@ BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.toml"))
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
 
 
-def run(*arguments: str | Path):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def refusal(*arguments: str | Path) -> str:
     """Return the one line with which a command refuses its input."""
-    result = run(*arguments)
+    result = run_cli(*arguments)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
     return line
@@ -42,7 +37,7 @@ def refusal(*arguments: str | Path) -> str:
     *(([name, "--bogus"], "error: No such option: --bogus") for name in COMMANDS),
 ])  # fmt: skip
 def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
-    result = CliRunner().invoke(app, arguments, prog_name="retrain")
+    result = run_cli(*arguments, prog_name="retrain")
     assert (result.exit_code, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(line)
@@ -50,9 +45,9 @@ def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
 
 
 def test_version_and_help_of_every_command():
-    assert run("--version").output == f"retrain {__version__}\n"
+    assert run_cli("--version").output == f"retrain {__version__}\n"
     for name, callback in COMMANDS.items():
-        result = run(name, "--help")
+        result = run_cli(name, "--help")
         assert result.exit_code == 0
         (first, *_) = callback.__doc__.split("\n\n")
         assert " ".join(first.split()) in " ".join(result.output.split())
@@ -60,7 +55,6 @@ def test_version_and_help_of_every_command():
 
 
 def test_help_is_fast_and_light():
-    """The best of three takes less than half a second of processor time and loads nothing heavy."""
     code = "import sys, retrain.cli as c\ntry: c.app(['--help'])\nfinally: print(*sys.modules, file=sys.stderr)"
     times = []
     for _ in range(3):
@@ -76,8 +70,7 @@ def test_help_is_fast_and_light():
 
 @pytest.fixture(scope="module")
 def schema() -> jsonschema.Draft202012Validator:
-    """What ``retrain schema`` prints."""
-    content = json.loads(run("schema").output)
+    content = json.loads(run_cli("schema").output)
     jsonschema.Draft202012Validator.check_schema(content)
     return jsonschema.Draft202012Validator(content)
 
@@ -85,7 +78,7 @@ def schema() -> jsonschema.Draft202012Validator:
 @pytest.mark.parametrize("path", [*CAMPAIGNS, *BENCHMARKS], ids=lambda path: path.name)
 def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, schema):
     schema.validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    result = run("check", path)
+    result = run_cli("check", path)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith(f"{path}: fine, ")
     if path in CAMPAIGNS and path.name not in ("quickstart.toml", "smollm2.toml"):  # which show that models learn
@@ -97,7 +90,7 @@ def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, sche
 
 def test_dry_run_writes_nothing(tmp_path):
     (tmp_path / "run.toml").write_text(STEPS)
-    result = run("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--dry-run")
+    result = run_cli("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 0
     assert str(tmp_path / "out") in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
@@ -107,15 +100,15 @@ def test_init_writes_a_file_that_checks_and_never_overwrites(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     for template in setup.Template:
         target = tmp_path / f"not/there/my-{template.value}.toml"  # the directories are made
-        assert run("init", target, "--template", template.value).exit_code == 0
-        assert run("check", target).exit_code == 0
+        assert run_cli("init", target, "--template", template.value).exit_code == 0
+        assert run_cli("check", target).exit_code == 0
     target.write_text("# mine\n")
-    assert run("init", target, "--template", template.value).exit_code == 2
+    assert run_cli("init", target, "--template", template.value).exit_code == 2
     assert target.read_text() == "# mine\n"
-    assert run("init", tmp_path).exit_code == 0
+    assert run_cli("init", tmp_path).exit_code == 0
     first = (tmp_path / "quickstart.toml").read_text().splitlines()[0]
     schema = tmp_path / first.removeprefix("#:schema ")
-    assert json.loads(schema.read_text()) == json.loads(run("schema").output)
+    assert json.loads(schema.read_text()) == json.loads(run_cli("schema").output)
     assert "type: retrain init here.toml" in refusal("init", "here")
     assert "/proc/a.toml cannot be written: " in refusal("init", "/proc/a.toml")
     assert "quickstart.toml/b.toml cannot be written: " in refusal("init", "quickstart.toml/b.toml")
@@ -139,7 +132,7 @@ advantage_mode = "grop"
 def test_five_mistakes_are_five_lines(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong.toml").write_text(FIVE_MISTAKES)
-    result = run(command, "wrong.toml")
+    result = run_cli(command, "wrong.toml")
     assert (result.exit_code, result.stdout) == (2, "")
     assert [line.split("  ")[:2] for line in result.stderr.splitlines()] == [
         ["wrong.toml:4", "model.lora_rnk"],
@@ -209,9 +202,10 @@ NEEDED = [
 
 def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_path, monkeypatch):
     (tmp_path / "needy.toml").write_text(NEEDY)
-    monkeypatch.setattr(references, "is_installed", lambda module: False)
+    for module in ("datasets", "math_verify", "tensorboard", "trackio"):
+        monkeypatch.setitem(sys.modules, module, None)
     for command in (["check"], ["train", "--out", str(tmp_path / "out")]):
-        result = run(command[0], tmp_path / "needy.toml", *command[1:])
+        result = run_cli(command[0], tmp_path / "needy.toml", *command[1:])
         assert result.exit_code == 2
         lines = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert len(lines) == len(NEEDED)
@@ -223,7 +217,7 @@ def test_packages_that_a_file_needs_are_missed_before_anything_is_loaded(tmp_pat
 def test_status_without_runs_says_how_to_have_some(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    empty = run("status", ".")
+    empty = run_cli("status", ".")
     assert (empty.exit_code, empty.stdout.partition(";")[0]) == (0, "No runs under .")
     assert refusal("status").startswith("no runs to show: logs does not exist;")
     line = refusal("status", "file")
@@ -255,15 +249,15 @@ def test_an_empty_path_to_write_to_is_refused(tmp_path, monkeypatch, arguments):
 
 def test_doctor_names_every_package_and_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(setup, "bfloat16_gain", lambda: 3.4)
-    version_of = setup.version_of
-    monkeypatch.setattr(setup, "version_of", lambda package: None if package == "trackio" else version_of(package))
-    result = run("doctor")
+    version_of, missing = setup.version_of, {"trackio"}
+    monkeypatch.setattr(setup, "version_of", lambda package: None if package in missing else version_of(package))
+    result = run_cli("doctor")
     assert result.exit_code == 0
     for name in (*setup.REQUIRED, *(f"[{extra}]" for extra in setup.EXTRAS), "disk", "cpu"):
         assert name in result.output
     assert "bfloat16             multiplied 3.4 times as fast" in result.output
     assert re.search(r"^- .*\[trackio\].*not installed .*; type: pip install '\.\[trackio\]'$", result.output, re.M)
-    monkeypatch.setattr(setup, "version_of", lambda package: None)
-    result = run("doctor")
+    missing |= {*setup.REQUIRED}
+    result = run_cli("doctor")
     assert (result.exit_code, "pip install" in result.output) == (1, True)
     assert '[inference] dtype = "bfloat16" is faster here' in (device.bfloat16_advice("auto") or "")

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_json, read_jsonl, write_json
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +30,6 @@ problems = 4
 )
 
 
-def run(*arguments: str | Path):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """A directory with a model, a reward that differs between samples, and a campaign file."""
@@ -49,16 +44,14 @@ def home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(home) -> tuple[str, Path]:
-    """Output and directory of the trained campaign."""
-    result = run("train", home / "camp.toml", "--out", home / "out")
+    result = run_cli("train", home / "camp.toml", "--out", home / "out")
     assert result.exit_code == 0, result.output
     return result.output, home / "out"
 
 
 @pytest.fixture(scope="module")
 def single(home) -> tuple[str, Path]:
-    """Output and directory of a single run, trained with --verbose."""
-    result = run("train", home / "single.toml", "--out", home / "single", "--verbose")
+    result = run_cli("train", home / "single.toml", "--out", home / "single", "--verbose")
     assert result.exit_code == 0, result.output
     return result.output, home / "single"
 
@@ -80,7 +73,7 @@ def test_training_ends_with_comparison_rank_and_paths(trained):
     assert (kinds.count("step"), kinds.count("start"), kinds.count("end")) == (0, 4, 4)
     assert re.findall(r"^progress done=(\d)/8 ", output, re.MULTILINE) == ["1", "2", "3", "4", "5", "6", "7", "8"]
     for name in ("grpo", "grpo+none"):  # as tables show it, and as files have it
-        assert "maxrl+gtpo − grpo: " in run("compare", directory, "--baseline", name).output
+        assert "maxrl+gtpo − grpo: " in run_cli("compare", directory, "--baseline", name).output
 
 
 def test_a_single_run_ends_with_its_accuracy_and_verbose_prints_every_step(single):
@@ -98,7 +91,7 @@ def test_a_single_run_ends_with_its_accuracy_and_verbose_prints_every_step(singl
 @pytest.mark.parametrize("name", ["camp", "single"])
 def test_explain_names_every_file_that_is_written_and_no_other(name, home, request):
     _, directory = request.getfixturevalue("trained" if name == "camp" else "single")
-    listing = run("explain", home / f"{name}.toml", "--files").output.partition("what it holds")[2]
+    listing = run_cli("explain", home / f"{name}.toml", "--files").output.partition("what it holds")[2]
     entries = re.findall(r"^( +)(\S.*?)  +\S", listing, re.MULTILINE)
     named = {("runs/<run>/" if len(indent) > 2 else "") + file for indent, file in entries} - {"runs/<run>/"}
     written = set()
@@ -124,12 +117,12 @@ def test_training_again_and_resume_repeat_nothing(trained, home):
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("metrics.jsonl")}
     assert len(before) == 4
     for arguments in (["train", home / "camp.toml", "--out", directory], ["resume", directory]):
-        assert run(*arguments).exit_code == 0
+        assert run_cli(*arguments).exit_code == 0
         assert {path: path.stat().st_mtime_ns for path in before} == before
-    of_campaign = run("resume", directory / "runs" / "grpo+none_s1")
+    of_campaign = run_cli("resume", directory / "runs" / "grpo+none_s1")
     assert of_campaign.exit_code == 2
     assert of_campaign.stderr.strip().endswith(f"retrain resume {directory}")
-    (report,) = json.loads(run("status", directory, "--json").stdout)
+    (report,) = json.loads(run_cli("status", directory, "--json").stdout)
     assert {(row["state"], row["step"]) for row in report["runs"]} == {("done", 2)}
 
 
@@ -137,7 +130,7 @@ def test_training_again_and_resume_repeat_nothing(trained, home):
 def test_a_directory_that_cannot_be_written_is_one_line(trained, home, name):
     _, directory = trained
     for command in (["train", home / "camp.toml"], ["squeeze", directory, "--to", "2"]):
-        result = run(*command, "--out", home / name)
+        result = run_cli(*command, "--out", home / name)
         assert result.exit_code == 2
         assert str(home / "camp.toml") in result.stderr.splitlines()[-1]
         assert "Traceback" not in result.output
@@ -150,17 +143,16 @@ def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
     broken = out / "runs" / "maxrl+gtpo_s1"
     with open(broken / "metrics.jsonl", "a") as file:
         file.write("{torn\n")
-    assert run("resume", out).exit_code == 1
+    assert run_cli("resume", out).exit_code == 1
     (entry,) = [entry for entry in read_json(out / "manifest.json")["runs"] if entry["state"] != "done"]
     assert entry["run_id"] == broken.name
     assert f"{broken / 'metrics.jsonl'}:3 is damaged" in entry["reason"]
     (broken / "metrics.jsonl").write_text((broken / "metrics.jsonl").read_text().replace("{torn\n", ""))
-    resumed = run("resume", out, "--retry-failed")
+    resumed = run_cli("resume", out, "--retry-failed")
     assert (resumed.exit_code, resumed.output.splitlines()[0]) == (0, "plan runs=1 conditions=maxrl+gtpo seeds=1")
 
 
 def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
-    """SIGINT after the first step: status 130; ``resume`` then ends with all rows, none twice."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
     command += ["--set", "training.max_steps=15", "--verbose"]
@@ -177,7 +169,7 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     assert f"retrain resume {out}" in output
     (entry,) = read_json(out / "manifest.json")["runs"]
     assert (entry["state"], 1 <= entry["step"] < 15) == ("interrupted", True)
-    assert run("resume", out).exit_code == 0
+    assert run_cli("resume", out).exit_code == 0
     assert [row["step"] for row in read_jsonl(out / "metrics.jsonl")] == list(range(15))
 
 
@@ -190,12 +182,11 @@ os.execv(sys.executable, [sys.executable, "-m", "retrain", *sys.argv[1:]])
 
 
 def test_a_closing_terminal_ends_after_the_step_and_everything_is_saved(home, tmp_path):
-    """The window closes after the first step, live view and all: nobody can be told, status 129, no step is lost."""
     out, metrics = tmp_path / "out", tmp_path / "out" / "metrics.jsonl"
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL, "train", str(home / "single.toml"), "--out", str(out)]
     process = subprocess.Popen(
-        [*command, "--set", "training.max_steps=2000"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=home,
+        [*command, "--set", "training.max_steps=2000"], input=theirs, stdout=theirs, stderr=theirs, cwd=home,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)

@@ -9,10 +9,10 @@ from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
 from retrain.commands.console import Board, LiveConsole, PlainConsole, board_view, make_console
+from retrain.commands.tables import comparison_table, squeeze_line, squeeze_table
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row
-from retrain.records.tables import comparison_table, squeeze_line, squeeze_table
 
 NASTY = "[bold red]<b>\x1b[2J\x1b]0;owned\x07 \u202e\udc80[/] 答案"
 

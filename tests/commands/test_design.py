@@ -3,12 +3,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import campaign_head
 from helpers.records import BASE, campaign, shifted
-from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import plan
-from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.verdicts.design import factors, pilot_spread, verdict_lines, warnings_of
@@ -113,7 +112,7 @@ def test_advantages_on_different_scales_are_told():
 
 def test_check_and_explain_say_it(tmp_path):
     def run(*arguments: str):
-        return CliRunner().invoke(app, list(arguments))
+        return run_cli(*list(arguments))
 
     file = str(ROOT / "campaigns" / "five_conditions.toml")
     for command in ("explain", "check"):
@@ -133,6 +132,6 @@ def test_more_than_eight_comparisons_are_warned_of(tmp_path):
         campaign_head(("grpo", "none")).removeprefix("[campaign]\n") + f"lr = {rate}e-4\n" for rate in range(1, 11)
     )
     (tmp_path / "many.toml").write_text(f"[campaign]\n{rates}")
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "many.toml")])
+    result = run_cli("check", tmp_path / "many.toml")
     assert "9 comparisons share one error of 5 %" in result.stderr
     assert "split the question" in result.stderr

@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import blocks
-from typer.testing import CliRunner
+from helpers.campaigns import blocks, run_cli
 
-from retrain.cli import app
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +113,7 @@ def test_mistakes_are_one_line_before_anything_is_loaded(section, message, tmp_p
         "from toy_environments import Echo\nclass Rich(Echo):\n    reward_range = (0.0, 1.0)\n"
     )
     (tmp_path / "run.toml").write_text(f'[model]\nmodel = "tiny-reasoner"\n[environment]\n{section}\n')
-    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")])
+    result = run_cli("train", tmp_path / "run.toml", "--out", tmp_path / "out")
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line

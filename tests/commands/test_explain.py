@@ -3,10 +3,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, campaign_head, qwen3_directory
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.config import load
 from retrain.data import load_data
 from retrain.data.prompts import render
@@ -24,7 +23,7 @@ NO_VERDICT = ("--set", "campaign.primary_metric=final:loss")
 
 def texts_of(*arguments: str | Path) -> dict[str, list[str]]:
     """Return every text that ``explain`` prints, by name."""
-    result = CliRunner().invoke(app, ["explain", *map(str, arguments)])
+    result = run_cli("explain", *arguments)
     assert result.exit_code == 0, result.output
     texts: dict[str, list[str]] = {}
     for line in result.stdout.splitlines():
@@ -67,7 +66,7 @@ def test_every_condition_has_its_credit_loss_reward_and_differences(tmp_path):
         f"reward = {weighted}\n"
         '[training]\nmax_steps = 10\nbatch_size = 4\ngroup_size = 8\nmax_tokens = 50\n[backend]\ndevices = "cpu"\n'
     )
-    output = CliRunner().invoke(app, ["explain", str(file)]).stdout
+    output = run_cli("explain", file).stdout
     loss = [line for line in output.splitlines() if line.startswith("loss ")]
     assert "a negative advantage counts 3 times at most, plus 0.1 × KL to the base  (grpo+my-own~dual" in loss[0]
     assert "π/π_sampler up to 2, divided by all tokens, minus 0.01 × entropy  (grpo+my-own~ent" in loss[1]
@@ -147,7 +146,7 @@ def test_evaluations_and_time_are_those_of_the_campaign(campaign):
     ]
     assert "and 91 completions for evaluation" in before["altogether"][0]  # of the base once for all four runs
     assert before["time"][0].startswith("not known: no finished run of ")
-    trained = CliRunner().invoke(app, ["train", str(file), "--out", str(out), "--plain"])
+    trained = run_cli("train", file, "--out", out, "--plain")
     assert trained.exit_code == 0, trained.output
     counts = {run.name: len(read_jsonl(run / "emergence" / "evaluations.jsonl")) for run in (out / "runs").iterdir()}
     by_condition = {"grpo+none": 26, "gae+none~eval_every=1": 39}

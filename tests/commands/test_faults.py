@@ -8,15 +8,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
+from helpers.lanes import small_snapshot
 from helpers.records import HOSTILE, MEGABYTE, context, evaluation, group, step, with_action
 
 from retrain.campaign.planning.manifest import Manifest, read_plan
 from retrain.errors import CheckpointError, StorageError, UsageError
 from retrain.files import append_jsonl, aside_of, dumps, read_json, read_jsonl, sha256, truncate_jsonl, write_json
 from retrain.ownership import claim
-from retrain.policy.local import LocalSnapshot
-from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.policy.plugin import PluginSnapshot
 from retrain.records.reader import read_manifest
 from retrain.records.recorder import RunRecorder
@@ -29,14 +27,6 @@ from retrain.training.checkpoints import (
     write_checkpoint,
 )
 from retrain.types import CreditedGroup
-
-
-def saved(step_number: int, size: int = 4) -> Snapshot:
-    """A small state of a run."""
-    flat = torch.cat([torch.arange(2.0 * size), torch.ones(2 * size)])
-    weights = LoraWeights([LayerShape("layer", size, size)], 2, 1.0, 2, flat)
-    policy = LocalSnapshot(weights, {"r": 2}.copy, {"exp_avg": torch.ones(size)})
-    return Snapshot(step_number, policy, f'{{"step": {step_number}}}\n')
 
 
 @contextlib.contextmanager
@@ -55,16 +45,16 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
     with largest_file(64), pytest.raises(StorageError, match="too large"):
         write_json(tmp_path / "manifest.json", {"runs": ["new"] * 100})
     assert read_json(tmp_path / "manifest.json") == {"runs": ["old"] * 10}
-    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    write_checkpoint(checkpoint_directory(tmp_path, 2), small_snapshot(2))
     for size in (0, 10, 100, 400, 700):
         with largest_file(size), pytest.raises(StorageError, match=r"cannot be written: file too large") as error:
-            write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 60))
+            write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))
         assert error.value.shared
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
     assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 2)
-    write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 60))  # there is room again
+    write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))  # there is room again
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
-        write_checkpoint(checkpoint_directory(tmp_path, 4), saved(4, 600))
+        write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 600))
     assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
 
 
@@ -111,7 +101,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
     monkeypatch.setattr(os, "replace", renamed)
     (tmp_path / "own/parts").mkdir(parents=True)
     (tmp_path / "own/parts/table").write_text("of a backend of the user's")
-    for snapshot in (saved(2), Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')):
+    for snapshot in (small_snapshot(2), Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')):
         events.clear()
         directory = checkpoint_directory(tmp_path, snapshot.step)
         write_checkpoint(directory, snapshot)
@@ -122,9 +112,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
 
 
 def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
-    write_checkpoint(checkpoint_directory(tmp_path, 2), saved(2))
+    write_checkpoint(checkpoint_directory(tmp_path, 2), small_snapshot(2))
     torn = checkpoint_directory(tmp_path, 4)
-    write_checkpoint(torn, saved(4))
+    write_checkpoint(torn, small_snapshot(4))
     cuts = 0
     for path in sorted(torn.iterdir()):
         data = path.read_bytes()
@@ -173,7 +163,6 @@ def test_a_torn_manifest_or_plan_is_an_error_of_one_line(tmp_path, name, read):
 
 
 def hostile_group(text: str) -> CreditedGroup:
-    """A group whose problem, answers and errors are all this text."""
     made = group([1.0, None], [3, 3], problem_id=text)
     return with_action(with_action(made, 0, text=text), 1, text=text)
 
@@ -194,7 +183,7 @@ def test_hostile_texts_leave_every_record_strict_json(tmp_path):
 
 def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
     directory = checkpoint_directory(tmp_path, 2)
-    write_checkpoint(directory, saved(2))
+    write_checkpoint(directory, small_snapshot(2))
     good = read_json(directory / "manifest.json")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").write_bytes(b"x")

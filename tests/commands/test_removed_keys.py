@@ -2,11 +2,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import campaign_head
 from helpers.pages import client_of, get
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "removed_keys"
@@ -20,7 +19,7 @@ def directory(tmp_path) -> Path:
 
 
 def run(*arguments: str | Path):
-    result = CliRunner().invoke(app, list(map(str, arguments)))
+    result = run_cli(*arguments)
     assert result.exit_code == 0, result.output
     assert result.stderr.count(NOTE) == 1, result.stderr
     return result
@@ -50,6 +49,6 @@ def test_every_command_reads_the_directory(directory, tmp_path):
 @pytest.mark.parametrize("name", ['"planning.grams"', "planning_grams", "grams"])
 def test_a_condition_with_one_is_told_what_to_use(name, tmp_path):
     (tmp_path / "f.toml").write_text(campaign_head(("grpo", "none")) + f'{name} = "g.toml"\n')
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "f.toml")])
+    result = run_cli("check", tmp_path / "f.toml")
     assert result.exit_code == 2
     assert 'files of mined phrases are no longer read: [logging] strategic_grams = ["let me check"]' in result.stderr

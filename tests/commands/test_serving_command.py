@@ -14,11 +14,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from helpers.campaigns import toy_world
+from helpers.campaigns import run_cli, toy_world
 from helpers.models import TINY_RUN, train_quietly
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.serving.sources import sources
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A trained run ``out`` of a toy model ``toy``."""
     home = tmp_path_factory.mktemp("served")
     model = toy_world(home).rename(home / "toy")
     reward = f'[reward]\ntype = "custom"\ncustom_module = "{home / "toyrewards.py"}"\nworkers = 1\n'
@@ -125,7 +122,7 @@ def test_a_half_sent_request_is_closed(home):
 
 
 def refused(*arguments: object) -> str:
-    result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
+    result = run_cli("serve", *arguments)
     assert result.exit_code == 2, result.output
     [line] = result.stderr.splitlines()
     return line
@@ -151,7 +148,6 @@ def test_what_is_refused_before_anything_is_loaded(home, tmp_path, monkeypatch):
 
 
 def test_a_campaign_and_a_file(home, silent_campaign):
-    """Of a campaign all finished runs, of a file the base that it names."""
     given = sources(str(silent_campaign / "out"))
     assert (given.name, len(given.adapters)) == ("model", 4)
     assert all((path / "adapter_model.safetensors").is_file() for path in given.adapters.values())

@@ -55,8 +55,6 @@ print("done", file=sys.stderr)
 
 
 class Interrupting(io.RawIOBase):
-    """Sends a signal while a step is being written."""
-
     def __init__(self):
         self.written = b""
 

@@ -10,18 +10,15 @@ from pathlib import Path
 
 import pytest
 import wandb
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, run_cli
 from programs.wandb_server import wandb_server
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_json, read_jsonl
 
 WANDB = '[logging]\nreport_to = "wandb"\nwandb_group = "ablation"\nrollouts_every = 0\n[squeeze]\nverify = "off"\n'
 
 
 def files(folder: Path, model: Path) -> tuple[Path, Path]:
-    """A file of a campaign of two runs and one of a single run, which report to wandb."""
     many = campaign(folder, model, "many", steps=2)
     text = many.read_text().replace("seeds = [1, 2]", "seeds = [1]") + WANDB
     many.write_text(text)
@@ -32,7 +29,7 @@ def files(folder: Path, model: Path) -> tuple[Path, Path]:
 
 def run(*arguments: object) -> tuple[int, list[str]]:
     """Status of a command in this process, and the lines of its output, or of its errors."""
-    result = CliRunner().invoke(app, [*map(str, arguments), "--plain"])
+    result = run_cli(*arguments, "--plain")
     return result.exit_code, (result.stderr if result.exit_code else result.stdout).splitlines()
 
 

@@ -3,12 +3,11 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
 from helpers.records import HOSTILE
-from typer.testing import CliRunner
 
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.commands import trial_run as trying
 from retrain.commands.output import print_record
 from retrain.commands.trial import print_trial
@@ -36,10 +35,6 @@ def hangs(completion, answer):
 """
 
 
-def run(*arguments: str | Path):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("try")
@@ -61,7 +56,7 @@ def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
     more = '[data]\nprompt_template = "Say {prompt} now"\n[logging]\nreport_to = ["tensorboard"]\n'
     path = file(home, more=more)
     before = {path.name for path in home.iterdir()}
-    result = run("try", path, "--problems", "2", "--json")
+    result = run_cli("try", path, "--problems", "2", "--json")
     assert result.exit_code == 0, result.output
     assert list(tmp_path.iterdir()) == []
     assert {path.name for path in home.iterdir()} - before <= {"__pycache__"}
@@ -82,7 +77,7 @@ def test_it_is_the_first_step_of_training(home, tmp_path, monkeypatch):
 
 
 def test_the_bundled_model_in_lines():
-    result = run("try", QUICKSTART, "--problems", "2", "--samples", "3")
+    result = run_cli("try", QUICKSTART, "--problems", "2", "--samples", "3")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     kinds = ["run", *["prompt", "answer", "answer", "answer"] * 2, "sampling", "grading", "verdict"]
@@ -95,7 +90,7 @@ def test_the_bundled_model_in_lines():
 def test_a_reward_that_always_fails_is_found(home, function, reason, monkeypatch):
     """Exit status 1 with the reason once and how often; one that hangs is not waited for answer by answer."""
     monkeypatch.setattr("retrain.adapters.talk.PATIENCE_S", 1.5)
-    result = run("try", file(home, function), "--problems", "2")
+    result = run_cli("try", file(home, function), "--problems", "2")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("the reward graded none of 8 answers: ")
     assert reason in result.stderr
@@ -111,10 +106,10 @@ def test_conditions_are_chosen_by_label(home):
     head = TWO_CONDITIONS + '"training.temperature" = 0.5\n"training.max_tokens" = 3\n'
     path = file(home, name="campaign", head=head)
     (other,) = trying.others(Plan.of(load(path)), None)
-    second = run("try", path, "--problems", "1", "--json", "--condition", other)
+    second = run_cli("try", path, "--problems", "1", "--json", "--condition", other)
     assert json.loads(second.stdout)["run"] == f"{other}_s1"
     assert json.loads(second.stdout)["verdict"]["max_tokens"] == 3
-    wrong = run("try", path, "--condition", "none")
+    wrong = run_cli("try", path, "--condition", "none")
     assert (wrong.exit_code, other in wrong.stderr) == (2, True)
 
 
@@ -131,8 +126,7 @@ def poisoned(value, text: str, name: str = ""):
 
 @pytest.fixture(scope="module")
 def found(home) -> list[dict]:
-    """What ``try`` finds with a reward that works and with one that does not."""
-    outputs = [run("try", file(home, name), "--problems", "1", "--json").stdout for name in ("score", "broken")]
+    outputs = [run_cli("try", file(home, name), "--problems", "1", "--json").stdout for name in ("score", "broken")]
     return [json.loads(output) for output in outputs]
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.campaigns import run_cli
 from helpers.pages import campaign
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.ui.server import STATIC, static_version
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +61,7 @@ def test_mistakes_are_lines_with_what_to_type(tmp_path, given):
     (tmp_path / "file").write_text("")
     campaign(tmp_path / "one")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        result = CliRunner().invoke(app, ["ui", str(tmp_path / given), "--port", str(listener.getsockname()[1])])
+        result = run_cli("ui", tmp_path / given, "--port", listener.getsockname()[1])
     assert (result.exit_code, result.stdout, "type" in result.stderr) == (2, "", True)
     assert isinstance(result.exception, SystemExit)
 

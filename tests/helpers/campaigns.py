@@ -7,16 +7,19 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from retrain.campaign.controller import execute, launch
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
+from retrain.cli import app
 from retrain.config import load
 from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.ownership import process_start
@@ -60,6 +63,19 @@ problems = 5
 TOML = "\n{condition}" + WORLD + TRAINING
 
 
+def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait for something that another thread or process does."""
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def run_cli(*arguments: object, **options: Any) -> Result:
+    """Run a command of retrain in this process."""
+    return CliRunner().invoke(app, [*map(str, arguments)], **options)
+
+
 class StopAfter(NullObserver):
     """Asks to stop once runs have done so many steps together."""
 
@@ -100,6 +116,11 @@ TIMING_KEYS |= {alias for metric in TIMED for names in metric.aliases.values() f
 def is_timing_key(key: str) -> bool:
     """Whether the value under ``key`` may differ between two otherwise identical runs."""
     return key in TIMING_KEYS or key.startswith(("time/", "timing_", "perf/")) or "tools/tool_time" in key
+
+
+def timeless(path: Path) -> list[dict]:
+    """Return the rows of a file without what depends on the clock."""
+    return [{k: v for k, v in row.items() if not is_timing_key(k) and k != "seconds"} for row in read_jsonl(path)]
 
 
 def without_clock(value: Any) -> Any:
@@ -159,7 +180,6 @@ BASE, CHANGED = 0, 1
 
 
 def toy_world_of_subjects(home: Path) -> Path:
-    """A model, rewards, and problems that are sorted by subject, in ``home``."""
     qwen3_directory(home / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"])
     (home / "rewards.py").write_text(SUBJECT_REWARDS)
     subjects = [{"prompt": f"{'algebra' if i < 20 else 'counting'} {i}: 2 + {i} = ?", "answer": "x"} for i in range(40)]
@@ -234,10 +254,7 @@ def contents(out: Path) -> dict:
             name = str(path.relative_to(out))
             found[name] = None
             if path.name in ("metrics.jsonl", "evals.jsonl"):
-                rows = read_jsonl(path)
-                found[name] = [
-                    {k: v for k, v in row.items() if not is_timing_key(k) and k != "seconds"} for row in rows
-                ]
+                found[name] = timeless(path)
             elif path.suffix == ".safetensors":
                 data = path.read_bytes()
                 end = 8 + int.from_bytes(data[:8], "little")
@@ -248,6 +265,15 @@ def contents(out: Path) -> dict:
     found["runs"] = [{k: v for k, v in run.items() if k != "fingerprint"} for run in manifest["runs"]]
     found["cohorts"] = sorted(map(sorted, manifest["cohorts"]))
     return found
+
+
+def files_of(directory: Path, without: Collection[str] = ()) -> dict[str, bytes | str]:
+    """Return every file and link below a directory, byte for byte, but for those of these names."""
+    return {
+        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.name not in without and (path.is_symlink() or path.is_file())
+    }
 
 
 def differing(mine: dict, reference: dict, runs: int = 8) -> list[str]:
@@ -278,7 +304,6 @@ def writer(out: Path, run_id: str) -> int:
 
 
 def who_writes(out: Path) -> int | None:
-    """A process that trains some run now."""
     for lease in out.glob(f"runs/*/{LEASE}"):
         with suppress(OSError, ValueError):
             if process_start(pid := writer(out, lease.parent.name)) is not None:

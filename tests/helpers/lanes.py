@@ -17,22 +17,26 @@ from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
+from retrain.engines.step import Stepping
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.adapter_io import peft_config
 from retrain.policy.base import BaseModel
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy, LocalSnapshot
-from retrain.policy.lora import Adapter, Lanes, new_optimizer
+from retrain.policy.lora import Adapter, Lanes, LayerShape, LoraWeights, new_optimizer
 from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, Term
 from retrain.policy.packing import Budget
 from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.rng import generator
 from retrain.threads import Workers
+from retrain.training.checkpoints import Snapshot
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
 from .campaigns import WORLD, is_timing_key
 from .models import campaign_head
+
+AS_ON_A_GPU = Stepping(calls=8, columns=16, compiled=False)
 
 
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:
@@ -74,9 +78,17 @@ def requests(
 
 
 def save_adapter(directory: Path, adapter: Adapter, base_name: str) -> None:
-    """Write the adapter as a PEFT directory."""
     weights = adapter.frozen("cpu")
     LocalSnapshot(weights, partial(peft_config, weights, base_name, None, 0.0)).export(directory, directory)
+
+
+def small_snapshot(step: int, size: int = 4) -> Snapshot:
+    """Return a small state of a run."""
+    weights = LoraWeights(
+        [LayerShape("layer", size, size)], 2, 1.0, 2, torch.cat([torch.arange(2.0 * size), torch.ones(2 * size)])
+    )
+    policy = LocalSnapshot(weights, {"r": 2}.copy, {"exp_avg": torch.ones(size)})
+    return Snapshot(step, policy, f'{{"step": {step}}}\n')
 
 
 def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
@@ -93,9 +105,9 @@ def sample(
     return engine.sample(asked, **options)
 
 
-def decoded(base, lanes, adapters, asked):
+def decoded(base, lanes, adapters, asked, **options):
     """Return tokens, log-probabilities and entropies of all completions, exactly."""
-    groups = sample(LocalEngine(base, lanes), asked, adapters)
+    groups = sample(LocalEngine(base, lanes, **options), asked, adapters)
     return [(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist()) for group in groups for c in group]
 
 
@@ -118,7 +130,6 @@ def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[Samp
 
 
 def drawn(of: Sample) -> np.ndarray:
-    """Return the action tokens."""
     return of.token_ids[of.action_mask]
 
 

@@ -121,6 +121,5 @@ def train_quietly(folder: Path, toml: str) -> list[dict]:
 
 
 def toy_base(path: Path, dtype: str = "float32") -> BaseModel:
-    """The model above, loaded the way training loads it."""
     directory = qwen3_directory(path, ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"])
     return load_base(str(directory), devices="cpu", dtype=dtype)

@@ -92,12 +92,10 @@ def step(
 
 
 def evaluation(groups: Sequence[Group], number: int = 0, name: str = "heldout") -> EvalRecord:
-    """An evaluation after ``number`` updates."""
     return EvalRecord(name, number, list(groups), temperature=1.0, samples=1, seconds=0.5)
 
 
 def config(**sections: dict[str, Any]) -> Config:
-    """A configuration with these sections."""
     base: dict[str, dict[str, Any]] = {
         "logging": {"aliases": ["tinker", "trl", "telescope", "retrain"], "report_to": []},
         "algorithm": {"advantage_mode": "grpo", "transform_mode": "none", "uncertainty_kind": "surprisal"},
@@ -317,7 +315,8 @@ class Reader(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
+        self.page, self.tags = text, list[str]()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.texts: list[str] = []
         self.feed(text)
@@ -325,6 +324,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+        self.elements.append((tag, dict(attrs)))
         self.attributes.extend(attrs)
 
     def handle_data(self, data):

@@ -19,7 +19,7 @@ import pytest
 import torch
 import uvicorn
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
@@ -27,6 +27,7 @@ from retrain.engines.server.client import Server
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine, Vocabulary
 from retrain.engines.server.own import Hypothesis, Said, ours
+from retrain.engines.server.pool import Waits
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes, LoraWeights
@@ -46,7 +47,8 @@ Fault = Callable[[int, Any], Sent | Awaitable[Sent]]
 
 class StandIn:
     """Serves ``model`` until ``close``. ``faults`` are used up by completions, one each; ``always`` is for all.
-    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping."""
+    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping; ``listed``
+    is what it answers instead of its models."""
 
     def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
         self.service = Service(load_base(str(model), devices="cpu"), name="base")
@@ -55,6 +57,7 @@ class StandIn:
         self.always: Fault | None = None
         self.asked: list[dict[str, Any]] = []
         self.naps: list[str] | None = None
+        self.listed: Any = None
         self.port = port
         self.start()
 
@@ -96,6 +99,9 @@ class StandIn:
             query = scope["query_string"].decode()
             self.naps.append(f"{scope['path']}?{query}" if query else scope["path"])
             await Response()(scope, receive, send)
+            return
+        if scope["path"] == "/v1/models" and self.listed is not None:
+            await JSONResponse(self.listed)(scope, receive, send)
             return
         if scope["path"] not in ("/v1/completions", "/generate"):
             path = scope["path"]
@@ -170,14 +176,27 @@ def _triples(choice: dict[str, Any], tokens: str) -> list[list[Any]]:
 TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
 
 
-def engine_of(base: BaseModel, urls: Sequence[str], folder: Path, dialect: str = "vllm", **keys: Any) -> ServerEngine:
-    """An engine that samples at these addresses."""
+IMPATIENT = Waits(pause_s=0.01, probe_s=(0.05, 0.1), start_s=1.0)
+
+
+def engine_of(
+    base: BaseModel,
+    urls: Sequence[str],
+    folder: Path,
+    dialect: str = "vllm",
+    client: type[Server] = Server,
+    waits: Waits = IMPATIENT,
+    **keys: Any,
+) -> ServerEngine:
+    """An engine that samples at these addresses through this class of clients."""
     settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
         key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
     }
     words = Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length)
     store = AdapterStore(folder, base.name)
-    engine = ServerEngine(base.name, urls, lambda url: Server(url, DIALECTS[dialect], **settings), store, words, **keys)
+    engine = ServerEngine(
+        base.name, urls, lambda url: client(url, DIALECTS[dialect], **settings), store, words, waits=waits, **keys
+    )
     try:
         engine.open()
     except Exception:
@@ -249,7 +268,7 @@ def served_world() -> tuple[Any, ...]:
         yield standin
         standin.faults.clear()
         standin.asked.clear()
-        standin.always = None
+        standin.always = standin.listed = None
         standin.forget()
 
     return model, base, lanes, standin, server

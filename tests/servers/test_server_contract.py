@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from helpers.campaigns import Heard, StopAfter
+from helpers.campaigns import Heard, StopAfter, eventually
 from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
 
@@ -30,7 +30,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.records.observer import NullObserver
-from tests.system.clusters import SERVE, cluster_of, eventually, rows_of
+from tests.system.clusters import SERVE, cluster_of, rows_of
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
 ADAPTERS = "--enable-lora --max-loras 4 --max-lora-rank 16"

@@ -5,7 +5,6 @@ import os
 import shutil
 import stat
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from helpers.campaigns import eventually
 
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import JobEnded, Message, StepDone, Tick
@@ -26,14 +26,6 @@ TESTS = Path(__file__).parents[1]
 STUB = (str(TESTS / "programs/stubworker.py"),)
 """For ``protocol.PROGRAM``: workers that train nothing."""
 SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
-
-
-def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for something; AssertionError when it does not happen."""
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 # -- workers and their events -----------------------------------------------------------------------------------------
@@ -182,7 +174,6 @@ def cluster_of(*nodes: dict[str, Any]) -> Iterator[Nodes]:
 
 
 def rows_of(out: Path) -> dict[str, list[dict]]:
-    """Return the rows of the steps of every run."""
     return {path.parent.name: read_jsonl(path) for path in sorted(out.glob("runs/*/metrics.jsonl"))}
 
 
@@ -203,3 +194,9 @@ def check_complete(out: Path, runs: int = 4, steps: int = 3) -> None:
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"done"}
     assert not list(out.glob("server*.json"))
     assert not (out / "adapters").exists()
+
+
+def ranks_of(process: int) -> list[int]:
+    """Return the processes that this one has started as its ranks, the first first."""
+    children = sorted(psutil.Process(process).children(), key=lambda child: child.create_time())
+    return [child.pid for child in children if "follow_started" in " ".join(child.cmdline())]

@@ -27,7 +27,6 @@ def benchmark():
 
 @pytest.fixture(scope="module")
 def models(benchmark, tmp_path_factory):
-    """The directory of random-weight models."""
     root = tmp_path_factory.mktemp("models")
     benchmark("workload").model_directory(root, "tiny")
     return root

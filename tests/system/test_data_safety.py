@@ -11,21 +11,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, eventually, files_of, run_cli
 from helpers.models import TINY_RUN
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.cli import app
 from retrain.config import load
 from retrain.errors import LeaseLost, RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
-from tests.system.clusters import eventually
 
 SINGLE = """save_every = 2
 max_tokens = 6
@@ -39,6 +37,7 @@ custom_module = "{module}"
 workers = 1
 """
 OWNER_FILES = {".lock", ".lease"}
+contents = partial(files_of, without=OWNER_FILES)
 NOBODY = 65534
 
 
@@ -77,15 +76,6 @@ def steps_of(run: Path) -> list[int]:
     return [row["step"] for row in read_jsonl(run / "metrics.jsonl")]
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory, without the two by which a process takes possession of it."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name not in OWNER_FILES
-    }
-
-
 def refused(work: Callable[[], object], unchanged: Path | None = None) -> str:
     """The message of a command that is refused with exit status 2 and leaves a directory as it is."""
     before = contents(unchanged) if unchanged else {}
@@ -98,7 +88,6 @@ def refused(work: Callable[[], object], unchanged: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory) -> Path:
-    """A finished single run of four steps."""
     folder = tmp_path_factory.mktemp("finished")
     assert launch(load(single(folder, model)), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
@@ -106,7 +95,6 @@ def finished(model, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def public() -> Iterator[Path]:
-    """A folder that every user may read."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -126,7 +114,6 @@ def interrupted(model, public) -> Path:
 
 @pytest.fixture
 def run(interrupted, tmp_path) -> Path:
-    """A copy of the interrupted run."""
     return Path(shutil.copytree(interrupted, tmp_path / "out"))
 
 
@@ -244,7 +231,6 @@ def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_runs(model, tmp_path_factory) -> tuple[Path, Path]:
-    """The file and the finished directory of a campaign of two runs."""
     folder = tmp_path_factory.mktemp("two")
     path = campaign(folder, model, steps=2)
     path.write_text(path.read_text().replace("seeds = [1, 2]", "seeds = [1]"))
@@ -277,7 +263,7 @@ def test_a_campaign_without_its_manifest_is_refused(two_runs, tmp_path):
     (out / "manifest.json").unlink()
     before = contents(out)
     for command in (["resume", str(out)], ["train", str(path), "--out", str(out), "--set", "campaign.seeds=[2]"]):
-        result = CliRunner().invoke(app, [*command, "--accept-changes"])
+        result = run_cli(*command, "--accept-changes")
         assert result.exit_code == 2
         assert "has records of runs and no manifest.json" in result.stderr
         assert contents(out) == before

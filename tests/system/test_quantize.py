@@ -1,20 +1,19 @@
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, run_cli
 from helpers.lanes import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
 from helpers.models import TINY_RUN, config_errors, qwen3_directory
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 from retrain.adapters.provenance import provenance
 from retrain.campaign.controller import launch
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError
@@ -288,10 +287,10 @@ def test_files_that_are_quantised_already_are_refused_before_they_are_read(toy, 
 
 
 def test_without_the_package_check_says_what_to_type(tmp_path, monkeypatch):
-    monkeypatch.setattr("retrain.campaign.planning.references.is_installed", lambda name: name != "bitsandbytes")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     path = tmp_path / "run.toml"
     path.write_text('[model]\nquantize = "nf4"\n')
-    told = CliRunner().invoke(app, ["check", str(path)])
+    told = run_cli("check", path)
     assert told.exit_code == 2
     assert "pip install '.[quantize]'" in told.output
     assert "run.toml:2" in told.output

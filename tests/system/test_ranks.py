@@ -119,7 +119,6 @@ def together(program: str, count: int, *words: str, each=lambda rank: ()) -> Non
 
 @pytest.fixture(scope="module", params=[("dp", 2), ("dp", 3), ("fsdp2", 2)], ids=lambda param: f"{param[0]}-{param[1]}")
 def several(request, one, folder):
-    """The results of each of several ranks."""
     shard, count = request.param
     cases, samples = pickle.loads((folder / "cases.pickle").read_bytes())
     if shard == "fsdp2":  # refused there: a copy of every weight

@@ -7,13 +7,13 @@ import psutil
 import pytest
 from helpers.campaigns import Heard, campaign
 from helpers.models import Messages, qwen3_directory
-from helpers.servers import StandIn
+from helpers.servers import IMPATIENT, StandIn
 
 from retrain.campaign.controller import execute, launch, resume
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.config import load
-from retrain.engines.server import engine as engine_module
+from retrain.engines.server import build
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
 from retrain.records.observer import NullObserver
@@ -31,8 +31,7 @@ DIED = "the server has died (signal 9) and is started again"
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
+    monkeypatch.setattr(build, "WAITS", IMPATIENT)
 
 
 @pytest.fixture

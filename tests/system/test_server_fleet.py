@@ -8,19 +8,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.campaigns import eventually
 from helpers.models import config_errors
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
-from retrain.engines.server import engine as engine_module
 from retrain.engines.server import launch as launching
-from retrain.engines.server import pool as pooling
 from retrain.engines.server.fleet import Launches, Told, shares
 from retrain.engines.server.launch import Launched
 from retrain.errors import ServerFailed, UsageError
 from retrain.files import read_json
-from tests.system.clusters import eventually
 
 model, base, lanes, *_ = served_world()
 SLEEPER = f"{sys.executable} -c 'import time; time.sleep(600)'"
@@ -75,10 +73,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path):
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, pid_in(tmp_path)]))
 
 
-def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch, launched, told):
-    monkeypatch.setattr(launching, "LOOK_S", 0.05)
-    monkeypatch.setattr(launching, "ANSWER_S", 0.2)
-    monkeypatch.setattr(launching, "HUNG_S", 1.0)
+def test_a_server_that_hangs_is_started_again(tmp_path, launched, told):
     program = tmp_path / "server.py"
     program.write_text(
         "import http.server, sys, time\n"
@@ -93,7 +88,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch, launched, t
         "print('at', host, flush=True)\n"
         "http.server.HTTPServer((host, int(port)), Once).serve_forever()\n"
     )
-    launched(f"{sys.executable} {program}")
+    launched(f"{sys.executable} {program}", health_s=(0.05, 0.2, 1.0))
     first = pid_in(tmp_path)
     eventually(lambda: told)
     assert told[0].startswith("the server has died (no answer for 1 s) and is started again")
@@ -137,12 +132,6 @@ def test_replicas_divide_up_the_gpus(tmp_path, told):
 
 
 @pytest.fixture
-def quick(monkeypatch):
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(pooling, "PROBE_S", (0.05, 0.1))
-
-
-@pytest.fixture
 def two(model) -> Iterator[list[StandIn]]:
     servers = [StandIn(model), StandIn(model)]
     yield servers
@@ -150,7 +139,7 @@ def two(model) -> Iterator[list[StandIn]]:
         server.service.close()
 
 
-def test_an_engine_follows_its_servers(tmp_path, base, lanes, quick, told, two):
+def test_an_engine_follows_its_servers(tmp_path, base, lanes, told, two):
     """They join, move and go, while it samples; what is sampled is what the adapter says, wherever it is."""
     (first, second), fleet = two, Told()
     fleet.tell([first.url])
@@ -212,10 +201,8 @@ def test_what_does_not_go_together_is_said(data, says):
     assert says in config_errors(data)
 
 
-def test_workers_have_the_gpus_that_servers_leave(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+def test_workers_have_the_gpus_that_servers_leave(monkeypatch, gpus):
+    gpus.count = 4
 
     def slots(gpus: str | None = None, devices: object = "auto", **keys):
         inference = LAUNCH | ({"launch_gpus": gpus} if gpus else {}) | keys

@@ -75,8 +75,6 @@ def with_logprobs(change: Callable[[float, random.Random], float]) -> Callable[[
 
 
 class AfterStep(NullObserver):
-    """Calls ``act`` with the number of each step."""
-
     def __init__(self, act: Callable[[int], None]):
         self.act = act
 

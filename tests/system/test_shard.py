@@ -25,6 +25,7 @@ from retrain.config import load, parse_dict
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
+from tests.system.clusters import ranks_of
 
 TOML = """
 [campaign]
@@ -139,13 +140,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(folder) -> dict:
-    """What one process leaves."""
     return trained(folder / "one")
 
 
 @pytest.fixture(scope="module")
 def two(folder) -> dict:
-    """What two ranks leave."""
     return trained(folder / "two", *on_ranks(2))
 
 
@@ -201,34 +200,25 @@ def test_a_run_goes_from_shards_to_whole_bases_and_back(folder, two, stopped):
 
 
 @pytest.mark.parametrize("shard", ["dp", "fsdp2"])
-def test_a_rank_that_dies_ends_the_others_within_30_s_and_costs_steps_alone(folder, two, monkeypatch, shard):
-    started = []
-    popen = subprocess.Popen
-
-    def start(*args, **options):
-        process = popen(*args, **options)
-        if team.BOOT in args[0]:
-            started.append(process)
-        return process
-
-    monkeypatch.setattr(team.subprocess, "Popen", start)
-    killed = []
+def test_a_rank_that_dies_ends_the_others_within_30_s_and_costs_steps_alone(folder, two, shard):
+    started, killed = [], []
 
     def kill(spec, count):
         if count == 3:
+            started.extend(ranks_of(os.getpid()))
             killed.append(time.monotonic())
-            os.kill(started[0].pid, signal.SIGKILL)
+            os.kill(started[0], signal.SIGKILL)
 
     killer = Heard(kill)
     out = folder / f"killed_{shard}"
     with pytest.raises(RetrainError) as raised:
         execute(planned(out, on_ranks(3, shard)), killer)
     assert raised.value.exit_status == 1
-    dead = f"rank 1 (process {started[0].pid}) was ended by SIGKILL, as when memory runs out"
+    dead = f"rank 1 (process {started[0]}) was ended by SIGKILL, as when memory runs out"
     assert dead in str(raised.value)
     assert f"See what ended it, then type: retrain resume {out}" in str(raised.value)
     assert time.monotonic() - killed[0] < 30
-    assert [process.poll() is not None for process in started] == [True, True]
+    assert [psutil.pid_exists(rank) for rank in started] == [False, False]
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"interrupted"}
     assert execute(check(read_plan(out, on_ranks(2, shard))), NullObserver()).exit_status == 0
     assert_equal_but_for_rounding(left_by(out), two)
@@ -340,7 +330,7 @@ def test_what_does_not_go_with_ranks(sections, says):
     assert says in config_errors(sections)
 
 
-def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeypatch):
+def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeypatch, gpus):
     there = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in there.items():
         monkeypatch.setenv(name, value)
@@ -353,7 +343,6 @@ def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeyp
     with pytest.raises(UsageError, match=r"ranks = 3, and torchrun has started 2: type --set backend\.ranks=2"):
         team.Team(config).ranks()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gpus.count = 2
     with pytest.raises(UsageError, match=r"3 ranks, .* means 2 GPU\(s\).*type --set backend\.ranks=2"):
         team.Team(config).ranks()

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import eventually
 
 import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import executor_of
@@ -13,7 +14,7 @@ from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError, WorkersLost
 from retrain.files import read_json
-from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids, texts
+from tests.system.clusters import ends, events_of, job, of_kind, pids, texts
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import eventually
 from programs.wandb_server import wandb_server
-
-from tests.system.clusters import eventually
 
 RECORD = """
 import json, os, signal, sys
@@ -78,7 +77,6 @@ def output(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def wandb_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a wandb file, by wandb's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
     if "No such command" in done.stderr:

@@ -18,6 +18,7 @@ from helpers.campaigns import (
     alone,
     contents,
     differing,
+    eventually,
     planned,
     suspended_writer,
     who_writes,
@@ -28,12 +29,12 @@ import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
+from retrain.commands.run_status import read_status
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
 from retrain.records.observer import NullObserver
-from retrain.records.status import read_status
 from retrain.util.session import LEASE
-from tests.system.clusters import eventually
+from tests.system.clusters import ranks_of
 
 pytestmark = pytest.mark.timeout(600)
 CPU = "backend.devices=cpu"
@@ -241,11 +242,6 @@ def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, who
 def whole_of_ranks(world, tmp_path_factory) -> dict:
     """What one process and the rank that it has started leave behind."""
     return alone(world, tmp_path_factory.mktemp("ranks") / "out", RANKS)
-
-
-def ranks_of(worker: int) -> list[int]:
-    """The processes that a worker has started as its ranks."""
-    return [child.pid for child in psutil.Process(worker).children() if "follow_started" in " ".join(child.cmdline())]
 
 
 def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, world, whole_of_ranks):

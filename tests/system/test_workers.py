@@ -3,20 +3,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.campaigns import eventually, run_cli
 from helpers.models import campaign_head, config_errors
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
 from retrain.campaign.planning.manifest import fingerprint, read_plan, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import JobStarted, StepDone, WorkerDevice
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.device import gpus_of, resolve_device
 from retrain.errors import StorageError, UsageError
 from retrain.ownership import process_start
-from tests.system.clusters import ends, events_of, eventually, job, of_kind, pids
+from tests.system.clusters import ends, events_of, job, of_kind, pids
 
 EXECUTORS = ("processes", "slurm, local", "ray")
 pytestmark = pytest.mark.timeout(600)
@@ -119,19 +118,17 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
 
 
 @pytest.fixture
-def slots(monkeypatch):
-    """The slots of a campaign on a machine with ``gpus`` GPUs and 8 cores."""
+def slots(monkeypatch, gpus):
+    """The slots of a campaign on a machine with ``count`` GPUs and 8 cores."""
     monkeypatch.setattr("retrain.campaign.executors.table.usable_cpus", lambda: 8)
 
-    def slots(gpus: int, devices, workers="auto", ranks=None, **campaign):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    def slots(count: int, devices, workers="auto", ranks=None, **campaign):
+        gpus.count = count
         campaign |= {"executor": "processes", "workers": workers, "seeds": [1], "max_steps": 1}
         backend = {"devices": devices} | ({"shard": "fsdp2", "ranks": ranks} if ranks else {})
         found = slots_of(parse_dict({"campaign": campaign, "backend": backend}))
         return [(slot.device, slot.visible, slot.threads, slot.memory) for slot in found]
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return slots
 
 
@@ -159,7 +156,7 @@ def test_cohorts_have_parts_of_a_gpu_or_several(slots):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "says"),
+    ("count", "asked", "says"),
     [
         (2, {"devices": "gpu:0-3"}, "devices has gpu:2: this machine shows 2 GPUs"),
         (2, {"devices": "all", "workers": 3}, r"workers = 3, and .* means 2 GPUs: .*type --workers 2"),
@@ -174,9 +171,9 @@ def test_cohorts_have_parts_of_a_gpu_or_several(slots):
         (5, {"devices": "all", "ranks": "auto", "gpus_per_cohort": 8}, r"each worker has 8 GPUs .* means 5 GPUs; type"),
     ],
 )
-def test_devices_that_are_not_there(slots, gpus, asked, says):
+def test_devices_that_are_not_there(slots, count, asked, says):
     with pytest.raises(UsageError, match=says):
-        slots(gpus, **asked)
+        slots(count, **asked)
 
 
 def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):
@@ -219,7 +216,6 @@ def test_what_does_not_go_together_is_said(campaign, backend, says):
 
 @pytest.fixture
 def files(tmp_path) -> tuple[Path, Path]:
-    """A single run and a campaign."""
     (tmp_path / "single.toml").write_text('[training]\nmax_steps = 1\n[backend]\ndevices = "cpu"\n')
     head = campaign_head(("grpo", "none"), ("rloo", "none"), seeds=[1, 2, 3, 4], max_steps=1)
     (tmp_path / "camp.toml").write_text(head + '[backend]\ndevices = "cpu"\n')
@@ -228,7 +224,7 @@ def files(tmp_path) -> tuple[Path, Path]:
 
 def test_options_are_settings_of_a_campaign(files):
     def typed(*words: object):
-        return CliRunner().invoke(app, [*map(str, words)])
+        return run_cli(*words)
 
     refused = typed("train", files[0], "--executor", "processes")
     assert (refused.exit_code, "is a single run" in refused.stderr) == (2, True)

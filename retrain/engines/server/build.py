@@ -10,6 +10,7 @@ from retrain.engines.server.client import Server
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServerEngine, Vocabulary
 from retrain.engines.server.fleet import Fleet, Launches
+from retrain.engines.server.pool import WAITS
 from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 
@@ -52,6 +53,7 @@ def server_engine(
         asked.patience_s,
         fleet,
         asked.sleep,
+        WAITS,
     )
     made.append(engine)
     try:

@@ -239,7 +239,6 @@ class Server:
         self._leave.add(name)
 
     def forgot(self, name: str) -> None:
-        """The server does not know this adapter any more."""
         self._adapters.pop(name, None)
         self._perhaps.discard(name)
 

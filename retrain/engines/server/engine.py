@@ -23,7 +23,7 @@ from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
 from retrain.engines.server.dialects import Ask, Faulty
 from retrain.engines.server.fleet import Fleet
-from retrain.engines.server.pool import Pool
+from retrain.engines.server.pool import WAITS, Pool, Waits
 from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
@@ -35,12 +35,7 @@ from retrain.types import Action, PolicyRef, SampleRequest
 ATTEMPTS = 5
 """Times that one completion is asked for before the step is given up; waiting for a server that is away does not
 count."""
-PAUSE_S = 0.25  # Seconds before the second attempt; doubled before each later one
-LOSSES = 10
-"""Times that a completion may be under way at a server which then goes away: more often it is what ends them."""
-CLOSING_S = 5.0  # Seconds to unload all adapters at the end; the rest stay on the server
 WAKING_S = 20.0  # Seconds for waking servers at the end
-START_PATIENCE_S = 20.0  # Seconds that a server which is not ours may take to answer for the first time
 RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, as it appears in the error message
 Result = TypeVar("Result")
 
@@ -101,12 +96,13 @@ class ServerEngine:
         patience_s: float = 600.0,
         fleet: Fleet | None = None,
         sleeps: bool = False,
+        waits: Waits = WAITS,
     ):
         self.model, self.store, self.vocabulary, self.fleet = model, store, vocabulary, fleet
-        self.tell, self.sleeps, self.patience_s = tell, sleeps, patience_s
+        self.tell, self.sleeps, self.patience_s, self.waits = tell, sleeps, patience_s, waits
         self.beside = not sleeps  # servers that free their GPU for us take turns with us
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
-        self.pool = Pool(urls, at, model, patience_s, lambda text, level: self.tell(text, level), gave_up)
+        self.pool = Pool(urls, at, model, patience_s, lambda text, level: self.tell(text, level), gave_up, waits)
         self._published: dict[PolicyRef, Published] = {}
         self._dropping: set[Future[None]] = set()
         self._lock = threading.Lock()
@@ -178,14 +174,14 @@ class ServerEngine:
             self._calls.discard(future)
 
     async def _open(self) -> None:
-        patience = self.patience_s if self.fleet is not None else START_PATIENCE_S
+        patience = self.patience_s if self.fleet is not None else self.waits.start_s
         waited = 0.0
         await self.pool.open()
         left_over = await self._left_over()
         while True:
             servers = self.pool.servers
             there = await asyncio.gather(*(server.check() for server in servers))
-            if (there and all(there)) or (any(there) and waited > START_PATIENCE_S):
+            if (there and all(there)) or (any(there) and waited > self.waits.start_s):
                 break
             if self.fleet is not None and self.fleet.gave_up:
                 raise UsageError(f"[inference] launch: {self.fleet.gave_up}")
@@ -203,7 +199,7 @@ class ServerEngine:
             except (Away, Unknown, Refused) as error:
                 raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
         with suppress(TimeoutError):  # whoever is late is told when it is closed
-            async with asyncio.timeout(CLOSING_S):
+            async with asyncio.timeout(self.waits.closing_s):
                 there = [server.take_away() for server in self.pool.servers if server.alive]
                 await asyncio.gather(*there, return_exceptions=True)
         for found in left_over:
@@ -223,7 +219,7 @@ class ServerEngine:
                 async with asyncio.timeout(WAKING_S):
                     await self._wake()
             with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSING_S):
+                async with asyncio.timeout(self.waits.closing_s):
                     dropping = [asyncio.wrap_future(each) for each in self._dropping]
                     left_over = await self._left_over()
                     leaving = [server.unload_all() for server in self.pool.servers]
@@ -392,7 +388,7 @@ class ServerEngine:
         seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
         while len(faults) < ATTEMPTS:
             if faults:
-                await asyncio.sleep(PAUSE_S * 2 ** (len(faults) - 1))
+                await asyncio.sleep(self.waits.pause_s * 2 ** (len(faults) - 1))
             server = await self.pool.choose(_rollouts(request), call.at)
             server.waiting += 1
             try:
@@ -411,9 +407,9 @@ class ServerEngine:
                     faults.append(f"{server.url}: {away}")
                 elif not isinstance(away, Unreached):
                     losses += 1
-                    if losses == LOSSES:
+                    if losses == self.waits.losses:
                         raise ServerFailed(
-                            f"a completion after {len(request.prompt_ids)} tokens was under way {LOSSES} times at a "
+                            f"a completion after {len(request.prompt_ids)} tokens was under way {losses} times at a "
                             f"server that then went away, last {server.url}: {away}"
                         ) from away
             except Faulty as faulty:
@@ -459,7 +455,6 @@ def _rollouts(request: SampleRequest) -> Hashable:
 
 
 def _hint(refused: str) -> str:
-    """What to do about a refusal that is known."""
     words = refused.lower()
     if "401" in words or "403" in words:
         return "; name the variable with its key: [inference] api_key_env"

@@ -84,7 +84,6 @@ class Told:
         self._hear: Hear = lambda urls: None
 
     def tell(self, urls: Sequence[str], gave_up: str = "") -> None:
-        """These are the addresses from now on."""
         with self._changed:
             self.urls, self.gave_up = list(urls), gave_up
             self._changed.notify_all()

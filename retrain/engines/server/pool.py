@@ -8,11 +8,24 @@ patience.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from retrain.engines.server.client import Away, Server
 from retrain.errors import ServerFailed
 
-PROBE_S = (0.5, 10.0)  # Seconds between probes of an unavailable server: first, and most
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds that an engine waits for its servers, and how often."""
+
+    pause_s: float = 0.25  # Before the second attempt at a completion; doubled before each later one
+    probe_s: tuple[float, float] = (0.5, 10.0)  # Between probes of an unavailable server: first, and most
+    start_s: float = 20.0  # For the first answer of a server that is not ours
+    closing_s: float = 5.0  # To unload all adapters at the end; the rest stay on the server
+    losses: int = 10  # Of servers that a completion was under way at: it is what ends them
+
+
+WAITS = Waits()
 
 
 class Pool:
@@ -29,9 +42,10 @@ class Pool:
         patience_s: float,
         tell: Callable[[str, str], None],
         gave_up: Callable[[], str] = lambda: "",
+        waits: Waits = WAITS,
     ):
         self.servers, self._at, self._model = [at(url) for url in dict.fromkeys(urls)], at, model
-        self.patience_s, self.tell, self.gave_up = patience_s, tell, gave_up
+        self.patience_s, self.tell, self.gave_up, self.waits = patience_s, tell, gave_up, waits
         self._is_open = False
         self.trials: list[Callable[[Server], Awaitable[None]]] = []
         self._homes: dict[Hashable, Server] = {}
@@ -87,7 +101,6 @@ class Pool:
             self.leave_out(server, reason)
 
     def leave_out(self, server: Server, reason: str) -> None:
-        """Use it no more until it answers again."""
         server.lost()
         if server not in self.servers:
             return  # whoever keeps them has let go of it
@@ -95,13 +108,13 @@ class Pool:
         self._probes[server] = asyncio.create_task(self._probe(server, "is back"))
 
     async def _probe(self, server: Server, then: str) -> None:
-        pause, told = PROBE_S[0], ""
+        (pause, longest), told = self.waits.probe_s, ""
         while not await self._usable(server):
             if server.refused not in ("", told):
                 told = server.refused
                 self.tell(f"{server.url} answers, and stays left out: {told}", "warning")
             await asyncio.sleep(pause)
-            pause = min(2 * pause, PROBE_S[1])
+            pause = min(2 * pause, longest)
         server.alive = True
         self.tell(f"{server.url} {then}", "info")
         async with self._back:

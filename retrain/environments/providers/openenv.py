@@ -23,8 +23,7 @@ from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.providers.openenv_forms import OWNER, Actions, messages_of, result_of, tool_schema
 from retrain.environments.providers.openenv_server import Server
 from retrain.environments.tools.calls import Call, answer, parse
-from retrain.errors import PluginError, UsageError
-from retrain.rewards.base import printable
+from retrain.errors import PluginError, UsageError, printable
 from retrain.types import Action, Problem, RewardResult
 
 Text = Annotated[str, Field(min_length=1)]

@@ -13,8 +13,7 @@ from typing import IO
 
 import httpx
 
-from retrain.errors import PluginError
-from retrain.rewards.base import printable
+from retrain.errors import PluginError, printable
 
 HOST = "127.0.0.1"
 # On Linux the kernel kills the server when whoever started it is gone, also by SIGKILL. PR_SET_PDEATHSIG is 1.

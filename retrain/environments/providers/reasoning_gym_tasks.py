@@ -19,8 +19,8 @@ from typing import Any
 
 from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
+from retrain.errors import printable
 from retrain.plugins import described
-from retrain.rewards.base import printable
 from retrain.rewards.workers import WorkerPool
 
 INSTANCES = 8  # Problems of each task that a check makes, twice
@@ -156,8 +156,7 @@ class TaskWorker:
             workers=1,
             timeout_s=ENTRIES_SECONDS,
             memory_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0],
-            memory_kind="RLIMIT_DATA",
-            what="the data set",
+            subject="the data set",
         )
 
     def check(self, task: Task, seconds: float) -> str:

@@ -9,38 +9,29 @@ from retrain.records.schema.base import Record, Row
 
 @dataclass(frozen=True)
 class Bounds(Record):
-    """An estimate with a 95 % interval."""
+    """An estimate with a 95 % interval, whose ends are null where there are too few values."""
 
     estimate: float | None
-    """The estimate."""
     low: float | None
-    """Lower end; null where there are too few values."""
     high: float | None
-    """Upper end; null where there are too few values."""
 
 
 @dataclass(frozen=True)
 class MissingRun(Record):
-    """A run without a value."""
+    """A run without a value, its state in the manifest, and the reason."""
 
     run_id: str
-    """Name of the run."""
     seed: int
-    """Its seed."""
     state: str
-    """Its state in the manifest."""
     reason: str | None
-    """Why it has no value."""
 
 
 @dataclass(frozen=True)
 class OutlierSeed(Record):
-    """A seed whose difference is far from the typical one."""
+    """A seed whose difference is far from the typical one, by ``distance``."""
 
     seed: int
-    """The seed."""
     distance: float
-    """Its difference minus the typical difference."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import numpy as np
 from starlette.routing import Route
 
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.decimation import Smoothing, last_of_stretches
+from retrain.ui.decimation import Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.lines import Window, inside, window_of_query
 from retrain.ui.measured import points_of
@@ -16,7 +16,6 @@ from retrain.ui.sources import Run
 MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
 """Points of a line where the query does not say, and of all lines together: a chart has so many pixels."""
-NOTHING = {"y": [], "raw": None, "low": None, "high": None}
 
 
 def routes(library: Library) -> list[Route]:
@@ -36,19 +35,19 @@ def columns_of(
     library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
     part: Window | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then at most
-    ``points`` are kept, each with the least and greatest smoothed value since the one before it."""
+    """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about
+    ``points`` are kept, at which the first column is least and greatest in its stretch."""
     numbers = library.numbers(run)
     head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
     with numbers.still():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:
-            axis = axis_of(numbers, x)[since:]
+            steps = steps_of(numbers)
+            axis = (steps if x == "step" else axis_of(numbers, x))[since:]
         except Refusal as error:
             return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
         known = np.isfinite(axis)
-        rows, steps = np.flatnonzero(known), steps_of(numbers)
-        rows = rows[inside(axis[known], part)]
+        rows = np.flatnonzero(known)[inside(axis[known], part)]
         dense, sparse = {}, {}
         for key in keys:
             if key.startswith("eval/") and numbers.evaluations():
@@ -61,20 +60,24 @@ def columns_of(
     if not known.all():
         head["note"] = f"there are {np.sum(~known)} {UNPLACED}"
     axis = axis[rows]
-    ends = last_of_stretches(axis, points)[0] if len(axis) > points else np.arange(len(axis))
-    columns = {key: _thinned(values, raw, axis, points) for key, (values, raw) in dense.items()}
-    return head | {"x": plain(axis[ends]), "columns": columns | sparse}
+    places = _places(next((values for values, _ in dense.values()), axis), points)
+    columns = {key: _column(values, raw, axis, places, points) for key, (values, raw) in dense.items()}
+    return head | {"x": plain(axis[places]), "columns": columns | sparse}
 
 
-def _thinned(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, points: int) -> dict[str, Any]:
-    """Return a column at the last row of each stretch of rows; with an ``x`` of its own where a stretch has values but
-    none in its last row."""
-    if len(axis) <= points:
-        return NOTHING | {"y": plain(values), "raw": None if raw is None else plain(raw)}
-    ends, places, low, high = last_of_stretches(values, points)
-    extent = {"y": plain(values[places]), "raw": None if raw is None else plain(raw[places])}
-    extent |= {"low": plain(low), "high": plain(high)}
-    return extent if np.array_equal(ends, places) else extent | {"x": plain(axis[places])}
+def _places(values: np.ndarray, most: int) -> np.ndarray:
+    return extremes(values, most) if len(values) > most else np.arange(len(values))
+
+
+def _column(
+    values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int
+) -> dict[str, Any]:
+    """Return a column at these rows; with an ``x`` of its own where it has values, but few of them there."""
+    known = np.isfinite(values)
+    is_apart = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
+    own = _places(values, most) if is_apart else places
+    found = {"y": plain(values[own]), "raw": None if raw is None else plain(raw[own])}
+    return found | {"x": plain(axis[own])} if is_apart else found
 
 
 def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> dict[str, Any]:
@@ -84,4 +87,4 @@ def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | 
     chosen = (steps >= since) & np.isfinite(at)
     at, values = at[chosen], values[chosen]
     cut = inside(at, part)
-    return NOTHING | {"x": plain(at[cut]), "y": plain(values[cut])}
+    return {"x": plain(at[cut]), "y": plain(values[cut]), "raw": None}

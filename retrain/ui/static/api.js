@@ -4,7 +4,7 @@ import {answer as kept, isCopy} from "./copy.js";
 
 const AGAIN_MS = 15000;
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, sentence) {
     super(sentence);
     this.status = status;

@@ -4,24 +4,24 @@ import {listen} from "./api.js";
 import {themeChanged} from "./colours.js";
 import {Empty, Failed} from "./components/states.js";
 import {madeAt} from "./copy.js";
-import {frameKey, help, pageKeys, startKeys} from "./keys.js";
+import {frameKey, help, startKeys} from "./keys.js";
 import {AddressContext} from "./lib/address.js";
-import {html, render, useErrorBoundary, useLayoutEffect, useRef} from "./lib/html.js";
-import {EVERY_KIND, announce, onChange} from "./lib/live.js";
+import {html, render, useErrorBoundary} from "./lib/html.js";
+import {EVERY_KIND, announce} from "./lib/live.js";
 import {nameOf} from "./names.js";
-import {listed, owner, tell} from "./places.js";
-import {go, here, link, onRoute, patch, startRouter} from "./router.js";
-import {campaign} from "./views/campaign.js";
-import {campaigns} from "./views/campaigns.js";
-import {compare} from "./views/compare.js";
-import {lora} from "./views/lora.js";
-import {metrics} from "./views/metrics.js";
+import {listed, owner} from "./places.js";
+import {go, link, onRoute, startRouter} from "./router.js";
+import {Campaign} from "./views/campaign.js";
+import {Campaigns} from "./views/campaigns.js";
+import {Compare} from "./views/compare.js";
+import {Lora} from "./views/lora.js";
+import {Metrics} from "./views/metrics.js";
 import {Notes} from "./views/notes.js";
-import {problems} from "./views/problems.js";
-import {prompt} from "./views/prompt.js";
-import {rollouts} from "./views/rollouts.js";
-import {timeline} from "./views/timeline.js";
-import {tokens} from "./views/tokens.js";
+import {Problems} from "./views/problems.js";
+import {Prompt} from "./views/prompt.js";
+import {Rollouts} from "./views/rollouts.js";
+import {Timeline} from "./views/timeline.js";
+import {Tokens} from "./views/tokens.js";
 
 /**
  * @typedef {import("./lib/address.js").State} State
@@ -31,23 +31,22 @@ import {tokens} from "./views/tokens.js";
  * @property {"none" | "campaign" | "either" | "whole"} at its place: none, a campaign, a campaign or a run, or the
  *   whole campaign where there is one
  * @property {string} [heading] for the window's title, where it differs
- * @property {() => any} [component]
- * @property {(root: any, state: any, frame: any) => any} [show] of a view that is no component
+ * @property {() => any} component
  */
 
 // In the order of the navigation.
 /** @type {View[]} */
 const VIEWS = [
-  {view: "campaigns", title: "Campaigns", show: campaigns, at: "none"},
-  {view: "campaign", title: "Campaign", show: campaign, at: "campaign"},
-  {view: "metrics", title: "Metrics", show: metrics, at: "either"},
-  {view: "problems", title: "Problems", show: problems, at: "whole"},
-  {view: "prompt", title: "Same prompt", show: prompt, at: "either"},
-  {view: "rollouts", title: "Rollouts", show: rollouts, at: "either"},
-  {view: "tokens", title: "Tokens", show: tokens, at: "either"},
-  {view: "timeline", title: "Timeline", show: timeline, at: "either"},
-  {view: "lora", title: "LoRA", show: lora, at: "either"},
-  {view: "compare", title: "Compare", show: compare, at: "either"},
+  {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
+  {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
+  {view: "metrics", title: "Metrics", component: Metrics, at: "either"},
+  {view: "problems", title: "Problems", component: Problems, at: "whole"},
+  {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
+  {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
+  {view: "tokens", title: "Tokens", component: Tokens, at: "either"},
+  {view: "timeline", title: "Timeline", component: Timeline, at: "either"},
+  {view: "lora", title: "LoRA", component: Lora, at: "either"},
+  {view: "compare", title: "Compare", component: Compare, at: "either"},
   {view: "notes", title: "Notes", heading: "Notes and logs", component: Notes, at: "either"},
 ];
 const WITH_PLACE = VIEWS.filter((each) => each.at !== "none");
@@ -100,43 +99,6 @@ function Bar({state: shown}) {
     </div>`;
 }
 
-/**
- * A view that is no component: it draws into an element of its own.
- * @param {{show: (root: any, state: State, frame: any) => any, state: State}} props
- */
-function DrawnView({show, state: shown}) {
-  const root = useRef(null);
-  const view = useRef(/** @type {any} */ (null));
-  const first = useRef(shown);
-  useLayoutEffect(() => {
-    const {view: name, place} = shown;
-    const frame = {
-      places(list) {
-        tell(list);
-        draw();
-      },
-      patch(changes, options) {
-        const now = here();
-        if (view.current !== undefined && now.view === name && now.place === place) patch(changes, options);
-      },
-    };
-    view.current = show(root.current, shown, frame);
-    pageKeys(view.current.keys);
-    if (view.current.title) setTitle(view.current.title, place);
-    const forget = onChange((change) => view.current.changed && view.current.changed(change));
-    return () => {
-      forget();
-      pageKeys({});
-      if (view.current.stop) view.current.stop();
-      view.current = undefined;
-    };
-  }, []);
-  useLayoutEffect(() => {
-    if (view.current && view.current.update && first.current !== shown) view.current.update(shown);
-  }, [shown]);
-  return html`<div ref=${root} />`;
-}
-
 /** @param {{state: State}} props */
 function Main({state: shown}) {
   const [error, reset] = useErrorBoundary((reason) => console.error(reason));
@@ -146,13 +108,22 @@ function Main({state: shown}) {
     return html`<${Empty} title="There is no such page">${shown.view} is none of the views.<//>
       <p class="state"><a href=${link("campaigns")}>All campaigns</a></p>`;
   }
-  const content = view.component
-    ? html`<${view.component} />`
-    : html`<${DrawnView} show=${view.show} state=${shown} />`;
-  return html`<${AddressContext.Provider} value=${shown}>${content}<//>`;
+  return html`<${AddressContext.Provider} value=${shown}><${view.component} /><//>`;
 }
 
+let isDue = false;
+
+// Draw in a microtask: an effect may change the address while Preact is rendering, and must not render inside of that.
 function draw() {
+  if (isDue) return;
+  isDue = true;
+  queueMicrotask(() => {
+    isDue = false;
+    drawNow();
+  });
+}
+
+function drawNow() {
   if (!state) return;
   render(html`<${Bar} state=${state} />`, bar);
   render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);

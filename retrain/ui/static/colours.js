@@ -1,7 +1,5 @@
 // Colour, dash and shape of a condition by its index: those of the report, so that it looks alike everywhere.
 
-import {el} from "./dom.js";
-
 export const COLOURS = 8;
 export const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
 
@@ -56,16 +54,4 @@ export function faded(rgb, alpha) {
 export function themeChanged() {
   known = {};
   document.dispatchEvent(new CustomEvent("theme"));
-}
-
-export function swatch(index) {
-  return el("span", {
-    class: `swatch dash${dashOf(index || 0)}`,
-    style: {"--series": colour(index)},
-    "aria-hidden": "true",
-  });
-}
-
-export function name(label, index) {
-  return el("span", {class: "condition"}, swatch(index), label);
 }

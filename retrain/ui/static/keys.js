@@ -13,9 +13,6 @@ import {html, useEffect, useRef} from "./lib/html.js";
 const frame = new Map();
 /** @type {Set<() => KeyMap | null | undefined>} the keys of each component in view */
 const layers = new Set();
-/** @type {KeyMap} */
-let page = {};
-layers.add(() => page);
 
 // Keys have fixed meanings on every page that has such things; a page gives what they do there.
 /** @type {Record<string, string>} */
@@ -32,11 +29,6 @@ const MEANINGS = {
 
 export function frameKey(key, words, run) {
   frame.set(key, {words, run});
-}
-
-// Replace the keys of a view that is no component.
-export function pageKeys(map) {
-  page = map || {};
 }
 
 /**

@@ -5,30 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, qwen3_directory, train_quietly
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from retrain.adapters import export as exporting
-from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.policy.adapter_io import AdapterFile
 
 TEXTS = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
 
 
-def run(*arguments: str | Path, stdin: str | None = None):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
-
-
 def report_of(*arguments: str | Path):
-    result = run(*arguments, "--json")
+    result = run_cli(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def refusal(*arguments: str | Path) -> str:
-    result = run(*arguments)
+    result = run_cli(*arguments)
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
     return result.stderr
 
@@ -149,7 +144,7 @@ def test_an_adapter_that_would_be_lost_is_refused(home, tmp_path):
     assert "type --dtype float32" in refusal("export", small, "--merge", "--out", out, "--dtype", "bfloat16")
     assert "no layer takes" in refusal("export", renamed, "--merge", "--out", out)
     assert not out.exists()
-    assert run("export", small, "--merge", "--out", out).exit_code == 0  # float32 keeps it
+    assert run_cli("export", small, "--merge", "--out", out).exit_code == 0  # float32 keeps it
 
 
 def test_other_base_weights_are_refused(home, tmp_path):
@@ -160,8 +155,8 @@ def test_other_base_weights_are_refused(home, tmp_path):
     merge = ("--merge", "--out", tmp_path / "merged")
     assert "other weights" in refusal("export", moved, *merge, "--base", other)
     refusal("export", home / "out/final", *merge, "--base", wide)
-    assert "not a linear layer of that size" in run("sample", moved, "--prompt", "4", "--base", wide).stderr
-    result = run("sample", moved, "--prompt", "4", "--base", other)
+    assert "not a linear layer of that size" in run_cli("sample", moved, "--prompt", "4", "--base", wide).stderr
+    result = run_cli("sample", moved, "--prompt", "4", "--base", other)
     assert (result.exit_code, "other weights" in result.stderr) == (0, True)
 
 
@@ -177,7 +172,7 @@ def test_nothing_that_is_there_is_overwritten(home, tmp_path, how):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "full", "link"]
     assert (full / "mine.txt").read_text() == file.read_text() == "mine"
     (full / "mine.txt").unlink()
-    assert run("export", home / "out", *how, "--out", full).exit_code == 0  # an empty one is filled
+    assert run_cli("export", home / "out", *how, "--out", full).exit_code == 0  # an empty one is filled
 
 
 def test_usage_is_told_in_one_line(home, tmp_path):
@@ -191,7 +186,7 @@ def test_usage_is_told_in_one_line(home, tmp_path):
         assert words in refusal("export", home / "out", "--out", tmp_path / "out", *arguments)
     campaign = tmp_path / "campaign"
     write_json(campaign / "manifest.json", {"runs": [{"path": "runs/a_s1", "state": "done"}]})
-    result = run("export", campaign, "--merge", "--out", tmp_path / "out")
+    result = run_cli("export", campaign, "--merge", "--out", tmp_path / "out")
     assert (result.exit_code, "such as" in result.stderr, "runs/a_s1" in result.stderr) == (2, True, True)
 
 
@@ -253,7 +248,7 @@ def test_sample_is_the_model_s_own_answer(home):
 
 
 def test_sample_reads_standard_input_and_prints_lines(home):
-    result = run("sample", home / "out", "--prompt", "-", "--max-tokens", "4", stdin="3 + 4\nor \x1b[31m5?\n")
+    result = run_cli("sample", home / "out", "--prompt", "-", "--max-tokens", "4", input="3 + 4\nor \x1b[31m5?\n")
     assert result.exit_code == 0, result.output
     kinds = [line.split()[0] for line in result.stdout.splitlines()]
     assert kinds == ["prompt", "base", "adapter"]
@@ -261,11 +256,11 @@ def test_sample_reads_standard_input_and_prints_lines(home):
     assert json.loads(text) == "<turn>Say 3 + 4\nor \x1b[31m5? now<turn>"
     assert "\x1b" not in result.output
     for arguments in (("--prompt", ""), ("--prompt", "-", "--prompt", "-"), ()):
-        assert run("sample", home / "out", *arguments, stdin=" \n").exit_code == 2
+        assert run_cli("sample", home / "out", *arguments, input=" \n").exit_code == 2
 
 
 def test_sample_of_an_adapter_without_a_run_says_so(home, tmp_path):
     shutil.copytree(home / "out" / "final", tmp_path / "alone")
-    result = run("sample", tmp_path / "alone", "--prompt", "12", "--max-tokens", "4", "--json")
+    result = run_cli("sample", tmp_path / "alone", "--prompt", "12", "--max-tokens", "4", "--json")
     assert json.loads(result.stdout)["prompts"][0]["rendered"] == "<turn>12<turn>"
     assert "belongs to no run here" in result.stderr

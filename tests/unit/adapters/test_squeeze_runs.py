@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.campaigns import StopAfter
+from helpers.campaigns import StopAfter, run_cli
 from helpers.records import config
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import enough, verdict, verify_ranks
 from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.manifest import read_plan
-from retrain.cli import app
 from retrain.config import load
 from retrain.environments.build import longest_completions
 from retrain.errors import ConfigError, UsageError
@@ -67,7 +65,7 @@ def written(folder: Path, model: Path, first: str, more: str = "") -> Path:
 
 
 def squeeze(*arguments: str | Path):
-    return CliRunner().invoke(app, ["squeeze", *map(str, arguments)])
+    return run_cli("squeeze", *arguments)
 
 
 # Annealed ranks

@@ -33,7 +33,6 @@ TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 
 @pytest.fixture(scope="module")
 def base() -> BaseModel:
-    """A base that is a tokenizer alone."""
     tokenizer = word_tokenizer(["so x = 4 notice that we can check", "that's not right wait let me check"], 280)
     return BaseModel("toy", SimpleNamespace(), tokenizer, torch.device("cpu"), torch.float32, (1,), 0, "")
 

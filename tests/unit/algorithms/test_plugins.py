@@ -38,10 +38,9 @@ def store():
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, import_path) -> Path:
     (tmp_path / "toy_credit.py").write_text(CODE)
     (tmp_path / "toy_helpers.py").write_text("PLACE = 'there'\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:

@@ -48,7 +48,6 @@ def credited(ratios=W, advantages=(1.0, -1.0, 1.0, 0.0)) -> tuple[CreditedBatch,
 
 
 def changed(batch: CreditedBatch, **changes: list) -> CreditedBatch:
-    """The batch with these fields of its rollouts."""
     rows = zip(*changes.values(), strict=True)
     return batch.with_fields(batch.rollouts, [dict(zip(changes, row, strict=True)) for row in rows])
 

@@ -18,7 +18,6 @@ def test_learning_rate_points():
 
 
 def run(sepa: Sepa, batches: list[tuple[float, float | None]]) -> list[float]:
-    """λ of each step when the batches are observed in turn, with the state through JSON between steps."""
     state, values = SepaState.before_training(sepa), []
     for step, (correct, variance) in enumerate(batches):
         values.append(state.pooling(sepa, step))

@@ -27,7 +27,6 @@ def lock(directory: Path, **changes) -> DirectoryLock:
 
 
 def lease(directory: Path, **changes) -> None:
-    """The lease of some other owner."""
     claim(directory)
     write_json(directory / LEASE, {"token": "other", "pid": 1, "process_start": "0", "count": 3, **ELSEWHERE} | changes)
 
@@ -43,7 +42,6 @@ def test_a_second_owner_is_refused_and_nothing_is_left(tmp_path):
 
 @contextmanager
 def sleeping(seconds: float) -> Iterator[subprocess.Popen]:
-    """A process that lives for so long, or until it is killed."""
     process = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
     try:
         yield process

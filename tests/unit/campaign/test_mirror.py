@@ -9,12 +9,10 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from helpers.campaigns import StopAfter, contents, differing, planned
-from typer.testing import CliRunner
+from helpers.campaigns import StopAfter, contents, differing, planned, run_cli
 
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
-from retrain.cli import app
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
@@ -24,7 +22,6 @@ from retrain.util.session import LEASE
 
 
 def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:
-    """Append the step's row and publish its checkpoint."""
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": step}) + "\n")
     place = f"checkpoints/step_{step:06}"
@@ -61,7 +58,6 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def copied(run: Path, url: str) -> Mirror:
-    """Return the copy after the first upload."""
     mirror = Mirror(url, run)
     mirror.claim()
     mirror.push()
@@ -261,7 +257,7 @@ def test_a_campaign_resumes_from_its_copy(tmp_path, world, monkeypatch):
     assert execute(planned(world, out, [*one, f"logging.mirror={url}"], steps=2), StopAfter(2)).exit_status == 130
     assert files(tmp_path / "store") == files(out)
     shutil.rmtree(out)
-    result = CliRunner().invoke(app, ["resume", url, "--plain"])
+    result = run_cli("resume", url, "--plain")
     assert result.exit_code == 0, result.output
     assert f"{url} is in logs/store now" in result.output
     assert differing(contents(again), contents(tmp_path / "whole"), runs=2) == []
@@ -277,7 +273,7 @@ def test_bad_urls_are_one_line(run, tmp_path, world):
         Mirror("nosuch://bucket/x", tmp_path)
     nothing = f"file://{tmp_path}/nothing"
     for arguments, words in (([nothing], "holds no copy of"), ([str(tmp_path), "--out", "x"], "leave out --out")):
-        result = CliRunner().invoke(app, ["resume", *arguments])
+        result = run_cli("resume", *arguments)
         assert (result.exit_code, words in result.output) == (2, True)
     copied(run, f"file://{tmp_path}/store")
     index = read_json(tmp_path / "store" / INDEX)

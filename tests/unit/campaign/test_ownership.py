@@ -1,17 +1,14 @@
-import os
 import re
 import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-import torch
-from helpers.campaigns import campaign
-from typer.testing import CliRunner
+from helpers.campaigns import campaign, files_of, run_cli
+from helpers.lanes import small_snapshot
 
 from retrain.adapters.squeeze import compress_adapter, squeeze
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load
 from retrain.errors import NotOurs
 from retrain.files import aside_of, read_json, read_jsonl, write_json
@@ -28,11 +25,8 @@ from retrain.ownership import (
     remove,
     remove_leftovers,
 )
-from retrain.policy.local import LocalSnapshot
-from retrain.policy.lora import LayerShape, LoraWeights
 from retrain.records.observer import NullObserver
 from retrain.training.checkpoints import (
-    Snapshot,
     checkpoint_directories,
     checkpoint_directory,
     forget_after,
@@ -46,15 +40,6 @@ THEIRS = "not of retrain"
 GOLDEN = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
 
 
-def contents(directory: Path) -> dict[str, bytes | str]:
-    """Every file and link below a directory, byte for byte."""
-    return {
-        str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_symlink() or path.is_file()
-    }
-
-
 def put(path: Path, text: str = THEIRS) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -62,7 +47,6 @@ def put(path: Path, text: str = THEIRS) -> Path:
 
 
 def single(folder: Path, model: Path, steps: int = 3) -> Path:
-    """A file of one run that saves a checkpoint after every step."""
     text = campaign(folder, model).read_text()
     changes = {"batch_size = 3": f"batch_size = 2\nmax_steps = {steps}", "save_every = 2": "save_every = 1",
                "eval_every = 2\n": "", "problems = 5": "problems = 0"}  # fmt: skip
@@ -80,7 +64,6 @@ def train(path: Path, out: Path, *sets: str):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model):
-    """A finished single run of three steps, every checkpoint kept; and its file."""
     folder = tmp_path_factory.mktemp("trained")
     path = single(folder, model)
     assert train(path, folder / "out", "training.keep_last=0").exit_status == 0
@@ -127,7 +110,7 @@ def test_what_was_published_is_replaced_and_what_lies_beside_it_stays(tmp_path):
     write(a="2")
     put(target / "notes.txt")
     write(b="3")
-    assert contents(target).keys() == {"b", "notes.txt", MARK}
+    assert files_of(target).keys() == {"b", "notes.txt", MARK}
     put(target / "a")
     with pytest.raises(NotOurs, match=r"holds a, which this run did not write"):
         write(a="4")
@@ -135,7 +118,7 @@ def test_what_was_published_is_replaced_and_what_lies_beside_it_stays(tmp_path):
     assert not remove(target, Owner("other", "final"))
     assert not remove(target, Owner("me", "elsewhere"))
     assert remove(target, owner)
-    assert contents(target).keys() == {"a", "notes.txt"}
+    assert files_of(target).keys() == {"a", "notes.txt"}
 
 
 def test_a_published_directory_is_not_written_through_links(tmp_path):
@@ -178,21 +161,21 @@ def test_every_name_that_retrain_writes_is_refused_where_it_is_foreign(tmp_path,
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / top).symlink_to(theirs / top)
     for directory in (theirs, tmp_path / "linked"):
-        before = contents(directory)
+        before = files_of(directory)
         with pytest.raises(NotOurs, match=rf"holds {re.escape(top)}, which retrain did not write"):
             claim(directory)
-        assert contents(directory) == before
+        assert files_of(directory) == before
 
 
 def test_a_foreign_directory_is_refused_and_stays_as_it_is(tmp_path, model):
     put(tmp_path / "out/metrics.jsonl")
-    before = contents(tmp_path / "out")
-    result = CliRunner().invoke(app, ["train", str(single(tmp_path, model)), "--out", str(tmp_path / "out")])
+    before = files_of(tmp_path / "out")
+    result = run_cli("train", single(tmp_path, model), "--out", tmp_path / "out")
     assert result.exit_code == 2
     (line,) = [line for line in result.output.splitlines() if not line.startswith("note:")]
     assert "out holds metrics.jsonl, which retrain did not write there" in line
     assert "another directory with --out" in line
-    assert contents(tmp_path / "out") == before
+    assert files_of(tmp_path / "out") == before
 
 
 def test_unrelated_files_and_a_start_that_was_killed_are_continued(tmp_path, model):
@@ -215,12 +198,12 @@ def test_unrelated_files_and_a_start_that_was_killed_are_continued(tmp_path, mod
 
 def test_another_campaigns_runs_are_not_joined_nor_those_of_another_seed(trained, model, tmp_path):
     out, path = trained
-    before = contents(out)
+    before = files_of(out)
     with pytest.raises(NotOurs, match=r"holds other runs \(grpo\+none_s\d+; here grpo\+none_s9\)"):
         train(path, out, "training.seed=9")
     with pytest.raises(NotOurs, match="holds other runs"):
         train(campaign(tmp_path, model), out, "campaign.seeds=[8]")
-    assert contents(out) == before
+    assert files_of(out) == before
 
 
 def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, model):
@@ -228,19 +211,14 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, mod
     owner = claim(out)
     put(out / "runs/grpo+none_s2/metrics.jsonl", '{"step": 0}\n')
     put(out / "runs/grpo+none_s2/final/adapter_model.safetensors")
-    before = contents(out)
+    before = files_of(out)
     with pytest.raises(NotOurs, match=r"grpo\+none_s2 holds final, metrics\.jsonl.*move it away"):
         train(path, out)
-    assert contents(out) == before
+    assert files_of(out) == before
     shutil.rmtree(out / "runs")
     claim(out / "runs/grpo+none_s2", owner.at("runs/grpo+none_s1"))  # ours, but another run's
     with pytest.raises(NotOurs, match=r"grpo\+none_s1 of another directory"):
         train(path, out)
-
-
-def saved(step: int) -> Snapshot:
-    weights = LoraWeights([LayerShape("layer", 4, 4)], 2, 1.0, 2, torch.cat([torch.arange(8.0), torch.ones(8)]))
-    return Snapshot(step, LocalSnapshot(weights, {"r": 2}.copy, {"exp_avg": torch.ones(4)}), f'{{"step": {step}}}\n')
 
 
 def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path):
@@ -249,15 +227,15 @@ def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continue
     claim(run)
     claim(other)
     for step in (2, 4, 6):
-        write_checkpoint(checkpoint_directory(run, step), saved(step))
+        write_checkpoint(checkpoint_directory(run, step), small_snapshot(step))
     put(checkpoint_directory(run, 1) / "state.json")
-    write_checkpoint(checkpoint_directory(other, 5), saved(5))
+    write_checkpoint(checkpoint_directory(other, 5), small_snapshot(5))
     shutil.copytree(checkpoint_directory(other, 5), checkpoint_directory(run, 5))
     checkpoint_directory(run, 9).symlink_to(put(tmp_path / "theirs/weights.pt").parent)
     put(checkpoint_directory(run, 2) / "notes.txt")
 
     def foreign() -> list[dict]:
-        return [contents(checkpoint_directory(run, step)) for step in (1, 5, 9)]
+        return [files_of(checkpoint_directory(run, step)) for step in (1, 5, 9)]
 
     def ours() -> list[str]:
         return [path.name[-1] for path in checkpoint_directories(run)]
@@ -265,11 +243,11 @@ def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continue
     before = foreign()
     assert ours() == ["2", "4", "6"]
     with pytest.raises(NotOurs, match=r"step_000001 holds state\.json"):
-        write_checkpoint(checkpoint_directory(run, 1), saved(1))
+        write_checkpoint(checkpoint_directory(run, 1), small_snapshot(1))
     forget_after(run, 4)
     assert not checkpoint_directory(run, 6).exists()
     prune(run, keep_last=1)
-    assert contents(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
+    assert files_of(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
     assert ours() == ["4"]
     forget_after(run, 0)
     assert ours() == []
@@ -282,10 +260,10 @@ def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the
     theirs = put(first / "adapter_model.safetensors")
     sets = ["training.max_steps=4", "training.keep_last=1"]
     blocked = put(out / "checkpoints/step_000004/state.json")
-    before = contents(out)
+    before = files_of(out)
     with pytest.raises(NotOurs, match=r"step_000004 holds state\.json.*move it away"):
         resume(out, NullObserver(), sets=sets)
-    assert contents(out) == before
+    assert files_of(out) == before
     shutil.rmtree(blocked.parent)
     put(out / "final/README.md")
     assert resume(out, NullObserver(), sets=sets).exit_status == 0
@@ -295,10 +273,10 @@ def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the
     assert (out / "final/adapter_model.safetensors").read_bytes() == last.read_bytes()
     shutil.rmtree(out / "final")
     put(out / "final/adapter_model.safetensors")
-    before = contents(out)
+    before = files_of(out)
     with pytest.raises(NotOurs, match=r"final holds adapter_model\.safetensors"):
         resume(out, NullObserver(), sets=["training.max_steps=5"])
-    assert contents(out) == before
+    assert files_of(out) == before
 
 
 @pytest.mark.parametrize("through", ["directory", "link", "campaign", "squeeze"])
@@ -313,7 +291,7 @@ def test_somebodys_adapter_in_an_output_path_is_refused_before_anything_is_writt
     section, key = ("squeeze", "output_path") if through == "squeeze" else ("backend", "adapter_path")
     with pytest.raises(NotOurs, match=rf"{name}, which this run did not write: set \[{section}\] {key}"):
         train(path, tmp_path / "out", f'{section}.{key}="{target}"')
-    assert contents(mine) == {str(file.relative_to(mine)): THEIRS.encode()}
+    assert files_of(mine) == {str(file.relative_to(mine)): THEIRS.encode()}
     assert not (tmp_path / "out").exists()
 
 
@@ -323,10 +301,10 @@ def test_an_adapter_path_is_used_again_by_its_run_and_by_no_other(out, trained, 
     for steps in (4, 5):
         assert train(trained[1], out, here, f"training.max_steps={steps}").exit_status == 0
         assert (notes.parent / "adapter_model.safetensors").read_bytes() == final.read_bytes()
-    before = contents(notes.parent)
+    before = files_of(notes.parent)
     with pytest.raises(NotOurs, match="adapter_path to another directory"):
         train(trained[1], tmp_path / "other", here)
-    assert contents(notes.parent) == before
+    assert files_of(notes.parent) == before
     assert notes.read_text() == THEIRS
 
 
@@ -339,7 +317,7 @@ def test_squeeze_writes_over_nothing_but_its_own(trained, tmp_path):
             squeeze(out, to=2, out=tmp_path / target)
     with pytest.raises(NotOurs, match=r"is a file"):
         squeeze(out, to=2, out=theirs)
-    assert contents(theirs.parent) == {"adapter_config.json": THEIRS.encode()}
+    assert files_of(theirs.parent) == {"adapter_config.json": THEIRS.encode()}
     notes = put(tmp_path / "small/notes.txt")
     for rank in (2, 1):
         squeeze(out, to=rank, out=tmp_path / "small")
@@ -354,7 +332,7 @@ def test_squeeze_writes_over_nothing_but_its_own(trained, tmp_path):
 
 def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
     file = put(tmp_path / "thesis.html")
-    result = CliRunner().invoke(app, ["report", str(out), "--out", str(file)])
+    result = run_cli("report", out, "--out", file)
     assert result.exit_code == 2
     assert "is not a report of" in result.output
     assert file.read_text() == THEIRS
@@ -372,6 +350,6 @@ def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
 def test_a_foreign_manifest_is_called_foreign(tmp_path, text):
     put(tmp_path / "site/manifest.json", text)
     for command in ("status", "compare", "report", "squeeze"):
-        result = CliRunner().invoke(app, [command, str(tmp_path / "site")])
+        result = run_cli(command, tmp_path / "site")
         assert (result.exit_code, "is not retrain's" in result.output) == (2, True), result.output
     assert (tmp_path / "site/manifest.json").read_text() == text

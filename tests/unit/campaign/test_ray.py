@@ -2,11 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import run_cli
 from jsonschema import validate
-from typer.testing import CliRunner
 
 from retrain.campaign.executors.ray import slots_in
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 
@@ -60,7 +59,7 @@ def test_the_address_is_an_option(tmp_path):
         ("ray", "nowhere", '"auto", "local" or host:port'),
         ("ray", "ray://head:10001", "the address of a Ray client"),
     ):
-        refused = CliRunner().invoke(app, ["train", str(file), "--executor", executor, "--address", address])
+        refused = run_cli("train", file, "--executor", executor, "--address", address)
         assert (refused.exit_code, words in refused.stderr) == (2, True)
 
 

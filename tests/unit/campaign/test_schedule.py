@@ -2,12 +2,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, run_cli, timeless
 from helpers.models import Messages
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.evaluation import whole_evaluations
 from retrain.errors import ConfigError, UsageError
@@ -23,12 +21,7 @@ STEPS = 10
 MARKS = (8, 9, 10)
 
 
-def timeless(path: Path) -> list[dict]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
-
-
 def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
-    """Return a toy campaign with the verdict's schedule, loaded."""
     small = ("squeeze.enabled=false", "training.batch_size=2", "training.max_tokens=6")
     declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", *small, *SETS, *sets)
     return load(campaign(folder, model, "toy", steps=steps, dtype="float64"), list(declared))
@@ -36,7 +29,6 @@ def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> Path:
-    """The directory of a campaign with the verdict's schedule."""
     folder = tmp_path_factory.mktemp("verdict")
     assert launch(toy(folder, model), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
@@ -80,7 +72,7 @@ def test_few_evaluations_have_all_problems_and_the_others_a_name_of_their_own(tr
     assert [row["eval/heldout/step"] for row in steps] == [0, *[None] * 6, 8, 9, 10]
     assert [row[f"eval/{PART}/step"] for row in steps] == [None, None, 3, None, None, 6, *[None] * 4]
     assert (run / f"eval_{PART}_iteration_000003_logtree.json").is_file()
-    report = CliRunner().invoke(app, ["status", "--plain", str(trained)]).output
+    report = run_cli("status", "--plain", trained).output
     assert f"{PART} now" in report.splitlines()[0]
 
 
@@ -105,7 +97,7 @@ def test_the_last_three_decide(trained):
         compare_directories([trained], metric="auc")
     with pytest.raises(UsageError, match="--metric entropy"):
         compare_directories([trained], metric="last3:entropy")
-    output = CliRunner().invoke(app, ["compare", str(trained)]).output
+    output = run_cli("compare", trained).output
     assert "by condition, mean of the last three evaluations" in output
     page = write_report(trained, None).read_text()
     assert page.count("of a part of the problems</title>") == 2 * 2  # two steps of two conditions

@@ -29,7 +29,6 @@ def made(model, world) -> dict[str, Path]:
 
 
 def drawn(run: Path) -> tuple[list, list]:
-    """The problems of the first step, and the answers to them."""
     rows = [row for row in read_jsonl(run / "emergence/generations.jsonl") if row["step"] == 0]
     return [row["prompt"] for row in rows], [row["completion"] for row in rows]
 

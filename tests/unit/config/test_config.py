@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[3]
 
 
 def lines(text: str, tmp_path: Path, *sets: str) -> list[str]:
-    """What the loader says about a file of this text."""
     file = tmp_path / "f.toml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import BASE, completions_of, launch_file, rows_of, runs_of, toy_file
-from typer.testing import CliRunner
+from helpers.campaigns import BASE, completions_of, launch_file, rows_of, run_cli, runs_of, toy_file
 
-from retrain.cli import app
 from retrain.config.tasks import Data, Reward
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
@@ -230,9 +228,8 @@ def raises(): raise KeyError("my own bug")
 
 
 @pytest.fixture
-def plugin(tmp_path, monkeypatch):
+def plugin(tmp_path, monkeypatch, import_path):
     (tmp_path / "my_problems.py").write_text(PLUGIN, encoding="utf-8")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_problems", raising=False)
 
     def loaded(function: str, **keys: Any) -> Dataset:
@@ -270,7 +267,6 @@ def test_a_function_that_is_no_source_is_named(plugin, function, error, reason):
 def datasets(tmp_path, monkeypatch):
     """The library in an empty directory: folders named like the hub's repositories are read first."""
     library = pytest.importorskip("datasets", reason="the extra `data` is not installed")
-    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     library.disable_progress_bars()
     return library
@@ -363,11 +359,7 @@ def test_what_is_missing_in_a_directory_is_named(tmp_path, datasets):
     assert prompts(load("./set", subset="socratic").train)[0] == "socratic 0+1=?"
 
 
-def test_without_a_network_a_hub_name_is_one_clear_line(monkeypatch, datasets):
-    import huggingface_hub
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def test_without_a_network_a_hub_name_is_one_clear_line(datasets):
     with pytest.raises(DataError) as caught:
         load("someone/problems")
     assert "someone/problems" in str(caught.value)
@@ -390,13 +382,13 @@ def test_check_and_train_find_what_is_wrong_with_a_file(message, content, tmp_pa
     file = tmp_path / "own.toml"
     file.write_text('[data]\nshuffle = true\nsource = "bad.jsonl"\n')
     for command in (["check", str(file)], ["train", str(file), "--out", str(tmp_path / "out")]):
-        result = CliRunner().invoke(app, command)
+        result = run_cli(*command)
         assert (result.exit_code, result.stdout) == (2, "")
         (line,) = result.stderr.splitlines()
         assert line.startswith("own.toml:3  data.source  ")
         assert message in line
     assert not (tmp_path / "out").exists()
-    result = CliRunner().invoke(app, ["explain", str(file)])
+    result = run_cli("explain", file)
     assert result.exit_code == 0
     notes = [line for line in result.stderr.splitlines() if line.startswith("note: own.toml:3  data.s")]
     assert any(message in note for note in notes)
@@ -409,12 +401,12 @@ def test_check_names_the_file_of_held_out_problems_and_reads_it_beside_a_source_
     file = tmp_path / "own.toml"
     for source in ("good.jsonl", "mine:problems"):
         file.write_text(f'[data]\nsource = "{source}"\neval_source = "bad.jsonl"\n')
-        result = CliRunner().invoke(app, ["check", str(file)])
+        result = run_cli("check", file)
         assert result.exit_code == 2
         assert result.stderr.startswith("own.toml:3  data.eval_source  ")
         assert "bad.jsonl:1  is not JSON" in result.stderr
     file.write_text('[data]\nsource = "mine:problems"\neval_source = "good.jsonl"\n')
-    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    assert run_cli("check", file).exit_code == 0
 
 
 TEMPLATE = (
@@ -459,7 +451,6 @@ def test_a_problem_goes_through_the_chat_template(tokenizer):
 
 
 def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_campaign):
-    """Data never shuffled: the first batches are all of one subject."""
     assert read_json(mixed_campaign / "out/config.json")["data"]["shuffle"]
     orders = {}
     for seed in (1, 2):
@@ -473,7 +464,6 @@ def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_cam
 
 
 def test_two_problems_fill_a_batch_of_five(toy_home, tmp_path):
-    """Prompts that are fewer than a batch train zero steps and report success."""
     append_jsonl(tmp_path / "two.jsonl", [{"prompt": f"{i} + 2 = ?", "answer": "x"} for i in range(2)])
     path = toy_file(toy_home, tmp_path / "two.toml", reward="even")
     outcome = launch_file(path, tmp_path / "out", f'data.source="{tmp_path}/two.jsonl"', "training.batch_size=5")
@@ -490,7 +480,6 @@ FOLDER = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
 @pytest.fixture(scope="module")
 def gsm8k() -> Dataset:
-    """The real one."""
     if not (FOLDER / "test.jsonl").is_file():
         pytest.skip("the GSM8K files are not beside the repository (shared/data/gsm8k)")
     return load(FOLDER / "train.jsonl", 1319, eval_source=str(FOLDER / "test.jsonl"))

@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import REWARDS
+from helpers.campaigns import REWARDS, run_cli
 from helpers.models import Messages, campaign_head, word_tokenizer
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch
-from retrain.cli import app
 from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
@@ -44,7 +42,6 @@ source = "problems.jsonl"
 
 
 def campaign(folder: Path, model: Path, rows: list[Any], extra: str = "", heldout: int = 3, **head: Any) -> Path:
-    """A file of one or more runs on these problems."""
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "toyrewards.py").write_text(REWARDS)
     text = TRAIN.format(model=model, module=folder / "toyrewards.py", heldout=heldout) + extra
@@ -114,7 +111,7 @@ def test_train_check_and_explain_look_at_every_held_out_set(model, tmp_path):
     other = tmp_path / "other.jsonl"
 
     def run(*command: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, [command[0], str(file), *command[1:]])
+        result = run_cli(command[0], file, *command[1:])
         return result.exit_code, result.stdout + result.stderr
 
     other.write_text('{"prompt": "5 6 7 8?", "answer": "9"}\n{"prompt": "6 7 8?"}\n')
@@ -158,7 +155,7 @@ def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, 
     long = "more than" in message
     file = campaign(tmp_path, model, rows(12, {5: 3000} if long else None))
     for command in (["check"], ["train", "--plain", "--out", str(tmp_path / "out")]):
-        result = CliRunner().invoke(app, [*command, str(file), "--set", setting])
+        result = run_cli(*command, file, "--set", setting)
         assert result.exit_code == 2
         (line,) = [line for line in result.stderr.splitlines() if not line.startswith("note: ")]
         assert message.format(model) in line
@@ -167,7 +164,6 @@ def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, 
 
 @pytest.fixture
 def weightless(monkeypatch: pytest.MonkeyPatch):
-    """What loads the model's weights fails."""
     monkeypatch.setattr(models, "load_weights", lambda *_: pytest.fail("weights are loaded"))
 
 
@@ -177,7 +173,7 @@ def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(model,
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     template.write_text(refusal + template.read_text())
     file = campaign(tmp_path, template.parent, rows(12), 'system_prompt = "Be brief."\n')
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out"), "--plain"])
+    result = run_cli("train", file, "--out", tmp_path / "out", "--plain")
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()[-1:]
     assert "refuses problem problems.jsonl:" in line

@@ -1,22 +1,23 @@
 import json
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
+from helpers.campaigns import run_cli
 
-from retrain.cli import app
 from retrain.doctor import machine, memory, results, training
 from retrain.doctor.checks import CHECKS, run_checks
 from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
 from retrain.doctor.sampling import agreement
 from retrain.doctor.subject import Sizes, Source, Subject, random_base, shapes_of
-from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.graphs import StepGraphs
+from retrain.engines.local import LocalEngine
+from retrain.engines.step import Stepping
 from retrain.errors import ModelError, UsageError
 from retrain.policy import local
 from retrain.policy.local import LocalPolicy
@@ -37,7 +38,7 @@ FAST = {"bandwidth": 1e14, "matrix": 1e14}
 
 
 def run(*arguments: object):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return run_cli("doctor", *arguments)
 
 
 def write(folder, text: str):
@@ -58,13 +59,7 @@ def subject(model, tmp_path_factory):
         yield subject
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Shorter sequences for the memory check."""
-    monkeypatch.setattr(memory, "LENGTHS", {"cpu": (64, 160)})
-
-
-def test_the_bundled_model_passes_every_check_from_the_command_line(tmp_path, monkeypatch, quick):
+def test_the_bundled_model_passes_every_check_from_the_command_line(tmp_path, monkeypatch):
     for key in ("decode_share", "update_share"):  # they depend on what else the machine does
         monkeypatch.setitem(LIMITS, key, results.Limit(key, ""))
     monkeypatch.setitem(CHECKS, "resume", lambda subject: Result(PASS))  # starts a process; has tests of its own
@@ -87,7 +82,7 @@ def test_the_bundled_model_passes_every_check_from_the_command_line(tmp_path, mo
     assert (again.exit_code, "--device 'nowhere' is none of" in again.stderr) == (2, True)
 
 
-def test_a_toy_model_passes_in_bfloat16(model, tmp_path, quick):
+def test_a_toy_model_passes_in_bfloat16(model, tmp_path):
     with opened(tmp_path, model, "bfloat16") as subject:
         for name in ("sampler = trainer", "gradient", "out of memory"):
             assert CHECKS[name](subject).status == PASS, name
@@ -128,14 +123,6 @@ a_scaled_gradient = after_update(lambda gradient: gradient.mul_(1.01))
 a_turned_gradient = after_update(lambda gradient: gradient[: len(gradient) // 9].neg_())
 
 
-def no_dense_decoder(subject: Subject, monkeypatch) -> None:
-    monkeypatch.setattr(subject.engine, "decoder", None)
-
-
-def a_gpu_that_torch_cannot_use(subject: Subject, monkeypatch) -> None:
-    monkeypatch.setattr(machine, "build_fault", lambda devices: "this machine has a GPU (NVIDIA H100)")
-
-
 def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
     kept = memory.kept_bytes
     monkeypatch.setattr(memory, "cache_bytes", lambda base: 10)
@@ -148,8 +135,6 @@ def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
 
 
 FAULTS = [
-    (a_gpu_that_torch_cannot_use, "device and build", ()),
-    (no_dense_decoder, "paths", ()),
     (an_engine_weight_that_is_not_the_trainers, "sampler = trainer", ("k3", "p99")),
     (mixed_up_lanes, "lane of 5 = alone", ("lane_parted",)),
     (a_scaled_gradient, "gradient", ("gradient_norm",)),
@@ -160,29 +145,36 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "name", "exceeded"), FAULTS)
-def test_a_check_fails_on_its_fault(subject, monkeypatch, quick, fault, name, exceeded):
+def test_a_check_fails_on_its_fault(subject, monkeypatch, fault, name, exceeded):
     fault(subject, monkeypatch)
     (result,) = run_checks(subject, lambda name: None, {name: CHECKS[name]})
     assert (result.name, result.status, result.todo != "") == (name, FAIL, True), result.line
     assert set(exceeded) <= {measure["name"] for measure in result.measures if not measure["ok"]}, result.line
 
 
-def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
+def test_a_gpu_that_torch_cannot_use_and_a_slow_path_fail(subject, nvidia_smi):
+    source, engine = replace(subject.source, asked="auto"), LocalEngine(subject.base, subject.lanes, dense=False)
+    plain = replace(subject, source=source, engine=engine)
+    assert [CHECKS[name](plain).status for name in ("device and build", "paths")] == [FAIL, FAIL]
+
+
+def test_replayed_steps_equal_eager_ones_or_fail(subject):
     check = CHECKS["graph = eager"]
 
-    def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> None:
-        monkeypatch.setattr(slots, "COLUMNS", {"cpu": 128})
-        monkeypatch.setattr(subject.engine, "graphs", StepGraphs(lambda: capture, subject.messages.append))
+    def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> Subject:
+        engine = LocalEngine(subject.base, subject.lanes, stepping=Stepping(1, 128, compiled=True))
+        engine.graphs = StepGraphs(lambda: capture, subject.messages.append)
+        return replace(subject, engine=engine)
 
     assert check(subject).status == SKIP
-    with_capture(lambda step: step)
-    right = check(subject)
+    right = check(with_capture(lambda step: step))
     assert (right.status, right.words) == (PASS, "32 of 32 sequences equal, bit for bit")
     assert right.measures[0]["value"] > 1  # several captures: rows leave the batch
 
     def stale(step: Callable[[], object]) -> Callable[[], object]:
         """Return a replay that reads a buffer whose content has changed since the capture."""
-        norm = subject.engine.decoder.frame.norm.data
+        norm = subject.base.model.model.norm.weight.data
 
         def replay() -> None:
             norm.mul_(1.05)
@@ -191,8 +183,7 @@ def test_replayed_steps_equal_eager_ones_or_fail(subject, monkeypatch):
 
         return replay
 
-    with_capture(stale)
-    assert check(subject).status == FAIL
+    assert check(with_capture(stale)).status == FAIL
 
 
 def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
@@ -211,12 +202,12 @@ def test_updates_that_keep_the_version_fail(subject, monkeypatch):
     assert "sample with old weights" in wrong.todo
 
 
-def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
+def test_a_machine_far_from_its_roofline_fails(subject):
     """On a machine with fast products the update is too slow, with fast copies also decoding."""
     slow = {"bandwidth": 1e7, "matrix": 1e8}
     for rates, too_slow in ((slow, None), (slow | {"matrix": 1e14}, "update_share"), (FAST, "decode_share")):
-        monkeypatch.setattr(subject, "rates", rates)
-        exceeded = {measure["name"] for measure in CHECKS["speed"](subject).measures if not measure["ok"]}
+        measures = CHECKS["speed"](replace(subject, rates=rates)).measures
+        exceeded = {measure["name"] for measure in measures if not measure["ok"]}
         assert too_slow in exceeded if too_slow else not exceeded
     assert machine.union_length([(0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (5.0, 6.0)]) == 4.0
 
@@ -230,7 +221,10 @@ def test_a_check_that_raises_has_failed_and_the_others_run(monkeypatch, tmp_path
         "wrong": lambda subject: judged(subject.kinds, {"k3": 0.5}),
         "right": lambda subject: Result(PASS),
     }
-    monkeypatch.setattr(run_checks, "__defaults__", (checks,))
+    for name in list(CHECKS):
+        monkeypatch.delitem(CHECKS, name)
+    for name, check in checks.items():
+        monkeypatch.setitem(CHECKS, name, check)
     done = run("--device", "cpu", "--json", tmp_path / "report.json")
     assert done.exit_code == 1
     assert "FAIL  broken             ValueError: no such kernel → report it with --json" in done.stdout
@@ -260,9 +254,8 @@ def test_the_reference_gradient_equals_central_differences(subject):
     assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(norm, rel=2e-2)
 
 
-def test_checks_that_do_not_fit_in_memory_are_skipped(subject, monkeypatch):
-    for module in (memory, training):
-        monkeypatch.setattr(module, "available_memory", lambda device: 1000)
+def test_checks_that_do_not_fit_in_memory_are_skipped(subject, host_memory):
+    host_memory.available = 1000
     assert [CHECKS[name](subject).status for name in ("memory", "gradient", "resume")] == [SKIP, SKIP, SKIP]
 
 

@@ -3,13 +3,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import qwen3_directory
-from helpers.servers import StandIn
+from helpers.servers import IMPATIENT, StandIn
 from starlette.responses import JSONResponse
-from typer.testing import CliRunner
 
-from retrain.cli import app
-from retrain.engines.server import engine as engine_module
+from retrain.engines.server import build
 from retrain.engines.server.canary import TEXT
 
 
@@ -27,12 +26,11 @@ def server(model):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 0.5)
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(build, "WAITS", IMPATIENT)
 
 
 def doctor(*arguments: object):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+    return run_cli("doctor", *arguments)
 
 
 def test_a_sound_server_passes(model, server):
@@ -95,7 +93,7 @@ def test_a_server_that_takes_smaller_adapters_is_checked_with_those(model, tmp_p
 def test_servers_that_cannot_be_checked(model, server):
     away = doctor("--url", "http://127.0.0.1:9", model)
     assert away.exit_code == 1
-    assert "FAIL  answers            no server answers after 0.5 s:" in away.output
+    assert "FAIL  answers            no server answers after 1 s:" in away.output
     for arguments, words in (
         (("--url", "http://127.0.0.1:9"), "name the model after the options"),
         (("--url", server.url, "--device", "cpu"), "type one after the other"),

@@ -3,9 +3,6 @@
 import pytest
 from helpers.servers import StandIn, engine_of
 
-from retrain.engines.server import engine as engine_module
-from retrain.engines.server import pool as pool_module
-
 
 @pytest.fixture
 def start():
@@ -22,11 +19,8 @@ def start():
 
 
 @pytest.fixture
-def connect(base, server, start, tmp_path, monkeypatch):
+def connect(base, server, start, tmp_path):
     """Open an engine at these addresses, or at the one server; it is closed at the end."""
-    monkeypatch.setattr(engine_module, "PAUSE_S", 0.01)
-    monkeypatch.setattr(engine_module, "START_PATIENCE_S", 1.0)
-    monkeypatch.setattr(pool_module, "PROBE_S", (0.05, 0.1))
     engines = []
 
     def connect(*urls: str, **keys):

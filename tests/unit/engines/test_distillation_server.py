@@ -2,14 +2,13 @@ import re
 
 import numpy as np
 import pytest
+from helpers.campaigns import run_cli
 from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.models import TINY_RUN, campaign_head
 from helpers.servers import served_world
-from typer.testing import CliRunner
 
 from retrain.algorithms.distillation import ModelTeacher
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.engines.server.dialects import DIALECTS, Faulty, Prompted
 from retrain.engines.server.teacher import ServerTeacher, checked_prompt, server_teacher
@@ -120,7 +119,7 @@ def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(s
     server.always = gone_after_the_first_step
     path, out = campaign(tmp_path, model, keys, "cut"), tmp_path / "cut"
     path.write_text(path.read_text().replace("save_every = 1", "save_every = 0"))  # nothing is saved unless it fails
-    result = CliRunner().invoke(app, ["train", str(path), "--out", str(out), "--plain"])
+    result = run_cli("train", path, "--out", out, "--plain")
     assert result.exit_code != 0
     said = re.sub(r"\s+", " ", result.stdout + result.stderr)
     assert "the teacher's server" in said

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.lanes import (
+    AS_ON_A_GPU,
     adamw,
     decoded,
     fresh_logprobs,
@@ -19,9 +20,8 @@ from helpers.lanes import (
 )
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.engines import dense, slots
 from retrain.engines.local import LocalEngine
-from retrain.engines.step import compiled_decode_steps, decode_steps
+from retrain.engines.step import CPU_STEPPING, compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import load_base
@@ -162,10 +162,13 @@ def test_context_overflow_is_told(base, lanes):
         sample(LocalEngine(base, lanes), requests(max_tokens=5000), [trained(lanes, 0)])
 
 
-def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch):
+def with_many_ends(base):
+    return dataclasses.replace(base, eos_ids=tuple(sorted({*base.eos_ids, *range(20, 60)})))
+
+
+def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes):
     """With few rows, very different lengths and one lane with much more to do, the tokens are the same."""
-    adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
-    monkeypatch.setattr(base, "eos_ids", tuple(sorted({*base.eos_ids, *range(20, 60)})))
+    base, adapters = with_many_ends(base), [trained(lanes, i, rank=2 + i) for i in range(3)]
     asked = [
         request
         for lane, prompts in enumerate((1, 2, 9))
@@ -187,14 +190,12 @@ def test_slots_of_finished_sequences_go_to_waiting_ones(base, lanes, monkeypatch
     assert reported == dict(enumerate(tight))
 
 
-def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(base, lanes, monkeypatch):
+def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(base, lanes):
     """As on a GPU: sequences that ended a few tokens ago are still in the batch."""
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [request for lane in range(2) for request in requests(lane, max_tokens=9 + 4 * lane)]
     free = sample(LocalEngine(base, lanes), asked, adapters)
-    monkeypatch.setattr(slots, "CHECK", {"cpu": 8})
-    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
-    again = sample(LocalEngine(base, lanes), asked, adapters)
+    again = sample(LocalEngine(base, lanes, stepping=AS_ON_A_GPU), asked, adapters)
     assert tokens(again) == tokens(free)
 
 
@@ -223,10 +224,9 @@ def test_a_lane_whose_logits_are_not_numbers_leaves_the_others_alone(base, lanes
 
 
 @pytest.mark.parametrize("max_rows", [4, 8])
-def test_a_run_that_has_diverged_leaves_those_alone_that_take_over_its_rows(base, lanes, monkeypatch, max_rows):
+def test_a_run_that_has_diverged_leaves_those_alone_that_take_over_its_rows(base, lanes, max_rows):
     """NaN in the cached keys and values of a run that has ended must not reach sequences that get its rows."""
-    monkeypatch.setattr(base, "eos_ids", tuple(sorted({*base.eos_ids, *range(20, 60)})))
-    good, bad = trained(lanes, 0), trained(lanes, 1)
+    base, good, bad = with_many_ends(base), trained(lanes, 0), trained(lanes, 1)
     with torch.no_grad():
         bad.flat.fill_(float("nan"))
     short, long = requests(0, prompts=1, max_tokens=8), requests(1, prompts=6, max_tokens=14)
@@ -253,16 +253,15 @@ def test_a_worker_has_no_others_to_share_its_piece_with():
     workers.close()
 
 
-@pytest.mark.parametrize("runs", [1, 3])
-def test_a_compiled_step_is_the_python_step(base, lanes, monkeypatch, runs):
+@pytest.mark.parametrize(("runs", "cut"), [(1, {}), (3, {}), (2, {"top_p": 0.8}), (2, {"top_k": 4})])
+def test_a_compiled_step_is_the_python_step(base, lanes, runs, cut):
     """A GPU runs the functions of a step as Python, a CPU compiled; bit by bit the same."""
     adapters = [trained(lanes, i, rank=2 + i) for i in range(runs)]
-    asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7)]
+    asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7, **cut)]
     asked.append(dataclasses.replace(asked[0], temperature=0.0, stream=("greedy",)))
     assert compiled_decode_steps() is not decode_steps
     compiled = decoded(base, lanes, adapters, asked)
-    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
-    assert decoded(base, lanes, adapters, asked) == compiled
+    assert decoded(base, lanes, adapters, asked, stepping=CPU_STEPPING._replace(compiled=False)) == compiled
 
 
 def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):

@@ -9,11 +9,12 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
-from helpers.servers import apart, ids, publish, requests, served_world, weights
+from helpers.campaigns import eventually
+from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
 
-from retrain.engines.server import engine as engine_module
 from retrain.engines.server.client import Away, Server
 from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
@@ -25,14 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarnin
 
 
 model, base, lanes, standin, server = served_world()
-
-
-def until(is_true) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 10
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # -- what comes back ------------------------------------------------------------------------------------------------
@@ -122,7 +115,7 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
     assert (config["r"], config["lora_alpha"]) == (8, 16.0)  # padded, with ΔW as it was
     engine.retire(refs[0])
     engine.retire(PolicyRef("run", 7))  # never published
-    until(lambda: server.adapters == [second] and not (directory / first).exists())
+    eventually(lambda: server.adapters == [second] and not (directory / first).exists())
     with pytest.raises(RunFailed, match=r"no weights were published as version 0 of run; there are \[1\]"):
         engine.sample(requests(refs[0]))
 
@@ -145,16 +138,16 @@ def test_an_adapter_stays_while_a_request_in_flight_names_it(engine, lanes, serv
 
     server.faults.append(slow)
     sampling = ThreadPoolExecutor(1).submit(engine.sample, requests(ref, 1, 1))
-    until(lambda: server.adapters and not server.faults)
+    eventually(lambda: server.adapters and not server.faults)
     engine.sample(requests(other, 1, 1))
     for each in (ref, other):
         engine.retire(each)
-    until(lambda: len(server.adapters) < 2)
+    eventually(lambda: len(server.adapters) < 2)
     time.sleep(0.1)
     assert [name.partition("@")[0] for name in server.adapters] == ["run"]
     held.set()
     assert sampling.result()
-    until(lambda: not server.adapters)
+    eventually(lambda: not server.adapters)
 
 
 def as_if_killed(engine) -> None:
@@ -366,13 +359,8 @@ def test_a_key_is_sent(connect, start, lanes, model):
     ("listed", "message"),
     [({"data": ["x"]}, "no server of the kind .* or this is not its url"), ({"data": [{"id": 3}]}, "lists no model")],
 )
-def test_what_is_no_server_of_that_kind(connect, server, monkeypatch, listed, message):
-    get = Server.get
-
-    async def other(self, path, timeout_s=None):
-        return listed if path == "/v1/models" else await get(self, path, timeout_s)
-
-    monkeypatch.setattr(Server, "get", other)
+def test_what_is_no_server_of_that_kind(connect, server, listed, message):
+    server.listed = listed
     with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{message}"):
         connect()
 
@@ -394,7 +382,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     level, text = messages[0]
     assert (level, text.partition(": ")[0]) == ("warning", f"{other.url} is left out")
     other.start()
-    until(lambda: ("info", f"{other.url} is back") in messages)
+    eventually(lambda: ("info", f"{other.url} is back") in messages)
     other.asked.clear()
     engine.forget_sequences()
     assert ids(engine.sample(asked)) == sound
@@ -407,26 +395,25 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     assert caught.value.shared
     server.start()
     other.start()
-    until(lambda: engine.pool.servers[0].alive)
+    eventually(lambda: engine.pool.servers[0].alive)
     assert ids(engine.sample(asked)) == sound  # nothing stays broken
 
 
-def test_closing_does_not_wait_for_a_server_that_never_answers(engine, lanes, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "CLOSING_S", 0.3)
+def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, server, tmp_path):
+    class Unanswered(Server):
+        async def post(self, path, *rest):
+            await asyncio.sleep(60 if path.endswith("/unload_lora_adapter") else 0)
+            return await super().post(path, *rest)
+
+    engine = connect(client=Unanswered, waits=replace(IMPATIENT, closing_s=0.3))
     ref = publish(engine, weights(lanes, 1))
     engine.sample(requests(ref))
-    (address,) = engine.pool.servers
-
-    async def never(*given):
-        await asyncio.sleep(60)
-
     held = threading.Event()
     server.faults.append(lambda status, payload: held.wait(10) and (status, payload))
     server.asked.clear()
     with ThreadPoolExecutor(1) as pool:
         sampling = pool.submit(engine.sample, requests(ref, 1, 1))
-        until(lambda: server.asked)
-        monkeypatch.setattr(address, "post", never)
+        eventually(lambda: server.asked)
         begin = time.monotonic()
         engine.close()
         assert time.monotonic() - begin < 5
@@ -439,24 +426,22 @@ def test_closing_does_not_wait_for_a_server_that_never_answers(engine, lanes, se
     assert not (tmp_path / "adapters").exists()
 
 
-def test_a_completion_that_ends_servers_is_not_asked_for_without_end(engine, lanes, monkeypatch):
-    monkeypatch.setattr(engine_module, "LOSSES", 3)
+def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, lanes):
+    deaths = []
+
+    class Dying(Server):
+        async def post(self, path, *rest):
+            if path == "/v1/completions":
+                deaths.append(path)
+                assert len(deaths) < 10, "asked for without end"
+                raise Away("ReadError")
+            return await super().post(path, *rest)
+
+        async def check(self):
+            return (not deaths or self.alive is False) and await super().check()
+
+    engine = connect(client=Dying, waits=replace(IMPATIENT, losses=3))
     ref = publish(engine, weights(lanes, 1))
-    (address,) = engine.pool.servers
-    check, post, deaths = address.check, address.post, []
-
-    async def dies(path, body, timeout_s=None):
-        if path == "/v1/completions":
-            deaths.append(path)
-            assert len(deaths) < 10, "asked for without end"
-            raise Away("ReadError")
-        return await post(path, body, timeout_s)
-
-    async def back_after_a_while():
-        return address.alive is False and await check()
-
-    monkeypatch.setattr(address, "post", dies)
-    monkeypatch.setattr(address, "check", back_after_a_while)
     with pytest.raises(ServerFailed, match=r"was under way 3 times at a server that then went away, last http.*Read"):
         engine.sample(requests(ref, 1, 1))
     assert len(deaths) == 3

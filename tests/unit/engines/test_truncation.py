@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.lanes import (
-    decoded,
     drawn,
     fresh_logits,
     fresh_scores,
@@ -22,12 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.config import load
-from retrain.engines import dense
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import LaneRequest, cuts_of
-from retrain.engines.step import decode_steps, draw
+from retrain.engines.step import draw
 from retrain.maths.ratios import sampled_token_kl
-from retrain.policy import backbone
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
 
@@ -126,14 +123,14 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
 
 
 @pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
-def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, monkeypatch, dense_path):
+def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, dense_path):
     """Whole distributions, truncated ones and a greedy one in one batch give what each gives alone, the whole ones to
     the last bit and without a support."""
-    monkeypatch.setattr(base, "eos_ids", (10**6,))  # all of one length: the shape of the batch shows in the last bits
+    endless = dataclasses.replace(base, eos_ids=(10**6,))  # the shape of a batch shows in the last bits
     adapters = [trained(lanes, lane, rank=2) for lane in range(4)]
     each = [asked_for(0), asked_for(1, top_p=0.8), asked_for(2, top_k=3, min_p=0.05)]
     each.append(asked_for(3, temperature=0.0, top_p=0.5))
-    engine = LocalEngine(base, lanes, dense=dense_path)
+    engine = LocalEngine(endless, lanes, dense=dense_path)
     whole = [*asked_for(0), *asked_for(1), *asked_for(2), *asked_for(3, temperature=0.0)]  # same batch, nothing cut
     before, together = sample(engine, whole, adapters), sample(engine, [r for own in each for r in own], adapters)
     for place in (0, 3):
@@ -159,17 +156,7 @@ def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path)
     assert all(np.diff(c.support.offsets).tolist() == [2] * len(c) for c in long)
 
 
-def test_a_compiled_truncated_step_is_the_python_step(base, lanes, monkeypatch):
-    adapters = [trained(lanes, i) for i in range(2)]
-    asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]
-    compiled = decoded(base, lanes, adapters, asked)
-    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
-    assert decoded(base, lanes, adapters, asked) == compiled
-
-
 class LargestIntegers(TorchDispatchMode):
-    """Notes the size of the largest tensor of integers."""
-
     numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -179,17 +166,16 @@ class LargestIntegers(TorchDispatchMode):
         return made
 
 
-def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes, monkeypatch):
+def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes):
     """In every lane but one a single sequence is left beside rows that have nothing to do: were their draws recorded
     too, the record would take four times the memory."""
-    monkeypatch.setattr(base, "eos_ids", (10**6,))
     adapters, steps = [trained(lanes, lane) for lane in range(7)], 60
     asked = asked_for(0, prompts=1, samples=8, max_tokens=steps, top_k=100)
     for lane in range(1, 7):
         asked += asked_for(lane, prompts=1, samples=1, max_tokens=steps, top_k=100)
         asked += asked_for(lane, prompts=2, samples=7, max_tokens=2, top_k=100)[1:]
     with LargestIntegers() as made:
-        groups = sample(LocalEngine(base, lanes), asked, adapters)
+        groups = sample(LocalEngine(dataclasses.replace(base, eos_ids=(10**6,)), lanes), asked, adapters)
     recorded = sum(len(c.support.ids) for group in groups for c in group)
     assert recorded == 100 * sum(len(c) for group in groups for c in group)
     assert made.numel < 2.5 * recorded
@@ -213,11 +199,10 @@ def test_the_on_policy_ratio_is_one(base, lanes, cut):
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["output layer in chunks", "all logits at once"])
-def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, monkeypatch, apart):
+def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lanes, apart):
     """Gradient and numbers of policy loss, KL to the base and entropy bonus, each over the recorded sets."""
     if not apart:
-        whole = dataclasses.replace(backbone_of(base), head=None)
-        monkeypatch.setattr(backbone, "backbone_of", lambda base: whole)
+        base.backbone = dataclasses.replace(backbone_of(base), head=None)
     adapter = trained(lanes, 0)
     samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8, min_p=0.02))
     terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}

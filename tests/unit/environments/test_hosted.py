@@ -24,7 +24,6 @@ def send(episode, text):
 
 @pytest.fixture(scope="module")
 def host():
-    """Makes hosts, which are closed in the end."""
     made = []
 
     def make(folder=HERE, **keys):

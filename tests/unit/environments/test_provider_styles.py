@@ -60,8 +60,6 @@ def reward(total, metrics=(), tags=()):
 
 
 class Squares:
-    """One turn."""
-
     reward_min, reward_max = 0.0, 1.0
     metrics_ranges = {"length": {"min": 0, "invert": True}}  # noqa: RUF012
     system_prompt, instruction_prompt = "You square.", "Only a number."
@@ -142,8 +140,6 @@ def test_several_turns_that_are_graded():
 
 
 class Tokens:
-    """Stands for a ModelInput."""
-
     def __init__(self, ids):
         self.ids = ids
 
@@ -152,8 +148,6 @@ class Tokens:
 
 
 class Letters:
-    """A tokenizer of letters."""
-
     def decode(self, ids, skip_special_tokens=False):
         return "".join(chr(96 + number) for number in ids)
 

@@ -393,8 +393,7 @@ def test_tools_that_cannot_be_loaded(entry, fault):
     assert fault in str(raised.value)
 
 
-def test_tools_are_looked_up_in_the_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_tools_are_looked_up_in_the_folders(tmp_path, import_path):
     (tmp_path / "tools_beside.py").write_text('def more(n: int) -> int:\n    """Add one."""\n    return n + 1\n')
     episode = begun("tools_beside:more", folders=[str(tmp_path)])
     assert answers(episode, call("more", n=1)) == ["2"]

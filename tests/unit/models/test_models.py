@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.errors import ModelError
 from retrain.models.directory import bundled_model_path, directory_fault, model_fault
 from retrain.policy.base import load_base
@@ -61,7 +60,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, fault, d
     damage(model)
     file = tmp_path / "run.toml"
     file.write_text(TINY_RUN.format(model=model))
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out")])
+    result = run_cli("train", file, "--out", tmp_path / "out")
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith(f'run.toml:2  model.model  is "{model}": {fault}')

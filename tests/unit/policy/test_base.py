@@ -122,7 +122,6 @@ def test_another_base_is_loaded_when_the_first_is_gone(directories, loads):
 
 
 def test_all_end_tokens_of_a_model_are_known(tmp_path):
-    """Only one end-of-sequence id known: 97 % "clipped" on a model with several."""
     qwen3_directory(tmp_path, ["12+34=? the answer is \\boxed{46}"])
     config, generation = read_json(tmp_path / "config.json"), read_json(tmp_path / "generation_config.json")
     several = list(range(20, 120))

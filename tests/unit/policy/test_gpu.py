@@ -1,6 +1,4 @@
 import gc
-import os
-import stat
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.campaigns import campaign
-from helpers.lanes import requests, sample, trained
+from helpers.lanes import AS_ON_A_GPU, requests, sample, trained
 from helpers.models import qwen3_directory, toy_base
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,10 +17,8 @@ from retrain import device as devices
 from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
-from retrain.engines import dense, slots
 from retrain.engines.graphs import EmptyCapture, StepGraphs
 from retrain.engines.local import LocalEngine
-from retrain.engines.step import decode_steps
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy import arithmetic
@@ -143,26 +139,18 @@ def either(request, tmp_path_factory):
     base.release()
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """The engine's steps as on a GPU: not compiled, checked every few tokens, many columns at once."""
-    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: decode_steps)
-    monkeypatch.setattr(slots, "CHECK", {"cpu": 8})
-    monkeypatch.setattr(slots, "COLUMNS", {"cpu": 16})
-
-
 def bits(groups):
     return [[(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist(), c.stop_reason) for c in g] for g in groups]
 
 
-def with_capture(base, lanes, new_capture, tell=lambda line: None):
-    engine = LocalEngine(base, lanes, tell=tell)
-    engine.graphs = StepGraphs(new_capture, tell)
+def engine_of(base, lanes, new_capture=None, tell=lambda line: None):
+    engine = LocalEngine(base, lanes, tell=tell, stepping=AS_ON_A_GPU)
+    engine.graphs = new_capture and StepGraphs(new_capture, tell)
     return engine
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}], ids=["whole", "top_p"])
-def test_replayed_steps_give_the_bits_of_eager_ones(either, as_on_a_gpu, cut):
+def test_replayed_steps_give_the_bits_of_eager_ones(either, cut):
     """Three lanes of unequal lengths, more sequences than rows: captures at several widths, dropped when rows move."""
     base, lanes = either
     adapters = [trained(lanes, i, rank=2 + i) for i in range(3)]
@@ -171,14 +159,14 @@ def test_replayed_steps_give_the_bits_of_eager_ones(either, as_on_a_gpu, cut):
         for lane in range(3)
         for request in requests(lane, prompts=3, samples=4, max_tokens=14 + 20 * lane, temperature=0.9)
     ]
-    eager = sample(LocalEngine(base, lanes), asked, adapters, max_rows=18)
+    eager = sample(engine_of(base, lanes), asked, adapters, max_rows=18)
     emulator, messages, places = GraphEmulator(), [], []
 
     def new_capture():
         places.append(emulator.captures)
         return emulator.capture
 
-    engine = with_capture(base, lanes, new_capture, messages.append)
+    engine = engine_of(base, lanes, new_capture, messages.append)
     assert bits(sample(engine, asked, adapters, max_rows=18)) == bits(eager)
     assert messages == []
     assert emulator.captures >= 3
@@ -187,15 +175,15 @@ def test_replayed_steps_give_the_bits_of_eager_ones(either, as_on_a_gpu, cut):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_replay_that_makes_no_progress_ends_the_run(base, lanes, as_on_a_gpu, steps):
+def test_a_replay_that_makes_no_progress_ends_the_run(base, lanes, steps):
     def capture(step):
         return lambda: [step() for _ in range(steps)]
 
     with pytest.raises(RunFailed, match="not at all, or too far"):
-        sample(with_capture(base, lanes, lambda: capture), requests(max_tokens=30), [trained(lanes, 0)])
+        sample(engine_of(base, lanes, lambda: capture), requests(max_tokens=30), [trained(lanes, 0)])
 
 
-def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base, lanes, as_on_a_gpu):
+def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base, lanes):
     emulator, messages = GraphEmulator(), []
     failures = [RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")]
 
@@ -205,22 +193,22 @@ def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base,
         return emulator.capture(step)
 
     asked, adapters = requests(max_tokens=30), [trained(lanes, 0)]
-    groups = sample(with_capture(base, lanes, lambda: capture, messages.append), asked, adapters)
-    eager = sample(LocalEngine(base, lanes), asked, adapters)
+    groups = sample(engine_of(base, lanes, lambda: capture, messages.append), asked, adapters)
+    eager = sample(engine_of(base, lanes), asked, adapters)
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in eager]
     assert messages == ["out of memory while decoding: goes on with 6 sequences at once"]
     assert emulator.replays > 10
 
 
-def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, lanes, as_on_a_gpu):
+def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, lanes):
     attempts, messages, adapter, asked = [], [], trained(lanes, 0), requests(max_tokens=12)
 
     def capture(step):
         attempts.append(step)
         raise RuntimeError(f"{CAPTURING}\nmore")
 
-    eager = sample(LocalEngine(base, lanes), asked, [adapter])
-    engine = with_capture(base, lanes, lambda: capture, messages.append)
+    eager = sample(engine_of(base, lanes), asked, [adapter])
+    engine = engine_of(base, lanes, lambda: capture, messages.append)
     for _ in range(2):
         assert bits(sample(engine, asked, [adapter])) == bits(eager)
     assert messages == [f"decode steps run without CUDA graphs: {CAPTURING}"]
@@ -293,8 +281,6 @@ def test_a_fused_optimizer_publishes_every_update(tmp_path, model, monkeypatch):
 
 
 class LivePolicies(NullObserver):
-    """Counts the policies in memory at every step."""
-
     def __init__(self):
         self.counts = []
         self.before = self.count()
@@ -318,18 +304,7 @@ def test_the_next_cohort_finds_nothing_of_the_first_in_memory(tmp_path, model):
 # -- the machine --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def with_gpu(tmp_path, monkeypatch):
-    """An nvidia-smi that lists one GPU."""
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06'\n")
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_nvidia_smi_is_asked_unless_its_gpus_are_hidden(with_gpu, monkeypatch):
+def test_nvidia_smi_is_asked_unless_its_gpus_are_hidden(nvidia_smi, monkeypatch):
     assert [(gpu.name, gpu.driver) for gpu in nvidia_gpus()] == [("NVIDIA H100 80GB HBM3", "580.65.06")]
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
@@ -337,7 +312,7 @@ def test_nvidia_smi_is_asked_unless_its_gpus_are_hidden(with_gpu, monkeypatch):
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
-def test_a_cpu_build_beside_a_gpu_is_refused_for_large_models(tmp_path, with_gpu):
+def test_a_cpu_build_beside_a_gpu_is_refused_for_large_models(tmp_path, nvidia_smi):
     assert cpu_build() == torch.__version__
     assert usable_gpu() == ""  # nothing is planned for a GPU that torch cannot use
     assert build_fault("cpu") == ""
@@ -349,18 +324,16 @@ def test_a_cpu_build_beside_a_gpu_is_refused_for_large_models(tmp_path, with_gpu
     assert not (tmp_path / "out").exists()
 
 
-def test_another_kind_of_gpu_is_a_change_of_the_machine_and_another_index_is_not(monkeypatch):
-    facts = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", major=8, minor=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+def test_another_kind_of_gpu_is_a_change_of_the_machine_and_another_index_is_not(gpus):
     card = devices.described(torch.device("cuda:1"))
-    assert card == "NVIDIA A100-SXM4-40GB (compute capability 8.0)"
+    assert card == "NVIDIA H100 80GB HBM3 (compute capability 9.0)"
     assert devices.gpu_facts(torch.device("cuda:1"))["gpu"]["index"] == 1
 
     def built(name, index, cuda):
         return {"built": {"device": name, "dtype": "bfloat16", "gpu": {"index": index, "cuda": cuda}}}
 
     assert machine_changes(built(card, 0, "13.0"), built(card, 1, "13.0")) == []
-    other = machine_changes(built(card, 0, "13.0"), built("NVIDIA H100 (compute capability 9.0)", 0, "12.8"))
+    other = machine_changes(built(card, 0, "13.0"), built("NVIDIA A100 (compute capability 8.0)", 0, "12.8"))
     assert [line.partition(":")[0] for line in other] == ["device", "CUDA"]
 
 
@@ -374,28 +347,19 @@ def test_shared_heads_are_repeated_where_no_kernel_takes_them(monkeypatch):
     torch.testing.assert_close(arithmetic.causal_attention(q, k, v, 0.3), shared)
 
 
-def test_bfloat16_is_used_where_the_gpu_has_it_natively(monkeypatch):
-    cuda, native = torch.device("cuda:0"), True
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
-    monkeypatch.setattr(devices, "described", lambda device: "Tesla T4 (compute capability 7.5)")
+def test_bfloat16_is_used_where_the_gpu_has_it_natively(gpus):
+    cuda = torch.device("cuda:0")
     assert devices.resolve_dtype("auto", cuda) is torch.bfloat16
-    native = False
+    gpus.name, gpus.has_bfloat16 = "Tesla T4", False
     assert devices.resolve_dtype("auto", cuda) is torch.float32
     with pytest.raises(UsageError, match=r'T4 .* has no bfloat16 arithmetic: type dtype = "float32"'):
         devices.resolve_dtype("bfloat16", cuda)
     assert devices.resolve_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
 
 
-def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkeypatch):
+def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkeypatch, gpus, host_memory):
     """Of a GPU and of the machine; what another process allocated is not available either way."""
-    cpu, cuda, fractions, free = torch.device("cpu"), torch.device("cuda:1"), [], 60
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 12)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: fractions.append(given))
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 40, available=1 << 39))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda:1")
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1 << 30)))
 
     def sizes():
@@ -403,9 +367,9 @@ def test_processes_that_share_a_device_have_their_part_of_its_memory_each(monkey
         return [function(device) for function in (devices.total_memory, available_memory) for device in (cuda, cpu)]
 
     assert sizes() == [80, 1 << 40, 62, 1 << 39]
-    assert fractions == []
+    assert gpus.limits == []
     monkeypatch.setenv("RETRAIN_MEMORY_SHARE", "0.25")
     assert sizes() == [20, 1 << 38, 10, (1 << 38) - (1 << 30)]
-    assert fractions == [(0.25, cuda)]
-    free = 3
+    assert gpus.limits == [(0.25, cuda)]
+    gpus.free = 3
     assert available_memory(cuda) == 5

@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from retrain.campaign.controller import launch
 from retrain.config import load
-from retrain.engines import slots
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
-from retrain.engines.step import Rows, SampledTokens, decode_steps
+from retrain.engines.step import CPU_STEPPING, Rows, SampledTokens, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone
 from retrain.policy import base as bases
@@ -138,9 +137,9 @@ def test_decoding_stays_on_the_device_of_the_base():
 # -- how much a cohort does at a time -------------------------------------------------------------------------------
 
 
-def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, trainable):
+def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(host_memory, trainable):
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
-    monkeypatch.setattr(bases, "total_memory", lambda device: 80 << 30)
+    host_memory.total = 80 << 30
     base = on_meta(QWEN, torch.bfloat16, 36, 151_936)
     assert kept_bytes(base) == 36 * 71 * 2048  # per token
     plan = MemoryPlan.of(base, lanes := 5 * 43_646_976 * (4 + 4 + 8 + 4 + 2))
@@ -154,11 +153,10 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(monkeypatch, t
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """Give this machine a memory size and a micro-batch budget, with a free memory that differs at every call; record
-    how many rows are decoded at once and how many micro-batches an update has."""
+def machine(monkeypatch, host_memory):
+    """Give this machine a memory size and a micro-batch budget; record how many rows are decoded at once and how many
+    micro-batches an update has."""
     begin, compute = SlotBatch.__init__, accumulating.GradientAccumulator.compute
-    free = iter(range(10**9, 10**10, 10**8))
     shapes: list[tuple[str, int]] = []
 
     def batch(self, *args):
@@ -170,14 +168,14 @@ def machine(monkeypatch):
         return compute(self, specs, *rest, **options)
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
-        monkeypatch.setattr(bases, "total_memory", lambda device: total)
+        host_memory.total = total
+        host_memory.available *= 2  # free memory decides nothing
         monkeypatch.setattr(bases.layers, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
 
     monkeypatch.setattr(SlotBatch, "__init__", batch)
     monkeypatch.setattr(accumulating.GradientAccumulator, "compute", computed)
-    monkeypatch.setattr("retrain.policy.local.available_memory", lambda device: next(free))
     return become
 
 
@@ -251,11 +249,11 @@ def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, monkeypatch):
         calls.append(len(ids_RT))
         return prefill(self, ids_RT, *rest)
 
-    engine = LocalEngine(base, lanes)
     monkeypatch.setattr(DenseDecoder, "prefill", counted)
-    whole = sample(engine, asked, adapters)
-    monkeypatch.setattr(slots, "PREFILL_BYTES", 3 * 4 * 9 * engine.decoder.prefill_bytes)
-    parts = sample(engine, asked, adapters)
+    whole = sample(engine := LocalEngine(base, lanes), asked, adapters)
+    per_token = CPU_STEPPING.prefill_bytes // engine.decoder.prefill_tokens
+    small = CPU_STEPPING._replace(prefill_bytes=3 * 4 * 9 * per_token)
+    parts = sample(LocalEngine(base, lanes, stepping=small), asked, adapters)
     assert calls == [3 * 6, 3 * 4, 3 * 2]
     for one, other in zip(whole, parts, strict=True):
         assert [c.token_ids for c in one] == [c.token_ids for c in other]

@@ -15,20 +15,17 @@ SCALED = {"lora": {"alpha": 8.0}}
 
 @pytest.fixture
 def policy(base, lanes) -> LocalPolicy:
-    """A trained policy at temperature 0.7."""
     made = local_policy(base, lanes, training={"temperature": 0.7, "lr": 1e-2}, **SCALED)
     made.adapter.load(trained(lanes, 0).tensors())
     return made
 
 
 def taught(policy: LocalPolicy, samples, step: int = 0, **keys):
-    """One update on these samples."""
     batch = TrainBatch(samples, totals(samples), step, (0, 1))
     return policy.update(batch, objective(temperature=0.7, **keys), 1e-2).metrics
 
 
 def samples_of(policy: LocalPolicy):
-    """Samples of one turn and of several, drawn by the policy."""
     found = rollout(policy.base, policy.lanes, policy.adapter, 0.7)
     return [in_turns(s) if i % 3 == 1 else s for i, s in enumerate(found)]
 

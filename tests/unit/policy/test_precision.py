@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers.lanes import lane_of, ref, sample, trained, update
+from helpers.lanes import AS_ON_A_GPU, lane_of, ref, sample, trained, update
 from helpers.models import toy_base
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -168,10 +168,10 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 
 @needs_packing
 @pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
-def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, monkeypatch, runs, dtype):
+def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, runs, dtype):
     """The adapter is merged for one run in fp32, and a product of its own otherwise."""
-    monkeypatch.setattr("retrain.models.layers.SMALL_MODEL_BYTES", 0)
     base = tiny("qwen3", dtype)
+    base.small = False
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]
     engine = LocalEngine(base, lanes)
@@ -295,10 +295,8 @@ class Deterministic(TorchDispatchMode):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    """Sums of probabilities as on a deterministic GPU; steps as Python."""
     for module in (dense, grid):
         monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
-    monkeypatch.setattr(dense, "compiled_decode_steps", lambda: dense.decode_steps)
 
 
 @pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])
@@ -309,7 +307,7 @@ def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(tiny
     asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 2, 6, 0.9, ("any", n), **cut) for n in (4, 7)]
     with Deterministic() as watch:
         for dense_path in {True, False} if family in DENSE else {False}:
-            groups = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
+            groups = sample(LocalEngine(base, lanes, dense=dense_path, stepping=AS_ON_A_GPU), asked, [adapter])
             sampled = watch.operations
             samples = [
                 Sample.single_turn(

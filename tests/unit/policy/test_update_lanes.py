@@ -24,7 +24,6 @@ NUMBERS = ("loss", "optim/grad_norm", "policy/approxkl_avg", "kl", "critic/value
 
 
 def train(folder: Path, model: Path, *sets: str, conditions=ALL, observer=None):
-    """The cohort of four, in double precision."""
     folder.mkdir()
     path = critic_campaign(folder, model, *conditions, training=SMALL, dtype="float64")
     return launch(load(path, sets), folder / "out", observer or NullObserver())
@@ -32,7 +31,6 @@ def train(folder: Path, model: Path, *sets: str, conditions=ALL, observer=None):
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory) -> dict[str, Path]:
-    """The four runs of an undisturbed cohort, by name."""
     folder = tmp_path_factory.mktemp("lanes") / "cohort"
     assert train(folder, model, "campaign.max_steps=3").exit_status == 0
     return by_name(folder / "out")
@@ -58,7 +56,6 @@ def assert_alike(run: Path, other: Path) -> None:
 
 
 def name_of(policy: LocalPolicy) -> str:
-    """Return which of the four runs a policy belongs to."""
     config = policy.config
     if config.algorithm.critic:
         return "shared" if config.critic.share_adapter else "own"

@@ -27,7 +27,6 @@ def test_the_schedule_counts_updates_for_policy_and_critic(model, tmp_path):
 
 
 def critic_policy(base, lanes, weight_decay: float = 0.0, **critic):
-    """Return a policy with a trained critic, and its objective."""
     training = {"num_iterations": 2, "weight_decay": weight_decay}
     sections = {"algorithm": GAE, "critic": critic, "training": training}
     policy = local_policy(base, lanes, **sections)
@@ -40,7 +39,6 @@ def critic_policy(base, lanes, weight_decay: float = 0.0, **critic):
 
 
 def batch_of(policy, target: float = 1.0) -> TrainBatch:
-    """Return answers with advantages, old values of 0 and one target."""
     samples = [
         replace(one, values=np.zeros(len(one)), value_targets=np.where(one.action_mask, target, 0.0))
         for one in rollout(policy.base, policy.lanes, policy.adapter)

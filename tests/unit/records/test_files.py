@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from helpers.records import config, context, evaluation, group, step
 
+from retrain.commands.run_status import read_status
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError
 from retrain.ownership import claim
@@ -15,7 +16,6 @@ from retrain.records.environment import environment_facts, package_versions, run
 from retrain.records.reader import last_row
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.rows import Checkpoint
-from retrain.records.status import read_status
 from retrain.types import RewardResult
 
 ROWS = (

@@ -13,10 +13,10 @@ from typing import Any
 from helpers.records import context, evaluation, group, step
 
 from retrain.commands.follow import Follower, JsonLines
+from retrain.commands.run_status import read_status
 from retrain.files import write_json
 from retrain.records.reader import Tail
 from retrain.records.recorder import RunRecorder
-from retrain.records.status import read_status
 
 
 def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_path):

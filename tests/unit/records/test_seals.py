@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import campaign, contents, differing
+from helpers.campaigns import campaign, contents, differing, run_cli
 from helpers.records import seal_of
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_json, read_jsonl, sha256, write_json
 from retrain.records.observer import NullObserver, SpecLike
@@ -38,7 +36,7 @@ def first_rows(path: Path, count: int) -> None:
 
 def remarks(out: Path) -> str:
     report = compare_directories([out])
-    text = CliRunner().invoke(app, ["compare", str(out)]).output
+    text = run_cli("compare", out).output
     assert report["note"] in text.replace("\n", " ")
     return f"{report['note']} {[reason for each in report['conditions'] for reason in each['standing_reasons']]}"
 

@@ -135,7 +135,7 @@ def test_names_outside_a_campaign_and_in_one():
     ],
 )
 def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
-    monkeypatch.setattr("retrain.config.evaluation.find_spec", lambda name: None if name == "trackio" else name)
+    monkeypatch.setitem(sys.modules, "trackio", None)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
     assert trackers(logging.report_to, logging.wandb_project) == names
     assert logging.wandb is ("wandb" in names)
@@ -160,9 +160,8 @@ def test_a_tracker_that_is_not_installed_stops_the_run(tmp_path, monkeypatch):
         ("    raise OSError('disk')", "raised OSError: disk"),
     ],
 )  # fmt: skip
-def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, monkeypatch, function, message):
+def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, monkeypatch, import_path, function, message):
     (tmp_path / "mine.py").write_text(f"def make(folder):\n{function}\n")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     settings = context(config=config(logging={"report_to": ["mine:make"]}), folder=tmp_path)
     with pytest.raises(RetrainError, match=message):

@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.models import train_quietly
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.config import tasks
 from retrain.files import read_jsonl
 from retrain.rewards import RewardResult, build_grader
@@ -171,7 +170,7 @@ def written(folder: Path, module: Path, function: str | list[str]) -> Path:
 
 @pytest.mark.parametrize("function", FAULTS)
 def test_check_finds_what_is_wrong_with_parameters(tmp_path, module, function):
-    result = CliRunner().invoke(app, ["check", str(written(tmp_path, module, function))])
+    result = run_cli("check", written(tmp_path, module, function))
     assert result.exit_code == 2
     assert FAULTS[function] in result.output
     (line,) = result.output.splitlines()
@@ -180,7 +179,7 @@ def test_check_finds_what_is_wrong_with_parameters(tmp_path, module, function):
 
 def test_good_functions_pass_the_check(tmp_path, module):
     for function in (["lengths", "every"], "positional"):
-        result = CliRunner().invoke(app, ["check", str(written(tmp_path, module, function))])
+        result = run_cli("check", written(tmp_path, module, function))
         assert result.exit_code == 0, result.output
 
 

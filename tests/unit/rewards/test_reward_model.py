@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -16,11 +17,9 @@ from transformers import (
     Qwen2Config,
     Qwen2ForSequenceClassification,
 )
-from typer.testing import CliRunner
 
 from retrain.campaign.planning.changes import version_changes
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load, tasks
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl
@@ -143,7 +142,7 @@ def test_broken_weights_give_no_grades(tmp_path):
     with grader(path) as made:
         results = made.grade([(ADD, "7"), (ADD, "8")])
     assert [result.total_reward for result in results] == [None, None]
-    assert {result.error for result in results} == {"the reward model gave nan, not a number within ±1e30"}
+    assert {result.error for result in results} == {"the reward returned nan, not a number within ±1e30"}
 
 
 def test_beside_match_the_answer_decides_what_is_correct(scorer):
@@ -197,13 +196,12 @@ def test_mistakes_are_found_before_anything_is_sampled(name, scorer, tmp_path):
         assert words in reward_model_fault(str(path))
 
 
-def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer):
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=r"'owner/scorer': .*download it elsewhere and give the directory's path"):
         grader(Path("owner/scorer"))
-    repository = tmp_path / "models--owner--scorer"
+    repository = Path(constants.HF_HUB_CACHE) / "models--owner--scorer"
     shutil.copytree(scorer, repository / "snapshots" / "c0ffee")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee")
@@ -225,7 +223,7 @@ def home(tmp_path, scorer) -> Path:
 
 
 def command(*arguments: object):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return run_cli(*arguments)
 
 
 def test_a_run_trains_on_the_scores(home):

@@ -14,9 +14,10 @@ from retrain.config import tasks
 from retrain.errors import PluginError
 from retrain.rewards import Grader, RewardResult, build_grader
 from retrain.rewards.custom import CustomReward
-from retrain.rewards.symbolic import MathReward, decided, verifier
+from retrain.rewards.symbolic import MathReward, verifier
 from retrain.rewards.workers import WorkerPool
 from retrain.types import Problem
+from retrain.util.answers import verdict_by_text
 
 pytest.importorskip("math_verify", reason="the extra `math` is not installed")
 
@@ -70,7 +71,7 @@ def test_what_text_decides_agrees_with_math_verify():
     equal, verdicts = verifier(), set()
     for reference in ("18", "-3", "0", "1000", "2.50", ".5"):
         for answer in ("18", "+18", "-3.0", "0.0", "1,000", "0.5", "−3"):
-            verdict = decided(reference, answer)
+            verdict = verdict_by_text(reference, answer)
             verdicts.add(verdict)
             assert verdict is None or equal((reference, answer)) is verdict, (reference, answer)
     assert verdicts == {True, False, None}

@@ -10,20 +10,12 @@ from hypothesis import strategies as st
 
 from retrain.config import tasks
 from retrain.data.sources import Columns, problem_of_row
-from retrain.errors import MissingExtra, PluginError
+from retrain.errors import MissingExtra, PluginError, printable
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
-from retrain.rewards.base import (
-    FormatReward,
-    MatchReward,
-    last_boxed,
-    last_number,
-    normalise,
-    plain_number,
-    printable,
-    reference_answer,
-)
+from retrain.rewards.base import FormatReward, MatchReward
 from retrain.rewards.build import Component, WeightedReward
 from retrain.types import Problem
+from retrain.util.answers import last_boxed, last_number, normalise, plain_number, reference_answer
 
 ADD = Problem("p", "6*7=?", "42", ("easy",))
 MEGABYTE = 1 << 20
@@ -236,6 +228,5 @@ def test_what_a_section_names_and_is_missing_is_an_error_before_anything_runs(tm
     with pytest.raises(PluginError, match="no such file"):
         build_grader(tasks.Reward.model_validate({"type": "custom", "custom_module": "absent.py"}), base_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"pip install '\.\[math\]'"):
         build_grader(tasks.Reward.model_validate({"type": "math"}))

@@ -1,6 +1,7 @@
 """What the policy reads in episodes of several turns under chat templates with the habits of well-known ones, and that
 it trains on the very tokens it sampled."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -413,13 +414,14 @@ def test_turns_are_sampled_from_streams_of_their_own(base, engine):
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, "qwen3 without thinking"])
-def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, lanes, policy, engine, monkeypatch):
+def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, lanes, policy, engine):
     """What the template rewrites, the policy reads anew: then each turn is a sample of its own, as it was seen."""
     rewrites = name not in TEMPLATES
     template, end = TEMPLATES["qwen3" if rewrites else name]
-    monkeypatch.setattr(base.tokenizer, "chat_template", template)
+    tokenizer = copy.copy(base.tokenizer)
+    tokenizer.chat_template = template
     settings = Data(chat_template_kwargs={"enable_thinking": False}) if rewrites else Data()
-    renderer = Renderer(base.tokenizer, settings)
+    renderer = Renderer(tokenizer, settings)
     requests = [replace(request, renderer=renderer) for request in asking(Asking(), base)]
     groups = collect(engine, requests).groups
     assert len(groups) == 3

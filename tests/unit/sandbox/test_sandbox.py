@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
+from helpers.campaigns import eventually
 
 from retrain.environments.tools import ToolError
 from retrain.environments.tools.python import ANEW, Python
@@ -24,7 +25,6 @@ needs_sandbox = pytest.mark.skipif(sandbox.available() is not None, reason=str(s
 
 @pytest.fixture
 def tool():
-    """Makes tools, which are closed in the end."""
     made = []
 
     def make(**limits):
@@ -76,13 +76,6 @@ def marked(mark):
         except OSError:
             continue
     return processes
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
 
 
 # Its reach
@@ -284,7 +277,7 @@ print(forks)
     assert "took longer than 1 s" in bombed
     assert seconds < 1 + sandbox.GRACE_SECONDS
     assert after == "'well'\n"
-    assert until(lambda: not marked(mark))
+    eventually(lambda: not marked(mark))
 
 
 def test_a_memory_bomb_is_bounded(run):
@@ -344,12 +337,12 @@ def test_a_child_does_not_outlive_its_call(tool, mark, keep_state):
     code = f"import subprocess; child = subprocess.Popen(['sleep', {mark!r}], start_new_session=True)\n'started'"
     assert python(code) == "'started'\n"
     if keep_state:  # it stands still until the next call
-        assert until(lambda: len(marked(mark)) == 1)
+        eventually(lambda: len(marked(mark)) == 1)
         (child,) = marked(mark)
-        assert until(lambda: Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        eventually(lambda: Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
         assert python("child.poll() is None") == "True\n"
         python.close()
-    assert until(lambda: not marked(mark))
+    eventually(lambda: not marked(mark))
 
 
 @needs_sandbox
@@ -359,10 +352,10 @@ def test_the_sandbox_dies_with_its_worker(mark):
         f'Python(timeout_s=600)(\'import os; os.execvp("sleep", ["sleep", "{mark}"])\')'
     )
     with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT) as worker:
-        assert until(lambda: bool(marked(mark)), 60)
+        eventually(lambda: bool(marked(mark)), 60)
         worker.send_signal(signal.SIGKILL)
         worker.wait()
-    assert until(lambda: not marked(mark))
+    eventually(lambda: not marked(mark))
 
 
 @needs_sandbox

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers.campaigns import eventually
 from helpers.servers import NAMES, World, events
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -501,13 +502,6 @@ def test_an_adapter_of_some_layers_leaves_the_others_alone(world, tmp_path):
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
 
 
-def wait_until_idle(world):
-    begin = time.monotonic()
-    while world.service.batcher.load != (0, 0):
-        time.sleep(0.001)
-        assert time.monotonic() - begin < 30
-
-
 def test_the_queue_is_bounded_and_time_too(tmp_path):
     world = World(tmp_path, max_queue=8, max_rows=4, timeout_s=0.4)
     bodies = [asked(n=2, max_tokens=1500, ignore_eos=True, seed=k) for k in range(20)]
@@ -524,7 +518,7 @@ def test_the_queue_is_bounded_and_time_too(tmp_path):
         assert all(answer.headers["Retry-After"] for answer in answers if answer.status_code == 503)
         world.service.batcher._piece = piece
         assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
-        wait_until_idle(world)
+        eventually(lambda: world.service.batcher.load == (0, 0))
         assert len(world.service.engine.sequence_cache) == 0
     finally:
         world.service.close()
@@ -539,7 +533,7 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
             await asyncio.sleep(0.001)
         drawn = list(world.service.batcher._active)
         asking.cancel()
-        await asyncio.to_thread(wait_until_idle, world)
+        await asyncio.to_thread(eventually, lambda: world.service.batcher.load == (0, 0))
         assert [len(each.token_ids) < 1500 for each in drawn] == [True] * 4
 
     world.run(leave)
@@ -547,18 +541,19 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
 
 
 def test_failures_end_their_own_requests_only(world, monkeypatch, capfd):
-    engine, sample = world.service.engine, world.service.engine.sample
+    sample, failures = world.service.engine.sample, [RuntimeError("broken on purpose")]
 
-    def fails_once(*arguments):
-        monkeypatch.setattr(engine, "sample", sample)
-        raise RuntimeError("broken on purpose")
+    def sample_or_fail(*arguments):
+        if failures:
+            raise failures.pop()
+        return sample(*arguments)
 
-    monkeypatch.setattr(engine, "sample", fails_once)
+    monkeypatch.setattr(world.service.engine, "sample", sample_or_fail)
     answer = world.post("/v1/completions", asked())
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "InternalServerError")
     assert "broken on purpose" not in answer.text
     assert "broken on purpose" in capfd.readouterr().err
-    monkeypatch.setattr(engine, "sample", fails_once)
+    failures.append(RuntimeError("again"))
     [event] = events(world.post("/v1/completions", asked(stream=True)).text)
     assert event["error"]["code"] == 500
     assert world.post("/v1/completions", asked()).status_code == 200

@@ -4,10 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from helpers.campaigns import run_cli
 
 from retrain.campaign.controller import launch
-from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
@@ -64,7 +63,6 @@ CUSTOM = '[reward]\ntype = "custom"\ncustom_module = "rewards.py"\nworkers = 1\n
 
 
 def write(folder: Path, text: str) -> Path:
-    """Write a file with its rewards and its environment beside it."""
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "games.py").write_text(ENVIRONMENT)
     (folder / "run.toml").write_text(text)
@@ -144,6 +142,6 @@ def test_what_decides(result, correct):
     ],
 )
 def test_check_finds_what_could_decide_nothing(tmp_path, text, words):
-    result = CliRunner().invoke(app, ["check", str(write(tmp_path, text))])
+    result = run_cli("check", write(tmp_path, text))
     assert result.exit_code == 2
     assert words in result.output

@@ -99,7 +99,7 @@ def plain_values(policy: LocalPolicy, sample: Sample) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(base, lanes, share, monkeypatch):
+def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(base, lanes, share):
     policy = ppo_policy(base, lanes, share_adapter=share)
     samples = [in_turns(s) if i % 2 else s for i, s in enumerate(rollout(base, lanes, policy.adapter))]
     scores = policy.score(samples, frozenset({Want.VALUES, Want.LOGPROBS}))
@@ -108,7 +108,7 @@ def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(bas
         assert logprobs_T == pytest.approx(sample.logprobs[sample.action_mask], abs=2e-5)  # still the policy's
     assert np.std(np.concatenate(scores.values)) > 0.01
     assert lanes.mode.adapter is None  # no lane stays active
-    monkeypatch.setattr(backbone_of(base), "decoder", None)
+    base.backbone = replace(backbone_of(base), decoder=None)
     with pytest.raises(ModelError, match='it can have no critic: advantage_mode = "grpo"'):
         policy.score(samples, frozenset({Want.VALUES}))
 
@@ -130,7 +130,6 @@ class Updated:
 
 
 def updated_without_critic(policy: LocalPolicy, samples: list[Sample]) -> tuple[LocalPolicy, Updated]:
-    """A policy with the same adapter and no critic, after its update on the same samples."""
     other = local_policy(policy.base, policy.lanes, optimizer={"grad_clip_norm": 0.0})
     with torch.no_grad():
         other.adapter.flat.copy_(policy.adapter.flat)
@@ -237,7 +236,6 @@ def episode(lengths: tuple[int, ...], total: float | None, rewards: tuple[float 
 
 
 def credited(rollouts: list[Rollout], scores: Scores, algorithm=None, **sections) -> CreditedBatch:
-    """Return the group of these rollouts with its credit."""
     base = {"algorithm": PPO | {"transform_mode": "none"} | (algorithm or {}), "critic": {"whiten": False}}
     return credit([Group(PROMPT, tuple(rollouts))], base | sections, scores=scores)
 
@@ -408,7 +406,6 @@ def test_a_checkpoint_without_such_a_critic_is_refused(base, lanes, tmp_path, sa
 
 
 def everything(policy) -> dict[str, bytes]:
-    """Return all that an update may change."""
     snapshot = policy.snapshot(resumable=True)
     parts = {"weights": {"flat": snapshot.weights.flat}, "moments": snapshot.optimizer, **snapshot.critic}
     return {

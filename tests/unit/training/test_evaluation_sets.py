@@ -2,12 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, toy_world
+from helpers.campaigns import campaign, run_cli, timeless, toy_world
 from helpers.models import Messages
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load
 from retrain.data.dataset import Wanted, load_data
 from retrain.errors import ConfigError, UsageError
@@ -47,10 +45,6 @@ def opposite(completion, answer):
 DECLARED = ["campaign.primary_metric=eval/own.file/pass@2", "campaign.lanes=2", "squeeze.enabled=false"]
 
 
-def timeless(path: Path) -> list[dict]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in read_jsonl(path)]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     model = toy_world(tmp_path_factory.mktemp("home"))
@@ -61,7 +55,6 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> tuple[Path, Messages]:
-    """A campaign with two sets, decided by the second; its directory and observer."""
     folder, observer = tmp_path_factory.mktemp("sets"), Messages()
     path = sets_file(folder, model, "sets", steps=3)
     assert launch(load(path, DECLARED), folder / "out", observer).exit_status == 0
@@ -129,7 +122,7 @@ def test_the_declared_set_decides_and_all_sets_are_shown(trained):
     with pytest.raises(UsageError, match=r"own\.file/correct_rate"):
         compare_directories([out], metric="eval/own.fil/correct_rate")
     assert "Held-out accuracy on own.file" in write_report(out, None).read_text()
-    output = CliRunner().invoke(app, ["status", "--plain", str(out)]).output
+    output = run_cli("status", "--plain", out).output
     assert "own.file before" in output.splitlines()[0]
 
 
@@ -210,6 +203,6 @@ def test_conditions_share_the_sets_and_a_missing_function_is_named_with_its_line
     with pytest.raises(ConfigError, match="cannot differ between conditions"):
         load(path)
     path.write_text('[[evaluation.sets]]\nname = "a"\nsource = "nosuchmodule:problems"\n')
-    result = CliRunner().invoke(app, ["check", str(path)])
+    result = run_cli("check", path)
     assert result.exit_code == 2
     assert "f.toml:3  evaluation.sets[1].source" in result.output + result.stderr

@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import WORLD, toy_world
+from helpers.campaigns import WORLD, run_cli, toy_world
 from helpers.models import campaign_head, qwen3_directory
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
@@ -64,7 +62,6 @@ def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "",
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model) -> tuple[Path, Path]:
-    """A file, and the checkpoint of its baseline's run."""
     folder = tmp_path_factory.mktemp("trained")
     path = toy(folder, model, *CONDITIONS)
     assert launch(load(path, ()), folder / "out", NullObserver()).exit_status == 0
@@ -87,7 +84,7 @@ def test_the_command_ranks_the_conditions_and_writes_nothing(trained: tuple[Path
     path, checkpoint = trained
     before = {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")}
     typed = ["probe", str(path), "--fork", "2", "--at", str(checkpoint), "--seeds", "3"]
-    table, printed = CliRunner().invoke(app, typed), CliRunner().invoke(app, [*typed, "--json"])
+    table, printed = run_cli(*typed), run_cli(*typed, "--json")
     assert (table.exit_code, printed.exit_code) == (0, 0), table.output
     report = json.loads(printed.stdout)
     assert {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")} == before
@@ -173,7 +170,7 @@ def test_a_run_that_fails_has_no_rank(tmp_path: Path, model: Path, trained: tupl
     conditions = [("grpo", "none"), ("rloo", "none"), ("grpo", "none")]
     path = toy(tmp_path, model, *conditions, last='reward.custom_function = "fragile"')
     typed = ["probe", str(path), "--fork", "3", "--at", str(trained[1]), "--seeds", "2"]
-    done = CliRunner().invoke(app, typed)
+    done = run_cli(*typed)
     assert done.exit_code == 0, done.output
     assert "fragile_s1001 failed: no completion of 3 steps in a row could be graded" in done.output
     ranks = [line.split()[0] for line in done.stdout.splitlines() if line.split()[:1] in (["1"], ["2"], ["-"])]
@@ -207,7 +204,7 @@ def test_seeds_are_beyond_all_that_are_in_use(trained: tuple[Path, Path]):
 def test_mistakes_are_one_line(trained: tuple[Path, Path], options: list[str], sets: list[str], message: str):
     path, checkpoint = trained
     words = [word.format(at=checkpoint) for word in options]
-    done = CliRunner().invoke(app, ["probe", str(path), *words, *(part for each in sets for part in ("--set", each))])
+    done = run_cli("probe", path, *words, *(part for each in sets for part in ("--set", each)))
     assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[-1]
 

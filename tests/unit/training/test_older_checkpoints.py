@@ -4,10 +4,9 @@ import tarfile
 from pathlib import Path
 
 import torch
+from helpers.campaigns import run_cli
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_jsonl
 
 ARCHIVE = Path(__file__).with_name("version_0.4.tar.xz")
@@ -20,7 +19,7 @@ def test_a_run_of_version_0_4_is_continued_from_its_checkpoint(tmp_path: Path):
     killed = tmp_path / "killed"
     (run,) = (killed / "runs").iterdir()
     before = read_jsonl(run / "metrics.jsonl")[:2]
-    result = CliRunner().invoke(app, ["resume", str(killed), "--accept-changes"])
+    result = run_cli("resume", killed, "--accept-changes")
     assert result.exit_code == 0, result.output
     rows = read_jsonl(run / "metrics.jsonl")
     assert rows[:2] == before

@@ -6,16 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import WORLD, toy_world
+from helpers.campaigns import WORLD, run_cli, toy_world
 from helpers.lanes import local_policy, rollout, totals, trained
 from helpers.models import campaign_head, qwen3_directory
-from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.losses import PPO
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load
 from retrain.errors import CheckpointError, RunFailed, UsageError
 from retrain.files import read_jsonl
@@ -57,7 +55,6 @@ def model(tmp_path_factory) -> Path:
 
 
 def toy(folder: Path, model: Path, *conditions: tuple[str, str], second: str = "", function: str = "score") -> Path:
-    """A campaign file; ``second`` is a line of the last condition."""
     world = WORLD.format(model=model, module=model.parent / "binary.py", dtype="float32")
     world = world.replace("workers = 1", f'custom_function = "{function}"\nworkers = 1')
     path = folder / "toy.toml"
@@ -172,8 +169,8 @@ def test_batches_and_gradients_are_those_of_training(campaign: tuple[Path, Path]
     """From the start and from a checkpoint; printed as a table and as JSON. The probe writes nothing."""
     path, out = campaign
     before = {file: file.stat().st_mtime_ns for file in path.parent.rglob("*")}
-    table = CliRunner().invoke(app, ["probe", str(path), "--batches", str(STEPS)])
-    printed = CliRunner().invoke(app, ["probe", str(path), "--batches", str(STEPS), "--json"])
+    table = run_cli("probe", path, "--batches", STEPS)
+    printed = run_cli("probe", path, "--batches", STEPS, "--json")
     assert (table.exit_code, printed.exit_code) == (0, 0), table.output
     report = json.loads(printed.stdout)
     assert report["file"] == str(path)

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.campaigns import adapter_bytes, is_timing_key
+from helpers.campaigns import adapter_bytes, is_timing_key, run_cli
 from helpers.models import Messages, campaign_head, qwen3_directory
 from safetensors.torch import load_file, save
-from typer.testing import CliRunner
 
 from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.cli import app
 from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
@@ -165,7 +163,7 @@ def test_more_steps_and_resume_from_equal_a_run_with_those_steps_from_the_start(
     assert rows["from"][0]["loss"] == rows["whole"][1]["loss"]
     assert len({adapter_bytes(tmp_path / name / "final") for name in rows}) == 1
     missing = ["train", str(long), "--out", str(tmp_path / "third"), "--set", f'resume.from="{tmp_path}/nothing"']
-    result = CliRunner().invoke(app, missing)
+    result = run_cli(*missing)
     assert (result.exit_code, "nothing" in result.stderr) == (2, True)
 
 
@@ -249,7 +247,7 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied):
     write_json(directory / "manifest.json", manifest | {"format": 2})
     before = {path: path.read_bytes() for path in copied.rglob("*") if path.suffix in (".safetensors", ".jsonl")}
     for command in (["resume", str(copied)], ["train", str(single(home)), "--out", str(copied)]):
-        result = CliRunner().invoke(app, [*command, "--set", "training.max_steps=3"])
+        result = run_cli(*command, "--set", "training.max_steps=3")
         assert result.exit_code == 2, result.output
         (line,) = [line for line in result.stderr.splitlines() if line.strip()]
         assert "step_000002 is a checkpoint of layout 2, this version of retrain reads layout 3" in line
@@ -257,9 +255,7 @@ def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied):
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(home, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(home, tmp_path, import_path):
     model = shutil.copytree(home / "model", tmp_path / "model")
     settings = read_json(model / "config.json")
     settings["model_type"] = "custom"

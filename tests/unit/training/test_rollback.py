@@ -7,7 +7,6 @@ from helpers.campaigns import campaign
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
-from retrain.errors import CheckpointError
 from retrain.records.observer import NullObserver
 from retrain.training.assemble import assemble
 from retrain.training.loop import Cohort
@@ -32,7 +31,6 @@ def assembled(folder, model, *keys: str) -> Iterator[Cohort]:
 
 @pytest.fixture
 def cohort(model, tmp_path):
-    """The runs at their first step."""
     with assembled(tmp_path, model) as cohort:
         yield cohort
 
@@ -46,16 +44,15 @@ def state(run):
     return {key: value for key, value in run.state({}).to_dict().items() if key != "recorder"}
 
 
-def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort, monkeypatch):
+def test_weights_that_moved_in_the_step_that_failed_are_not_taken_back(cohort):
     """What was before is no more, so the run is not saved as if it were."""
     other, run = cohort.runs
-    point, step = run.rollback_point(), run.policy.optimizer.step
+    point = run.rollback_point()
 
-    def half():
-        step()
+    def half(*arguments):
         raise RuntimeError("the machine went away")
 
-    monkeypatch.setattr(run.policy.optimizer, "step", half)
+    run.policy.optimizer.register_step_post_hook(half)
     cohort.step(cohort.runs)
     cohort.saver.settle()
     assert run.error == "RuntimeError: the machine went away"
@@ -108,18 +105,14 @@ def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
         assert checkpoints(run) == ["step_000001"]
 
 
-def test_a_checkpoint_counts_when_the_whole_cohort_has_its_own(cohort, monkeypatch):
+def test_a_checkpoint_counts_when_the_whole_cohort_has_its_own(cohort):
     """What is written of the others is not announced, and nothing older makes room for it."""
     cohort.step(cohort.runs)
     other, run = cohort.runs
-
-    def failing(saved):
-        raise CheckpointError("it cannot be written")
-
-    monkeypatch.setattr(run.checkpoints, "write", failing)
+    (run.recorder.directory / "checkpoints").write_text("in the way")
     cohort.saver.save(cohort.runs)
     cohort.saver.settle()
-    assert (other.error, run.error) == (None, "it cannot be written")
+    assert (other.error, "cannot" in run.error) == (None, True)
     assert checkpoints(other) == ["step_000001"]
     assert not (other.recorder.directory / "checkpoints.jsonl").exists()
 

@@ -62,7 +62,6 @@ log_kl = true
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory) -> Path:
-    """The directory of a campaign of two runs of three steps."""
     folder = tmp_path_factory.mktemp("small")
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)

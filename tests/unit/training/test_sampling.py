@@ -49,7 +49,6 @@ def rows_of(out: Path) -> dict[str, list[dict]]:
 
 
 def results_of(out: Path) -> dict[str, dict]:
-    """Return all that the runs have made and that no clock has part in."""
     return {run.name: made(run) for run in runs_of(out)}
 
 
@@ -316,7 +315,6 @@ def dynamic(*more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory):
-    """Return what a cohort of four runs requested in two steps, and its directory."""
     folder = tmp_path_factory.mktemp("cohort")
     with pytest.MonkeyPatch.context() as patch:
         requested = Requested(patch)

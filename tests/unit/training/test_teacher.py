@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import StopAfter, adapter_bytes
+from helpers.campaigns import StopAfter, adapter_bytes, run_cli
 from helpers.credit import credit
 from helpers.lanes import (
     critic_campaign,
@@ -26,13 +26,11 @@ from helpers.lanes import (
 from helpers.models import qwen3_directory
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
 from retrain.algorithms.teachers import teachers_of
 from retrain.campaign.controller import launch, resume
-from retrain.cli import app
 from retrain.config import load, parse_dict
 from retrain.config.runs import RunSpec
 from retrain.data.prompts import Renderer
@@ -82,7 +80,6 @@ def configured(**distillation):
 
 
 def opinions(groups: list[Group], seed: int = 0) -> list[np.ndarray]:
-    """Return made-up log-probabilities of every rollout's tokens."""
     noise = np.random.default_rng(seed)
     return [-noise.exponential(size=len(rollout_)) for group_ in groups for rollout_ in group_.rollouts]
 
@@ -218,7 +215,6 @@ def samples(base, lanes):
 
 @pytest.fixture
 def policy(base, lanes):
-    """A policy that has left its base."""
     policy = local_policy(base, lanes, training={"temperature": 0.7})
     with torch.no_grad():
         policy.adapter.flat.copy_(trained(lanes, 2).flat)
@@ -231,7 +227,6 @@ def assert_equal_logprobs(teacher, policy, samples, expected) -> None:
 
 
 def twin(base, directory: Path) -> Path:
-    """Make another model with the base's tokenizer."""
     texts = ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"]
     qwen3_directory(directory, texts, seed=5, hidden=48)
     base.tokenizer.save_pretrained(directory)
@@ -251,9 +246,7 @@ def test_an_adapter_teaches_with_its_rank_and_scale(base, lanes, samples, policy
     assert_equal_logprobs(teacher, policy, samples, expected)
 
 
-def test_another_model_teaches_in_any_micro_batches_within_its_context(
-    base, lanes, samples, policy, tmp_path, monkeypatch
-):
+def test_another_model_teaches_in_any_micro_batches_within_its_context(base, lanes, samples, policy, tmp_path):
     path = twin(base, tmp_path / "larger")
     sections = {"training": {"temperature": 0.7}, "backend": {"devices": "cpu"}}
     teacher, copies, messages = made_for(base, lanes, tmp_path, sections, teacher="larger")
@@ -263,17 +256,16 @@ def test_another_model_teaches_in_any_micro_batches_within_its_context(
     model = AutoModelForCausalLM.from_pretrained(path)
     expected = [plain_logprobs(model, sample) for sample in samples]
     assert_equal_logprobs(teacher, policy, samples, expected)
-    sizes, score = [], teacher._score
+    sizes = []
 
-    def short_of_memory(samples_, parts):
-        sizes.append(max(map(len, parts)))
-        if sizes[-1] > 2:
+    def short_of_memory(module, args, options):
+        sizes.append(options["input_ids"].numel())
+        if sizes[-1] > sizes[0] / 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return score(samples_, parts)
 
-    monkeypatch.setattr(teacher, "_score", short_of_memory)
+    teacher.base.model.model.register_forward_pre_hook(short_of_memory, with_kwargs=True)
     assert_equal_logprobs(teacher, policy, samples, expected)
-    assert sizes[0] > 2 >= sizes[-1]
+    assert 0 < sizes[-1] <= sizes[0] / 2
     config = read_json(path / "config.json")
     write_json(path / "config.json", config | {"max_position_embeddings": 8})
     short = next(made_for(base, lanes, tmp_path, sections, teacher="larger"))
@@ -319,7 +311,7 @@ def test_a_model_with_other_tokens_is_refused_before_any_weights_are_loaded(tmp_
         qwen3_directory(tmp_path / name, [text])
     file = tmp_path / "f.toml"
     file.write_text(f'[model]\nmodel = "{tmp_path / "student"}"\n[distillation]\nteacher = "teacher"\n')
-    result = CliRunner().invoke(app, ["train", str(file), "--out", str(tmp_path / "out")])
+    result = run_cli("train", file, "--out", tmp_path / "out")
     assert result.exit_code == 2
     message = re.sub(r"\s+", " ", result.stderr)
     assert re.search(r"its tokens are not those of .*student: \d+ of \d+ differ, such as '.*', token \d+", message)
@@ -330,7 +322,7 @@ def test_check_names_the_line_of_a_teacher_that_is_not_there(tmp_path, model):
     def refusal(teacher: Path | str, rest: str = "") -> str:
         file = tmp_path / "f.toml"
         file.write_text(f'[model]\nmodel = "{model}"\n[distillation]\nteacher = "{teacher}"\n{rest}')
-        result = CliRunner().invoke(app, ["check", str(file)])
+        result = run_cli("check", file)
         assert result.exit_code == 2, result.output
         return re.sub(r"\s+", " ", result.stdout + result.stderr)
 
@@ -392,7 +384,7 @@ def states(*shape, seed=0):
 
 @pytest.mark.parametrize(("alpha", "top", "softcap"), [(0.0, 0, None), (1.0, 5, None), (0.3, 5, 3.0)])
 def test_in_chunks_a_divergence_has_the_value_and_gradient_that_it_has_at_once(monkeypatch, alpha, top, softcap):
-    monkeypatch.setattr(head_module, "CHUNK_BYTES", {"cpu": 1, "cuda": 1})
+    monkeypatch.setitem(head_module.CHUNK_BYTES, "cpu", 1)
     head = Head(states(31, 6), states(31, seed=1), softcap=softcap, multiplier=0.7)
     other = Head(states(33, 4, seed=2))  # of another width, and padded to another size
     hidden, theirs = states(37, 6, seed=3).requires_grad_(), states(37, 4, seed=4)
@@ -538,7 +530,6 @@ ALL = ("", ALONE, MIXED, TRAINER, SELF, ANSWER, *WHOLE)
 
 
 def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str) -> Path:
-    """Write a campaign with a condition for each of these overrides."""
     training = 'num_iterations = 2\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "tis"\n'
     if teacher:
         training += f'[distillation]\nteacher = "{teacher}"\nweight = 0\n'
@@ -602,6 +593,6 @@ def test_other_weights_of_the_teacher_are_named_before_a_run_continues(model, te
     assert launch(load(path), out, StopAfter(1)).exit_status == 130
     changed = {name: 1.5 * tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(changed, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    result = CliRunner().invoke(app, ["resume", str(out), "--plain"])
+    result = run_cli("resume", out, "--plain")
     assert result.exit_code == 2, result.output
     assert "weights of the teacher: adapter" in re.sub(r"\s+", " ", result.stdout + result.stderr)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
+from retrain.records.pages.scripts import joined
 from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
-from retrain.ui.scripts import joined
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
 
 
 def test_several_evaluation_sets_of_a_trl_step_are_kept_apart(tmp_path):
-    """The lines of a real log: TRL names its numbers alike in all sets, the Trainer puts the set's name into its own."""
+    """TRL names its numbers alike in all sets; the Trainer puts the name of the set into its own."""
     history = [{"loss": 0.5, "reward": 0.25, "step": 10, "epoch": 0.5}]
     for name, reward in (("math", 0.75), ("code_easy", 0.5)):
         history.append({f"eval_{name}_loss": 0.1, "eval_reward": reward, "eval_completions/mean_length": 20.0,

@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.campaigns import run_cli
 from helpers.records import BASE, campaign, shifted
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.config import parse_dict
 from retrain.errors import UsageError
 from retrain.files import read_json, write_json
@@ -18,7 +17,7 @@ from retrain.verdicts.rule import judge
 
 
 def invoke(*arguments: str | Path):
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return run_cli("compare", *arguments)
 
 
 def found(folder: Path, values: Sequence[float], margin: float | None = None) -> dict[str, Any]:

@@ -2,10 +2,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.campaigns import run_cli
 from helpers.records import BASE, campaign, shifted
-from typer.testing import CliRunner
 
-from retrain.cli import app
 from retrain.files import read_json, write_json
 from retrain.verdicts.pooling import compare_directories
 
@@ -39,7 +38,7 @@ def test_a_look_before_the_planned_end_gives_no_verdict_and_no_p(tmp_path):
     assert found["p_value"] is None  # it would have read: better
     assert {each["conditions"][1]["p_value"] for each in report["secondary"]} == {None}
     assert "6 of 8 pairs: interim, no verdict yet" in found["sentence"]
-    output = CliRunner().invoke(app, ["compare", str(tmp_path)]).output
+    output = run_cli("compare", tmp_path).output
     assert "interim: 6 of 8 pairs" in output
     assert "better" not in output
     assert "6 of 8 pairs: interim, no verdict yet; missing seeds could change the verdict" in found["sentence"]
@@ -97,7 +96,7 @@ def test_what_was_declared_under_an_earlier_rule_is_judged_by_this_one_and_says_
     assert (found["standing"], found["verdict"], found["decided_after"]) == ("declared", "better", 7)
     words = 'Declared under the rule of test = "normal", sequential = "obrien_fleming" and futility = true'
     assert words in report["note"]
-    assert words in CliRunner().invoke(app, ["compare", str(folder)]).output
+    assert words in run_cli("compare", folder).output
     report = compare_directories([declared(campaign(tmp_path / "off", TWO), test="exact")])
     assert report["conditions"][1]["decided_after"] is None
     assert 'rule of test = "exact" and sequential = "off"' in report["note"]

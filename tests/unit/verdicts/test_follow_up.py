@@ -4,13 +4,11 @@ import shlex
 
 import pytest
 from helpers.campaigns import campaign as toy_file
-from helpers.campaigns import toy_world
+from helpers.campaigns import run_cli, toy_world
 from helpers.records import BASE, campaign
-from typer.testing import CliRunner
 
 from retrain.campaign.planning.manifest import write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load
 from retrain.files import read_json
 from retrain.verdicts.pooling import compare_directories
@@ -40,9 +38,9 @@ def test_the_printed_command_trains_the_same_file_with_fresh_seeds(undecided):
     power, command = report["follow_up"].splitlines()
     assert power.startswith("A new campaign with 10 fresh seeds finds a difference of 1.5 pair spreads")
     assert power.endswith("with 98 % probability; declare it with")
-    printed = CliRunner().invoke(app, ["compare", str(undecided.directory)]).stdout.splitlines()
+    printed = run_cli("compare", undecided.directory).stdout.splitlines()
     assert command in printed
-    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    done = run_cli(*shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
     followed = read_json(undecided.directory.with_name("toy_seeds9-18") / "manifest.json")
     assert followed["declared"]["seeds"] == list(range(9, 19))

@@ -14,7 +14,6 @@ NOISE = [0.002, -0.003, 0.001, 0.004, -0.002, 0.003, -0.001, 0.002, 0.0, -0.004]
 
 
 def finish(played: Played, seeds: list[int], rloo: float, dr_grpo: float | None = None) -> None:
-    """Put the runs of these seeds on the disk, with these leads over the baseline."""
     for seed in seeds:
         leads = {"grpo": 0.0, "rloo": rloo} | ({} if dr_grpo is None else {"dr_grpo": dr_grpo})
         for place, (label, lead) in enumerate(leads.items()):

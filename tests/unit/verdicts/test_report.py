@@ -1,16 +1,14 @@
 import itertools
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from helpers.records import HOSTILE, MARKER
-from typer.testing import CliRunner
+from helpers.campaigns import run_cli
+from helpers.records import HOSTILE, MARKER, Reader
 
 from retrain.campaign.planning.manifest import Manifest, write_plan
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import app
 from retrain.config import load
 from retrain.files import append_jsonl
 from retrain.verdicts.pooling import conclude
@@ -69,20 +67,6 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
     return out
 
 
-class Reader(HTMLParser):
-    def __init__(self, page: str):
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict]] = []
-        self.page, self.text = page, ""
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def harmless_report(out: Path) -> Reader:
     reader = Reader(write_report(out).read_text(encoding="utf-8"))
     assert [tag for tag, _ in reader.elements].count("script") == 1  # the page's own switch of light and dark
@@ -101,24 +85,22 @@ def harmless_report(out: Path) -> Reader:
 
 def test_a_whole_campaign(tmp_path):
     reader = harmless_report(made(tmp_path))
-    assert "made <b>" in reader.text
-    assert "2 conditions × 3 seeds" in reader.text
+    assert "made <b>" in "".join(reader.texts)
+    assert "2 conditions × 3 seeds" in "".join(reader.texts)
     pooling = reader.page[reader.page.index("SEPA: pooling λ") :].partition("</figure>")[0]
     assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
-    assert "SEPA: gate open" not in reader.text
+    assert "SEPA: gate open" not in "".join(reader.texts)
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
     assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links
-    same = reader.text[reader.text.index("grpo → rloo, after training") :]
+    same = "".join(reader.texts)["".join(reader.texts).index("grpo → rloo, after training") :]
     assert same.index("What is 2?") < same.index("0/3 → 3/3") < same.index("+100 points")
     assert "rloo, seed 1: right" in same
-    done = CliRunner().invoke(app, ["report", str(tmp_path / "out"), "--out", str(tmp_path / "made/by/it/r.html")])
+    done = run_cli("report", tmp_path / "out", "--out", tmp_path / "made/by/it/r.html")
     assert (done.exit_code, done.output.strip()) == (0, str(tmp_path / "made/by/it/r.html"))
     assert (tmp_path / "made/by/it/r.html").read_text(encoding="utf-8") == reader.page
-    refused = CliRunner().invoke(
-        app, ["report", str(tmp_path / "out"), "--out", str(tmp_path / "made.toml/below.html")]
-    )
+    refused = run_cli("report", tmp_path / "out", "--out", tmp_path / "made.toml/below.html")
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code == 2
+    assert run_cli("report", tmp_path / "nowhere").exit_code == 2
 
 
 STATES = {"rloo+none_s1": "failed", "grpo+none_s2": "interrupted", "rloo+none_s3": "pending"}
@@ -135,8 +117,8 @@ ALL = [f"{mode}+none_s{seed}" for mode in ("grpo", "rloo") for seed in (1, 2, 3)
 ])  # fmt: skip
 def test_campaigns_of_every_shape(tmp_path, shape, parts):
     reader = harmless_report(made(tmp_path, **shape))
-    assert "Runs" in reader.text
+    assert "Runs" in "".join(reader.texts)
     for part in parts:
-        assert part.lower() in reader.text.lower()
+        assert part.lower() in "".join(reader.texts).lower()
     assert f"<script>window.{MARKER}" not in reader.page
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", reader.page)

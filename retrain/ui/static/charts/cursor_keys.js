@@ -58,22 +58,3 @@ export function pressed({plot, onZoom, zoom}, key, shift) {
   else plot.hold(null);
   return true;
 }
-
-// Let keys move the cursor of a chart that is no component.
-export function cursorKeys(card) {
-  card.root.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || !card.plot || !card.plot.chart) return;
-    if (event.target !== card.root && event.target !== card.area) return;
-    const {onZoom, zoom} = card.options;
-    const done = pressed({plot: card.plot, onZoom, zoom}, event.key, event.shiftKey);
-    if (!done) return;
-    if (done === "moved") card.say();
-    event.preventDefault();
-    event.stopPropagation();
-  });
-  card.root.addEventListener("focusout", (event) => {
-    if (card.root.contains(event.relatedTarget) || !card.plot || card.plot.held === null) return;
-    card.plot.hold(null);
-    card.read(null, null);
-  });
-}

@@ -14,12 +14,14 @@ import {table} from "./save.js";
  * @property {Values | null} [high]
  * @property {Values | null} [raw] what `y` is smoothed from, at the same x
  * @property {string} [group]
+ * @property {number} [n] of how many runs it is the mean
  * @property {boolean} [sparse] few points, joined over those without a value
  * @typedef {{x: number, y: number, i: number}} Point
  */
 
 const MANY_POINTS = 6000;
 const PLACES = 4000;
+const MOST_RAW = 6;
 
 export function isValue(value) {
   return value !== null && value !== undefined;
@@ -168,10 +170,11 @@ export function columnsOf(points, band) {
 }
 
 /**
- * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from.
+ * Return the lines with a faint one behind each that is smoothed, of what it is smoothed from; of many lines none.
  * @returns {Line[]}
  */
 export function withRaw(lines) {
+  if (lines.filter((line) => line.raw).length > MOST_RAW) return lines;
   const raw = lines.flatMap((line) =>
     line.raw
       ? [{name: `${line.name} raw`, index: line.index, kind: /** @type {"thin"} */ ("thin"), x: line.x, y: line.raw}]

@@ -1,6 +1,6 @@
 // What a chart paints on its canvas behind and below the lines.
 
-import {css, faded, ink} from "../colours.js";
+import {SHAPES, css, faded, ink, shapeOf} from "../colours.js";
 
 /**
  * @typedef {{low?: number | null, high?: number | null}} Healthy
@@ -11,6 +11,38 @@ import {css, faded, ink} from "../colours.js";
 // Height of a row of the strip of counts.
 export const STRIP = 4;
 const MARK_COLOURS = {resume: "--bad", checkpoint: "--muted", evaluation: "--accent"};
+
+const MOST_SHAPES = 12;
+
+/**
+ * Return a painter of uPlot's for the points of a line: marks in the shape of its condition, at every point with a value
+ * where there are few (`all`), else at a dozen of them.
+ * @param {boolean} all
+ */
+export function shapes(index, radius, all) {
+  const shape = SHAPES[shapeOf(index)];
+  return (
+    /** @type {any} */ u,
+    /** @type {number} */ series,
+    /** @type {number} */ first,
+    /** @type {number} */ last,
+  ) => {
+    const {top, height, left, width} = u.bbox;
+    const r = radius * (devicePixelRatio || 1);
+    const [xs, ys] = [u.data[0], u.data[series]];
+    const places = [];
+    for (let i = first; i <= last; i += 1) if (typeof ys[i] === "number") places.push(i);
+    const every = all ? 1 : Math.ceil(places.length / MOST_SHAPES);
+    const fill = new Path2D();
+    places.forEach((i, at) => {
+      if (at % every) return;
+      fill.addPath(new Path2D(shape(u.valToPos(xs[i], "x", true), u.valToPos(ys[i], "y", true), r)));
+    });
+    const clip = new Path2D();
+    clip.rect(left - r, top - r, width + 2 * r, height + 2 * r);
+    return {stroke: null, fill, clip, flags: 3};
+  };
+}
 
 function horizontal(u, y, stroke, dash) {
   const {ctx, bbox} = u;

@@ -4,7 +4,7 @@
 import {DASHES, css, dashOf, faded, ink} from "../colours.js";
 import {number} from "../format.js";
 import {aligned, flat, isValue, middle} from "./data.js";
-import {STRIP, paintBehind, paintCounts, paintMarks} from "./paint.js";
+import {STRIP, paintBehind, paintCounts, paintMarks, shapes} from "./paint.js";
 import {X_CHOICES, X_TITLES, xSteps, xText, xTexts, yTexts} from "./ticks.js";
 
 export {X_CHOICES, X_TITLES, xText};
@@ -27,7 +27,7 @@ export {X_CHOICES, X_TITLES, xText};
  * @property {import("./paint.js").Counts[] | null} [counts]
  * @property {import("./paint.js").EventMark[] | null} [marks]
  * @property {((zoom: number[] | null) => void) | null} [onZoom]
- * @property {((x: number) => void) | null} [onStep] a click at this x
+ * @property {((x: number, y: number) => void) | null} [onStep] a click at this x, and how high
  * @property {((x: number | null, y: number | null) => void) | null} [onCursor]
  */
 
@@ -46,10 +46,14 @@ function seriesOf(line, many) {
     width,
     dash: kind === "mean" ? DASHES[dashOf(line.index)] : [],
     spanGaps: Boolean(line.sparse),
-    points: {show, size: kind === "mean" ? 6 : 4, fill: stroke, width: 0},
+    points: {
+      ...{show: show || kind === "mean", size: kind === "mean" ? 6 : 4, fill: stroke, width: 0},
+      paths: shapes(line.index, kind === "mean" ? 3.4 : 2.4, show),
+    },
   };
 }
 
+const LEAST_DRAG = 6; // px
 const EDGE = {stroke: "transparent", width: 0, points: {show: false}};
 
 /**
@@ -164,7 +168,7 @@ export class Plot {
           drawAxes: [(u) => paintBehind(u, options)],
           draw: [(u) => paintCounts(u, options.counts), (u) => paintMarks(u, options.marks)],
           setCursor: [(u) => this.moved(u)],
-          setSelect: [(u) => this.selected(u)],
+          setSelect: [(u) => u.select.width && u.setSelect({left: 0, top: 0, width: 0, height: 0}, false)],
         },
       },
       this.data,
@@ -202,15 +206,17 @@ export class Plot {
       if (event.movementX || event.movementY) this.held = null;
     });
     over.addEventListener("dblclick", () => options.onZoom && options.onZoom(null));
-    over.addEventListener("pointerdown", (event) => {
+    over.addEventListener("mousedown", (event) => {
       pressedAt = event.clientX;
+      const release = ({clientX}) => this.dragged(event.clientX, clientX);
+      if (event.button === 0) addEventListener("mouseup", release, {once: true});
     });
     over.addEventListener("click", (event) => {
       if (!options.onStep || Math.abs(event.clientX - pressedAt) > 5) return;
       const x = this.chart.posToVal(this.chart.cursor.left, "x");
       const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
       const places = this.places();
-      if (places.length) options.onStep(places.reduce(near));
+      if (places.length) options.onStep(places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y"));
     });
   }
 
@@ -253,12 +259,14 @@ export class Plot {
     onCursor(inside ? u.posToVal(left, "x") : null, inside && own ? u.posToVal(top, "y") : null);
   }
 
-  selected(u) {
-    const {left, width} = u.select;
-    if (width < 6) return;
-    const range = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
-    u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
-    if (this.options.onZoom && u.over.matches(":hover")) this.options.onZoom(range);
+  // Zoom to what the pointer was dragged over. uPlot's own selection follows the pointer a frame late, so that the end
+  // of a quick drag is missing from it.
+  dragged(fromX, toX) {
+    const {chart, options} = this;
+    if (!chart || !options.onZoom || Math.abs(toX - fromX) < LEAST_DRAG) return;
+    const {left, width} = chart.over.getBoundingClientRect();
+    const ends = [fromX, toX].map((x) => Math.min(width, Math.max(0, x - left))).sort((a, b) => a - b);
+    options.onZoom(ends.map((x) => chart.posToVal(x, "x")));
   }
 
   resize() {

@@ -3,7 +3,7 @@
 import {css} from "../colours.js";
 import {Menu} from "../components/inputs.js";
 import {download, say} from "../lib/browser.js";
-import {drawn, html} from "../lib/html.js";
+import {html} from "../lib/html.js";
 
 /** @typedef {{title: string, csv: () => string, picture: () => SVGSVGElement}} Saved what a chart gives to be saved */
 
@@ -68,14 +68,6 @@ export function SaveMenu({get}) {
     ["copy as PNG", () => copyPng(get())],
   ];
   return html`<${Menu} label="save this chart" text="⤓" items=${items} />`;
-}
-
-/**
- * The same for a view that is no component.
- * @param {() => Saved} get
- */
-export function saveMenu(get) {
-  return drawn(html`<${SaveMenu} get=${get} />`);
 }
 
 // Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.

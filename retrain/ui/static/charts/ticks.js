@@ -50,7 +50,7 @@ function exact(value) {
  * @param {(value: number) => string} short
  * @param {(value: number) => string} [long]
  */
-export function distinct(ticks, short, long = exact) {
+function distinct(ticks, short, long = exact) {
   const write = (text) => ticks.map((tick) => (tick === null ? "" : text(tick)));
   const texts = write(short);
   const known = texts.filter(Boolean);

@@ -17,6 +17,7 @@ import {Failed, Loading} from "./states.js";
  * @property {string} title
  * @property {Line[] | null} lines null while they are read; keep the array between renderings (`useMemo`)
  * @property {any} [words] below the title
+ * @property {string} [hint] of the title
  * @property {"h2" | "h3"} [level] of the title
  * @property {any} [tools] the view's buttons
  * @property {any} [error]
@@ -24,6 +25,7 @@ import {Failed, Loading} from "./states.js";
  * @property {string} [emptyWords]
  * @property {import("./readout.js").Share} [share]
  * @property {string} [id] of the figure, for links and keys
+ * @property {any} [children] below the plot
  */
 
 /** @type {(keyof PlotOptions)[]} */
@@ -70,7 +72,8 @@ function hasValues(lines) {
 }
 
 /** @param {ChartOptions & PlotOptions} props */
-export function Chart({title, lines, words, level = "h3", tools, error, retry, emptyWords, share, id, ...options}) {
+export function Chart({title, lines, words, hint, level = "h3", tools, error, retry, ...more}) {
+  const {emptyWords, share, id, children, ...options} = more;
   const plot = useRef(/** @type {Plot | null} */ (null));
   const [cursor, setCursor] = useState({
     x: /** @type {number | null} */ (null),
@@ -78,8 +81,8 @@ export function Chart({title, lines, words, level = "h3", tools, error, retry, e
   });
   const [spoken, setSpoken] = useState(false);
   const drawn = useMemo(() => withRaw(lines || []), [lines]);
-  const {x, zoom, counts, onZoom} = options;
-  const reading = {lines: lines || [], cursor, x, share, zoom, counts};
+  const {x, zoom, counts, marks, onZoom} = options;
+  const reading = {lines: lines || [], cursor, x, share, zoom, counts, marks};
   const get = () => {
     const {unit, logX, logY, zero} = options;
     const limits = plot.current && plot.current.limits;
@@ -113,11 +116,12 @@ export function Chart({title, lines, words, level = "h3", tools, error, retry, e
   const outside = full && plot.current && plot.current.limits ? plot.current.limits.outside : 0;
   return html`<figure class="card chartcard" id=${id} tabindex="-1" onKeyDown=${press} onFocusOut=${leave}>
     <div class="head">
-      <${level} class="heading">${title}${words && html`<small>${words}</small>`}<//>
+      <${level} class="heading" title=${hint}>${title}${words && html`<small>${words}</small>`}<//>
       <div class="no-print buttons">${tools}<${SaveMenu} get=${get} /></div>
     </div>
     ${full ? html`<${Readout} ...${reading} outside=${outside} />` : html`<div class="readout" />`}
     ${content}
+    ${children}
     <p class="away" role="status">${spoken && full ? spokenReadings(reading) : ""}</p>
   </figure>`;
 }

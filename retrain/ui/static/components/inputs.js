@@ -45,6 +45,7 @@ export function SearchField({label, value, onSearch, wait = 200, wrong = false})
     ref=${field}
     type="search"
     class=${wrong ? "wrong" : null}
+    aria-invalid=${wrong ? "true" : null}
     placeholder=${label}
     aria-label=${label}
     onInput=${(event) => search(event.target.value)}
@@ -96,4 +97,21 @@ export function Menu({label, text, items}) {
 /** @param {{text: string, message?: string, children?: any}} props */
 export function CopyButton({text, message, children = "Copy"}) {
   return html`<button type="button" onClick=${() => copy(text, message)}>${children}</button>`;
+}
+
+/**
+ * A button of one sign; `label` names it.
+ * @param {{label: string, hint?: string, onPress: () => void, disabled?: boolean, children?: any}} props
+ */
+export function SignButton({label, hint, onPress, disabled, children}) {
+  return html`<button
+    type="button"
+    class="bare"
+    title=${hint || label}
+    aria-label=${label}
+    disabled=${disabled}
+    onClick=${onPress}
+  >
+    ${children}
+  </button>`;
 }

@@ -61,25 +61,32 @@ export function Legend({groups, onToggle}) {
 }
 
 /**
- * A line without axes, from its least to its largest value; null where a value is missing.
- * @param {{points: [number, number | null][], label: string, index?: number, width?: number, height?: number}} props
+ * Lines without axes, from the least to the largest value of all; null where a value is missing.
+ * @param {{lines: {points: [number, number | null][], index: number}[], label: string, width?: number,
+ *   height?: number}} props
  */
-export function Sparkline({points, label, index = 0, width = 110, height = 26}) {
-  const known = /** @type {[number, number][]} */ (points.filter(([, y]) => y !== null && Number.isFinite(y)));
-  if (!known.length) return html`<span class="muted">–</span>`;
-  const [xs, ys] = [known.map(([x]) => x), known.map(([, y]) => y)];
-  const [left, low] = [Math.min(...xs), Math.min(...ys)];
+export function Sparkline({lines, label, width = 110, height = 30}) {
+  const known = lines.map(({points, index}) => ({
+    index,
+    points: /** @type {[number, number][]} */ (points.filter(([, y]) => y !== null && Number.isFinite(y))),
+  }));
+  const all = known.flatMap(({points}) => points);
+  if (!all.length) return html`<span class="muted">–</span>`;
+  const [xs, ys] = [all.map(([x]) => x), all.map(([, y]) => y)];
+  const [left, low, high] = [Math.min(...xs), Math.min(...ys), Math.max(...ys)];
   const across = (width - 8) / (Math.max(...xs) - left || 1);
-  const up = (height - 8) / (Math.max(...ys) - low || 1);
-  const flat = Math.max(...ys) === low;
-  const at = ([x, y]) => [4 + (x - left) * across, flat ? height / 2 : height - 4 - (y - low) * up];
-  const places = known.map((point) => at(point).map((value) => value.toFixed(1)));
-  const [endX, endY] = places[places.length - 1];
-  const line = places.map((place) => place.join(",")).join(" ");
+  const up = (height - 8) / (high - low || 1);
+  const at = ([x, y]) => [4 + (x - left) * across, high === low ? height / 2 : height - 4 - (y - low) * up];
+  const line = ({points, index}) => {
+    const places = points.map((point) => at(point).map((value) => value.toFixed(1)));
+    const stroke = {stroke: colour(index), "stroke-dasharray": DASHES[dashOf(index)].join(" ") || null};
+    const [x, y] = at(points[points.length - 1]);
+    return html`<polyline points=${places.join(" ")} fill="none" stroke-width="1.5" ...${stroke} />
+      <${Mark} index=${index} x=${x} y=${y} r=${2.6} />`;
+  };
   const size = {viewBox: `0 0 ${width} ${height}`, width, height};
   return html`<svg class="spark" ...${size} role="img" aria-label=${label}>
-    <polyline points=${line} fill="none" stroke=${colour(index)} stroke-width="1.5" />
-    <circle cx=${endX} cy=${endY} r="2.2" fill=${colour(index)} />
+    ${known.filter(({points}) => points.length).map(line)}
   </svg>`;
 }
 
@@ -93,7 +100,7 @@ export function Rate({value, n, low, high, digits = 0}) {
   const known = low !== null && low !== undefined && high !== null && high !== undefined;
   const interval = known ? `${percent(low, digits).replace("%", "")}–${percent(high, digits)}` : null;
   const rest = [interval, n === null || n === undefined ? null : `n ${n}`].filter(Boolean).join(", ");
-  return html`<span class="proportion" title=${known ? "95 % interval, number of rollouts" : null}
+  return html`<span class="proportion" title=${known ? "95 % interval, number of problems" : null}
     ><b>${percent(value, digits)}</b>${rest && html` <small class="muted">${rest}</small>`}</span
   >`;
 }

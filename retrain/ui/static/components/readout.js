@@ -11,8 +11,8 @@ import {Swatch} from "./marks.js";
  * @typedef {import("../charts/data.js").Point} Point
  * @typedef {{x: number | null, y: number | null}} Cursor
  * @typedef {boolean | "points"} Share how values are written: as per cent, as points of a difference, or plain
- * @typedef {{lines: Line[], cursor: Cursor, x: string, share?: Share, zoom?: number[] | null, counts?: any[] | null}}
- *   ReadoutOptions
+ * @typedef {{lines: Line[], cursor: Cursor, x: string, share?: Share, zoom?: number[] | null, counts?: any[] | null,
+ *   marks?: import("../charts/paint.js").EventMark[] | null}} ReadoutOptions
  */
 
 const MOST_NAMES = 6;
@@ -22,7 +22,7 @@ function amount(value, share) {
 }
 
 // Return the lines that stand in the legend: means where there are any.
-export function leadingLines(lines) {
+function leadingLines(lines) {
   const means = lines.filter((line) => line.kind === "mean");
   return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
 }
@@ -56,7 +56,7 @@ function countAt(counts, line, point) {
 function details(line, point, {x, share, counts, cursor}, at) {
   const raw = line.raw && line.raw[point.i];
   const [low, high] = [line.low && line.low[point.i], line.high && line.high[point.i]];
-  const n = countAt(counts, line, point);
+  const n = line.n || countAt(counts, line, point);
   const elsewhere = cursor.x !== null && at !== null && xText(x, point.x) !== xText(x, at);
   return [
     typeof raw === "number" ? ` step ${amount(raw, share)}` : "",
@@ -78,7 +78,7 @@ function nearest(lines, {x, y}) {
 }
 
 // Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
-export function readings(options) {
+function readings(options) {
   const {lines, cursor, x: kind, share, zoom} = options;
   const leading = leadingLines(lines);
   const named = leading.length <= MOST_NAMES ? leading : [];
@@ -100,20 +100,24 @@ export function readings(options) {
   const ys = points.flatMap(({point}) => (point ? [point.y] : []));
   const range = `${amount(Math.min(...ys), share)} … ${amount(Math.max(...ys), share)}`;
   const where = at === null ? "" : `${cursor.x === null ? "at " : ""}${xText(kind, at)}`;
-  return {where, items, many: !items.length && ys.length ? {count: leading.length, range} : null};
+  const here =
+    cursor.x === null ? [] : (options.marks || []).filter((mark) => xText(kind, mark.x) === xText(kind, at));
+  const events = [...new Set(here.map((mark) => mark.kind))].join(", ");
+  return {where, events, items, many: !items.length && ys.length ? {count: leading.length, range} : null};
 }
 
 // Return the readings as a sentence, for those who cannot see the cursor.
 export function spokenReadings(options) {
-  const {where, items, many} = readings(options);
+  const {where, events, items, many} = readings(options);
   const values = items.map(({line, value, rest}) => `${line.name} ${value}${rest}`);
+  if (events) values.push(events);
   if (many) values.push(`${many.count} runs ${many.range}`);
   return `${X_TITLES[options.x] || options.x} ${[where, ...values].join(", ")}`;
 }
 
 /** @param {ReadoutOptions & {outside?: number}} props */
 export function Readout({outside = 0, ...options}) {
-  const {where, items, many} = readings(options);
+  const {where, events, items, many} = readings(options);
   const item = ({line, value, rest}) =>
     html`<span class="item" title=${line.name} key=${line.name}>
       <${Swatch} index=${line.index} /><span class="label">${line.name}</span><b>${value}</b>
@@ -123,6 +127,7 @@ export function Readout({outside = 0, ...options}) {
     <span class="at">${where}</span>
     ${items.map(item)}
     ${many && html`<span class="item"><span class="label">${many.count} runs</span><b>${many.range}</b></span>`}
+    ${events && html`<span class="events">${events}</span>`}
     ${outside > 0 && html`<span class="muted">${outside} values outside</span>`}
   </div>`;
 }

@@ -67,7 +67,10 @@ export function DataTable({columns, rows, keyOf, label, sort, down = false, onSo
     return html`<${Heading} key=${each.key} column=${each} active=${active} down=${down} onSort=${onSort} />`;
   };
   const cells = (row) =>
-    columns.map((each) => html`<td key=${each.key} class=${each.number ? "number" : null}>${each.cell(row)}</td>`);
+    columns.map(
+      (each) =>
+        html`<td key=${each.key} class=${each.number ? "number" : null} data-name=${each.title}>${each.cell(row)}</td>`,
+    );
   const bodyRow = (row) => {
     const open = (event) => {
       if (!event.target.closest("a, button, input, select, summary") && onOpen) onOpen(row);

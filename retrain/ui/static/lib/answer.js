@@ -1,7 +1,7 @@
 // Answers of the API as components use them.
 
 import {get, gone} from "../api.js";
-import {useCallback, useEffect, useRef, useState} from "./html.js";
+import {useCallback, useEffect, useMemo, useRef, useState} from "./html.js";
 import {useChanges} from "./live.js";
 
 /**
@@ -28,15 +28,20 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
   const question = params && JSON.stringify([name, params]);
   const [state, setState] = useState(/** @type {Omit<Answer, "question" | "retry">} */ (NOTHING));
   const controller = useRef(/** @type {AbortController | null} */ (null));
+  const took = useRef(0); // ms of the newest answer
+  // A server that is slow to answer is asked less often.
+  const pause = useCallback(() => Math.max(wait, 5 * took.current), [wait]);
   const retry = useCallback(() => {
     if (controller.current) controller.current.abort();
     controller.current = null;
     if (!question) return;
     const own = (controller.current = new AbortController());
     const [path, values] = JSON.parse(question);
+    const start = performance.now();
     setState((old) => ({...old, loading: true}));
     get(path, values, own.signal).then(
       (data) => {
+        took.current = performance.now() - start;
         if (controller.current === own) setState({data, about: question, error: null, loading: false});
       },
       (error) => {
@@ -51,6 +56,16 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
       controller.current = null;
     };
   }, [retry]);
-  useChanges(kinds, retry, wait);
+  useChanges(kinds, retry, pause);
   return {...state, question, retry};
+}
+
+/**
+ * Return the value; the object of an earlier rendering where it says the same.
+ * @template T
+ * @param {T} value of JSON
+ * @returns {T}
+ */
+export function useSame(value) {
+  return useMemo(() => value, [JSON.stringify(value)]);
 }

@@ -28,6 +28,7 @@ export function onChange(listener) {
  * Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
  * "comparison"; null: never), at most once in `wait` ms.
  * @param {string[] | null} kinds
+ * @param {number | (() => number)} wait
  */
 export function useChanges(kinds, run, wait = 2000) {
   const newest = useRef(run);

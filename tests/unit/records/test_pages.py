@@ -1,5 +1,6 @@
 import base64
 import hashlib
+import html
 import json
 import re
 import unicodedata
@@ -8,9 +9,8 @@ from itertools import pairwise
 import pytest
 from helpers.records import HOSTILE, Reader
 
-from retrain.records.html import data_block, page
-from retrain.records.text import escape, visible
-from retrain.records.timeline import BARS, SPANS_SHOWN, steps_of, timeline_page
+from retrain.records.pages.timeline import SPANS_SHOWN, steps_of, timeline_page
+from retrain.records.text import visible
 
 
 def test_every_character_is_inert_and_visible():
@@ -23,32 +23,27 @@ def test_every_character_is_inert_and_visible():
     assert visible("a\tb\nc é 漢 🙂\x1b\x7f\r") == "a\tb\nc é 漢 🙂␛␡␍"
 
 
-def test_a_page_is_whole_and_loads_nothing():
-    text = page("<b> & co", f"<p>{escape(HOSTILE['image'])}</p>", styles="p{color:red}", script="document.title;")
-    reader = Reader(text)
-    assert reader.tags.count("script") == 2
-    assert not {"img", "link", "iframe", "svg", "b"} & set(reader.tags)
-    assert not [name for name, _ in reader.attributes if name.startswith("on") or name in ("src", "href")]
-    assert "<title>&lt;b&gt; &amp; co</title>" in text
+def policy_of(text: str) -> str:
+    """Return the content security policy of a page; its script is allowed by its hash, and nothing else."""
     policy = re.search(r'Security-Policy" content="([^"]*)"', text)
     assert policy is not None
-    assert "default-src 'none'" in policy[1]
-    for script in re.findall(r"<script>(.*?)</script>", text, re.DOTALL):
-        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        assert f"'sha256-{digest}'" in policy[1]
-    assert "unsafe-inline" not in policy[1].partition("script-src")[2]
+    script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in html.unescape(policy[1])
+    return html.unescape(policy[1])
 
 
-def test_scripts_styles_and_data_cannot_end_their_element():
-    with pytest.raises(ValueError, match="end tag"):
-        page("t", "", script="x = '</SCRIPT>'")
-    with pytest.raises(ValueError, match="end tag"):
-        page("t", "", styles="</style>")
-    block = data_block("rows", {"texts": [*HOSTILE.values()], "numbers": [1.5, float("nan"), None]})
-    inside = block[block.index(">") + 1 : -len("</script>")]
-    assert "<" not in inside
-    assert json.loads(inside)["texts"][:10] == [*HOSTILE.values()][:10]
-    assert json.loads(inside)["numbers"] == [1.5, None, None]
+def test_a_page_is_whole_and_loads_nothing():
+    text = timeline_page(steps_of(timing(1)), f"<b> & co {HOSTILE['image']}")
+    reader = Reader(text)
+    assert reader.tags.count("script") == 2  # the data, and the page's own
+    assert not {"img", "link", "iframe", "svg", "b"} & set(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on") or name in ("src", "href")]
+    assert "<title>Timeline · &lt;b&gt; &amp; co &lt;img" in text
+    policy = policy_of(text)
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy.partition("script-src")[2]
 
 
 def timing(count: int, seconds: float = 4.0) -> list[dict]:
@@ -88,24 +83,24 @@ def test_phases_add_up_to_the_steps():
 
 def test_the_page_says_where_the_time_went_and_names_stay_text():
     hostile = timing(1)
-    hostile[0]["spans"][0]["name"] = "</script><script>alert(1)</script>"
-    assert Reader(timeline_page(steps_of(hostile), "run")).tags.count("script") == 3
-    text = timeline_page(steps_of(timing(5)), "run <b>")
-    reader = Reader(text)
-    assert reader.tags.count("script") == 3
-    assert "b" not in reader.tags
-    words = " ".join(reader.texts)
-    assert re.search(r"rollout\s+10\.0 s\s+51\.3%", words)
+    hostile[0]["spans"] = [hostile[0]["spans"][0] | {"name": name} for name in HOSTILE.values()]
+    text = timeline_page(steps_of(hostile), "run")
+    assert Reader(text).tags.count("script") == 2
+    inside = re.search(r'id="spans">(.*?)</script>', text)[1]
+    assert not set(inside) & set("<>&")
+    assert {HOSTILE[name] for name in ("script", "script_end", "image")} <= set(json.loads(inside)["lanes"])
+    text = timeline_page(steps_of(timing(5)), "run")
+    words = " ".join(" ".join(Reader(text).texts).split())
+    assert "rollout 10.0 s 51.3% 2.0 s 2.0 s 0" in words, "it reads without its script"
     data = spans_of(text)
     assert data["lanes"] == ["rollout", "update", "record"]
-    assert data["steps"][0] == [0, 0.0, 3500.0, [0, 0.0, 2000.0, 1, 2000.0, 3500.0]]
+    assert data["shown"][0]["spans"] == [[0, 0.0, 2.0], [1, 2.0, 3.5]]
 
 
 def test_a_long_run_is_bounded():
-    steps = steps_of(timing(10_000))
-    text = timeline_page(steps, "run")
-    assert text.count('<g class="bar"') <= BARS
-    assert re.search(r"The first [\d,]+ steps are not shown here", text)
+    text = timeline_page(steps_of(timing(10_000)), "run")
+    assert re.search(r"The first [\d,]+ steps are not drawn here", text)
     data = spans_of(text)
-    assert sum(len(one[3]) // 3 for one in data["steps"]) <= SPANS_SHOWN
+    assert sum(len(step["spans"]) for step in data["shown"]) <= SPANS_SHOWN
+    assert data["shown"][-1]["step"] == 9_999
     assert len(text) < 1_500_000

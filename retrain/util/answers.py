@@ -1,0 +1,149 @@
+r"""Answers in texts: what a completion marks as its answer, what a data set's column holds, and when two are equal.
+
+A completion's answer is its last ``\boxed{…}``, or its last line ``#### …`` where the problem's own solution ends in
+one (as GSM8K's do). Every function is linear in the length of its text: a policy under optimisation may write 1 MB of
+braces or of ``\boxed``, so nothing here backtracks, recurses or turns digits into numbers.
+"""
+
+import re
+from collections import deque
+
+MAX_ANSWER = 1000  # Characters of an expression; a longer one is only compared as text, for parsers are slow
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace (as in \{1,2\}) does not nest
+_NUMBER = re.compile(r"(?:(?<![0-9.)\]}])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+_PLAIN_NUMBER = re.compile(r"([-+]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?)(?:\.([0-9]*))?")
+_SPACING = re.compile(r"\s+|\\[,;:!> ]|~|\\q?quad(?![A-Za-z])")
+_FINAL_LINE = re.compile(r"^####[ \t]*(.*)$", re.MULTILINE)
+_MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
+
+    The last box decides alone: None when there is none or when it is never closed (a truncated completion has
+    no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
+    """
+    boxes = deque(_BOX.finditer(text), maxlen=1)
+    if not boxes:
+        return None
+    start = boxes[0].end()
+    while start < len(text) and text[start].isspace():
+        start += 1
+    if start >= len(text):
+        return None
+    if text[start] != "{":
+        return re.split(r"[\s$]", text[start:], maxsplit=1)[0].rstrip(".,")
+    depth = 0
+    for brace in _BRACE.finditer(text, start):
+        if brace.group() == "{":
+            depth += 1
+        elif brace.group() == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : brace.start()]
+    return None
+
+
+def final_line(text: str) -> str | None:
+    """Return what the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
+    lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
+    return lines[0].group(1).strip() if lines else None
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number written in digits, with its sign, thousands commas and decimals; None without one."""
+    numbers = deque(_NUMBER.finditer(text), maxlen=1)
+    return numbers[0].group() if numbers else None
+
+
+def last_line(text: str) -> str:
+    """Return the last line that is not blank, stripped; "" without one."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def reference_answer(text: str) -> str:
+    r"""Return the answer that a data set's answer column holds.
+
+    GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
+    that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
+    """
+    answer = final_line(text)
+    if answer is not None:
+        return answer.replace(",", "") if plain_number(answer) is not None else answer
+    boxed = last_boxed(text)
+    return text.strip() if boxed is None else boxed.strip()
+
+
+def plain_number(text: str) -> str | None:
+    """Return the canonical spelling of a decimal number, or None: "+1,234.50" → "1234.5", "-0" → "0", ".5" → "0.5"."""
+    number = _PLAIN_NUMBER.fullmatch(text.strip().translate(_MINUS_SIGNS))
+    if number is None:
+        return None
+    sign, whole, fraction = number[1], number[2], number[3] or ""
+    if not whole and not fraction:
+        return None
+    whole = whole.replace(",", "").lstrip("0") or "0"
+    fraction = fraction.rstrip("0")
+    digits = f"{whole}.{fraction}" if fraction else whole
+    return f"-{digits}" if sign == "-" and digits != "0" else digits
+
+
+def normalise(answer: str) -> str:
+    r"""Return one spelling for answers that differ only in notation.
+
+    Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``; ``\dfrac`` becomes
+    ``\frac``, a number its ``plain_number``. Letter case, units and commas between elements stay.
+    """
+    text = answer.translate(_MINUS_SIGNS)
+    text = _SPACING.sub("", text.replace("\\$", "").replace("$", "").replace("{,}", ","))
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text)
+    text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
+    text = text.removesuffix(".")
+    number = plain_number(text)
+    return text if number is None else number
+
+
+def answer_text(completion: str, reference: str, solution: str, strict: bool = True) -> str | None:
+    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's
+    ``solution`` has one; None without either.
+
+    A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
+    the last number counts if the reference is a number, the last line if it is not.
+    """
+    if _BOX.search(completion):
+        return last_boxed(completion)
+    by_final_line = final_line(solution) is not None
+    marked = final_line(completion) if by_final_line else None
+    if strict or marked is not None:
+        return marked
+    if plain_number(normalise(reference)) is not None:
+        return last_number(completion)
+    return last_line(completion)
+
+
+def same_text(answer: str | None, reference: str) -> bool:
+    """Return whether both are equal after ``normalise``; an empty text equals nothing."""
+    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
+        return False
+    given = normalise(answer)
+    return bool(given) and given == normalise(reference)
+
+
+def verdict_by_text(reference: str, answer: str) -> bool | None:
+    """Return whether two mathematical expressions are equal where their texts alone decide it, else None."""
+    if not answer.strip() or not reference.strip():
+        return False
+    if same_text(answer, reference):
+        return True
+    if len(answer) > MAX_ANSWER or len(reference) > MAX_ANSWER:
+        return False
+    numbers = plain_number(normalise(answer)), plain_number(normalise(reference))
+    if None not in numbers and not any("." in str(number) for number in numbers):
+        return False
+    return None
+
+
+def has_answer(answer: str | None) -> bool:
+    """Return whether an ``answer_text`` is there and not blank."""
+    return bool((answer or "").strip())
