@@ -47,7 +47,7 @@ class Backend(Section):
     shard: Annotated[Literal["none", "dp", "fsdp2"], Role.NAMES] = "none"
     """`dp`: several processes, ranks, train each cohort together. Every rank holds the base; each samples and updates
     with its share of the rollouts. `fsdp2`: the same, and every rank holds a part of the base, for one that does not
-    fit on a device. See docs/sharding.md."""
+    fit on a device. See docs/gpu_servers.md."""
     ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
     """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`, or
     of each worker's `[campaign] gpus_per_cohort`. Without torchrun retrain starts them itself."""

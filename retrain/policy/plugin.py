@@ -1,7 +1,7 @@
 """Policies by a backend plug-in: a class named ``module:Class`` in ``[backend] backend``, one object per run.
 
 The backend holds the weights: it samples, takes optimizer steps, saves and loads. Retrain does the rest (problems,
-rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/backends.md``.
+rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/extending.md``.
 """
 
 from __future__ import annotations

@@ -201,8 +201,8 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("rewards/<name>/gini", "mean over groups of the Gini coefficient, as in reward_gini; the smallest value is "
             "declared as `metrics_ranges.<name>.min`", "0 equal to 1 concentrated",
             telescope="reward_<name>_gini_mean"),
-    _metric("correct_rate", "share of all sampled completions that are correct (by the rule in docs/start.md, as "
-            "everywhere)", "share", "rising",
+    _metric("correct_rate", "share of all sampled completions that are correct (by the rule in "
+            "docs/rewards_environments.md, as everywhere)", "share", "rising",
             wandb="train/rewards/correct_rate", tinker="env/all/correct"),
     _metric("running_correct_rate", "share of correct completions over the whole run so far", "share",
             wandb="train/rewards/running_correct_rate"),

@@ -17,9 +17,9 @@ from retrain.policy.plugin import TrainSequence
 from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
-TOML = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+CODE = re.search(r"```python\n(# my_backend\.py\n.*?)```", PAGE, re.DOTALL)[1]
+TOML = re.search(r"```toml\n(\[backend\].*?)```", PAGE, re.DOTALL)[1]
 REST = """
 [data]
 source = "digits.jsonl"
@@ -166,7 +166,7 @@ def test_prompts_are_measured_with_the_backends_own_tokenizer(folder):
 
 
 def test_what_tokens_were_drawn_among_reaches_the_update(folder):
-    """As docs/backends.md says: `Completion.support` comes back with its sequence."""
+    """As docs/extending.md says: `Completion.support` comes back with its sequence."""
     support = "Support(np.repeat(np.array([*text.encode()], dtype=np.int32), 2), 2 * np.arange(len(text.encode()) + 1))"
     expected = "one.support.ids.tolist() == [token for token in one.completion_ids for _ in range(2)]"
     code = CODE.replace("import Completion", "import Completion, Support")

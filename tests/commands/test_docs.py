@@ -57,7 +57,8 @@ def test_commands_exist(line):
         if words[1:] != ["--version"]:
             GROUP.commands[words[1]].make_context(words[1], words[2:])
     elif words[0] == "python":
-        assert words[1].startswith("-") or (ROOT / words[1]).is_file()
+        named = {match[1] for block in blocks("python") if (match := re.match(r"# (\S+\.py)\n", block.values[0]))}
+        assert words[1].startswith("-") or words[1] in named or (ROOT / words[1]).is_file()
     elif words[0] == "source":
         assert words[1:] == [".venv/bin/activate"]  # what the Makefile makes
     else:

@@ -1,5 +1,5 @@
 """The blocks of docs/extending.md, used as its reader does: code beside a TOML file, and built-in code in a copy of the
-package. Its environment trains in test_episodes.py."""
+package. Its environment trains in test_episodes.py, its training backend in test_backends.py."""
 
 import json
 import os
@@ -87,6 +87,8 @@ def toml_of(tables: dict[str, dict[str, Any]]) -> str:
 def test_one_campaign_trains_with_all_of_the_page(folder, server):
     tables = {section: dict(keys) for section, keys in WORLD.items()}
     for text in blocks_of("toml"):
+        if text.startswith("[backend]"):
+            continue
         for section, keys in tomllib.loads(text).items():
             tables.setdefault(section, {}).update(keys)
     del tables["environment"]

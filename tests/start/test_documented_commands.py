@@ -12,7 +12,8 @@ from helpers.campaigns import FENCE, ROOT
 from retrain.models.directory import find_file
 
 CHECKOUTS = ROOT / "build" / "start"
-TYPED = re.compile(r"make demo$|source |pip install |retrain (init|check|explain|train)\b")
+TYPED = re.compile(r"make demo$|source |pip install |python \w+\.py$|retrain (init|check|explain|try|train)\b")
+NAMED = re.compile(r"# (\w+\.(?:py|toml))\n")
 SHORT = " --set campaign.max_steps=1 --set evaluation.problems=8"
 """For campaigns that take long; ``make demo`` trains the short one as it is."""
 
@@ -24,11 +25,20 @@ def commands(page: str) -> Iterator[str]:
             if not TYPED.match(line):
                 continue
             if trained := re.match(r"retrain train (campaigns/)?(\w+\.toml)", line):
-                campaign = tomllib.loads((ROOT / "campaigns" / trained[2]).read_text(encoding="utf-8"))
-                if find_file(campaign["model"]["model"], "config.json") is None:
-                    continue
+                shipped = ROOT / "campaigns" / trained[2]
+                if shipped.is_file():
+                    campaign = tomllib.loads(shipped.read_text(encoding="utf-8"))
+                    if find_file(campaign["model"]["model"], "config.json") is None:
+                        continue
                 line += SHORT if trained[1] else ""
             yield line
+
+
+def write_named_files(page: str, directory: Path) -> None:
+    """Write the blocks of a page that begin with a comment naming their file."""
+    for match in FENCE.finditer((ROOT / page).read_text(encoding="utf-8")):
+        if name := NAMED.match(match[2]):
+            (directory / name[1]).write_text(match[2], encoding="utf-8")
 
 
 def checkout(name: str) -> Path:
@@ -50,6 +60,7 @@ def test_the_commands_of_a_page_work_in_a_fresh_checkout(page):
     for command in ("make demo", "pip install", "retrain init", "retrain check", "retrain explain", "retrain train"):
         assert any(line.startswith(command) for line in typed), command
     copy = checkout(Path(page).stem)
+    write_named_files(page, copy)
     mine = ("MAKE", "MFLAGS", "VIRTUAL_ENV", "PYTHONPATH", "RETRAIN")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
     done = subprocess.run(["bash", "-exc", "\n".join(typed)], cwd=copy, env=environment, stdin=subprocess.DEVNULL)

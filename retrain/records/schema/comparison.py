@@ -168,7 +168,7 @@ class Comparison(Record):
     secondary: list[SecondaryComparison]
     """Further measures, without verdicts."""
     standing: str
-    """`declared`, `interim` or `exploratory` ([what that means](verdicts.md#not-to-be-bent))."""
+    """`declared`, `interim` or `exploratory` ([what that means](verdicts.md#status-declared-interim-exploratory))."""
     failed: list[str]
     """Run ids of failed runs."""
     warnings: list[str]
