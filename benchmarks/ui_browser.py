@@ -58,7 +58,7 @@ def measure(directory: Path, long: Path, cache: Path) -> dict[str, Any]:
         page.wait_for_function("() => document.querySelectorAll('.chartcard canvas').length > 3")
         page.wait_for_timeout(3000)
         page.evaluate(DRAWN)
-        charts = [page.evaluate(CHANGE, str(smooth)) for smooth in (5, 10, 20, 50, 100)]
+        charts = [page.evaluate(CHANGE, f"mean:{smooth}") for smooth in (5, 10, 20, 50, 100)]
         out["chart"] = [first / 1e3 for first, _ in charts]
         out["charts"] = [last / 1e3 for _, last in charts]
         browser.close()

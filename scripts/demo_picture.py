@@ -18,10 +18,10 @@ from rich.text import Text
 
 from retrain.campaign.controller import launch
 from retrain.commands.console import Board, board_view, message_text
+from retrain.commands.tables import comparison_table, squeeze_line
 from retrain.config import load
 from retrain.files import write_text
 from retrain.records.observer import SpecLike
-from retrain.records.tables import comparison_table, squeeze_line
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "retrain train campaigns/quickstart.toml"

@@ -39,7 +39,7 @@ def ui(
 ) -> None:
     """Look at campaigns and runs on a local web page, live while they train. Nothing in them is changed.
 
-    Prints the address of the page. Reads what retrain, the Tinker cookbook and TRL write. Ctrl-C ends it.
+    Prints the address of the page. Reads what retrain, the Tinker cookbook, TRL and trackio write. Ctrl-C ends it.
     """
     for module in ("starlette", "uvicorn", "jinja2"):
         if not is_installed(module):

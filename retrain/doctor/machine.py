@@ -22,6 +22,9 @@ REPEATS = 5
 COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any cache holds
 SIDE = {"cpu": 1024, "cuda": 8192}
 KERNELS = ("cudnn", "flash", "efficient", "math")  # Parts of the names of torch's attention operators
+GPU_CACHE_BYTES = 1 << 28
+"""A model with fewer bytes of weights stays in a GPU's cache, and launches of kernels bound its speed: 0.001 of the
+roofline with the bundled model on an H200."""
 WIDE = {"cpu": 8, "cuda": 32}  # Samples of each prompt when speed is measured: the batch of a small run
 FORWARD_OPS, UPDATE_OPS = 2, 4
 """Operations per weight and token of a forward pass, and of a forward pass with a backward pass to activations only,
@@ -125,7 +128,7 @@ def paths(subject: Subject) -> Result:
 
 def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:
     """Return the attention kernels that ``work`` calls in this thread, and its result."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         result = work()
     names = " ".join(event.key for event in profile.key_averages() if "scaled_dot_product" in event.key)
     return [kernel for kernel in KERNELS if f"_{kernel}" in names], result
@@ -151,13 +154,15 @@ def speed(subject: Subject) -> Result:
     trained = sum(len(action) for group in groups[:per_lane] for action in group)
     update = (prompt_tokens + trained) * UPDATE_OPS * _multiplied_weights(subject) / rates["matrix"] / update_seconds
     values = {"decode_share": decode, "update_share": update}
-    if subject.on_gpu:
+    if subject.on_gpu and subject.base.weight_bytes < GPU_CACHE_BYTES:
+        values = {}
+    elif subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
     words = (
         f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
         f"update {trained / update_seconds:,.0f} tokens/s"
-    )
+    ) + ("" if values else "; too small a model to compare with a GPU's roofline")
     return judged(subject.kinds, values, words, **facts, roofline=rates, seconds=[seconds, update_seconds])
 
 
@@ -193,7 +198,7 @@ def _decode_roofline(
 def _kernel_share(subject: Subject, work: Callable[[], Any]) -> float:
     """Return the share of the time of ``work`` in which at least one kernel runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         seconds, _ = timed(subject, work)
     spans = sorted(
         (event.time_range.start, event.time_range.end)

@@ -105,7 +105,8 @@ def peak(subject: Subject, work: Callable[[], Any]) -> int:
         work()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         work()
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]

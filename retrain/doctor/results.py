@@ -49,12 +49,14 @@ LIMITS: dict[str, Limit] = {
     # Measured 1e-7 in float32 and 1e-4 in bfloat16; 2e-7 and 1e-3 with random weights.
     "ratio_off": Limit("|ratio − 1|", NUMERICS, most={"float64": 1e-8, "float32": 1e-4, "bfloat16": 5e-3}),
     # Mean of ρ − 1 − log ρ in nats. Measured 2e-13 and 5e-6; 2e-11 and 6e-4 with random weights, whose logits of up to
-    # 25 have steps of an eighth in bfloat16.
-    "k3": Limit("k3", NUMERICS, most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 2e-3}),
-    # Of |log π_trainer − log π_sampler| in nats. Measured 2e-6 and 0.006; 2e-5 and 0.1 with random weights.
-    "p99": Limit("p99", NUMERICS, most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.2}),
+    # 25 have steps of an eighth in bfloat16. 2e-3 on an H200 with random weights at the shapes of Qwen3-8B.
+    "k3": Limit("k3", NUMERICS, most={"float64": 1e-12, "float32": 1e-8, "bfloat16": 5e-3}),
+    # Of |log π_trainer − log π_sampler| in nats. Measured 2e-6 and 0.006; 2e-5 and 0.1 with random weights, 0.19 on an
+    # H200.
+    "p99": Limit("p99", NUMERICS, most={"float64": 1e-6, "float32": 3e-4, "bfloat16": 0.4}),
     "lane_parted": Limit("parted", MIXED_LANES, most=PARTED),
-    "lane_p99": Limit("p99", MIXED_LANES, most={"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.15}),
+    # Products of other row counts round differently: 0.18 in bfloat16 on an H200 with random weights.
+    "lane_p99": Limit("p99", MIXED_LANES, most={"float64": 1e-6, "float32": 1e-4, "bfloat16": 0.4}),
     # Measured 1e-12 in float32 and 1e-4 in bfloat16; 7e-12 and 7e-4 with random weights.
     "gradient_angle": Limit("1 − cosine", GRADIENT, most={"float32": 1e-7, "bfloat16": 1e-2}),
     "gradient_norm": Limit("|norm ratio − 1|", GRADIENT, most={"float32": 1e-4, "bfloat16": 0.03}),
@@ -80,10 +82,12 @@ LIMITS: dict[str, Limit] = {
     "drill_parted": Limit(
         "parted", "what is sampled after memory ran out is wrong: report it with --json", most=PARTED
     ),
+    # Smaller micro-batches round differently. An angle with 1 − cosine = 0.01, which "gradient_angle" allows, is a
+    # relative difference of 0.14; 0.07 in bfloat16 on an H200 with random weights.
     "drill_gradient": Limit(
         "gradient off",
         "an update made again after memory ran out is wrong: report it with --json",
-        most={"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.03},
+        most={"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.14},
     ),
     # Small models on a CPU are bound by the number of operations and reach a few per cent.
     "decode_share": Limit(

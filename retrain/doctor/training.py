@@ -35,6 +35,7 @@ HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.flo
 COPIES_SHARE, PROCESS_SHARE = 0.5, 0.8
 """Shares of the available memory that copies for the gradient, and the model in a new process, may take."""
 LANES, STEPS, SAVED = 2, 4, 2
+VERSIONS = "updates do not advance the policy's version, so that runs would sample with old weights: report it"
 PROCESS_SECONDS = 300.0
 _RESUME = "import sys; from retrain.doctor.training import resume; resume(sys.argv[1])"
 
@@ -143,7 +144,10 @@ def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], 
 
 
 def resumed_equals_uninterrupted(subject: Subject) -> Result:
-    """Compare four training steps with two steps, a checkpoint, and two more in a new process, bit for bit."""
+    """Compare four training steps with two steps, a checkpoint, and two more in a new process, bit for bit.
+
+    Each update must also advance the policy's version: without that, a run samples with the weights of its start.
+    """
     needed = subject.base.weight_bytes
     if needed > PROCESS_SHARE * available_memory(subject.base.device):
         return Result(SKIP, f"a second copy of the model takes {needed / 2**30:.1f} GiB, which are not free")
@@ -173,7 +177,10 @@ def resumed_equals_uninterrupted(subject: Subject) -> Result:
         theirs = read_json(folder / "digests.json")
     differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     words = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
-    return judged(subject.kinds, {"resume_differs": len(differing)}, words, compared=len(ours), differing=differing)
+    versions = [policy.version for policy in policies]
+    fault = "" if versions == [STEPS] * LANES else f"{VERSIONS}: {versions} after {STEPS} updates each"
+    values = {"resume_differs": len(differing)}
+    return judged(subject.kinds, values, words, fault=fault, compared=len(ours), differing=differing)
 
 
 def resume(place: str) -> None:

@@ -8,11 +8,13 @@ numbers, so conditions are compared by paired differences). Completions are neve
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from retrain.maths.arrays import Doubles_S, Table, Values
 
+MOST_FLIPPED, SAMPLED_FLIPS = 14, 20_000
 EQUAL_SHARE = 1e-8
 """Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 
@@ -272,6 +274,36 @@ def paired_interval(a: Values, b: Values, level: float = 0.95) -> Interval:
         return Interval(mean, None, None)
     reach = _t_quantile(level, n - 1) * float(d.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - reach, mean + reach)
+
+
+def sign_flip_p(differences: Values) -> float:
+    """Return the one-sided p that paired differences are not below 0: the share of sign patterns whose sum is as low as
+    theirs, exact for up to ``MOST_FLIPPED`` differences other than 0, else of sampled patterns. It is 1 without any."""
+    x = _vector(differences, "differences")
+    return _flip_p(tuple(sorted(float(value) for value in x if value)))
+
+
+@lru_cache(maxsize=4096)
+def _flip_p(differences: tuple[float, ...]) -> float:
+    count = len(differences)
+    if not count:
+        return 1.0
+    if count <= MOST_FLIPPED:
+        signs = 1.0 - 2.0 * (np.arange(2**count)[:, None] >> np.arange(count)[None, :] & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(SAMPLED_FLIPS, count))
+        signs[0] = 1.0
+    sums = signs @ np.array(differences)
+    return float(np.mean(sums <= sums[0] + EQUAL_SHARE))
+
+
+def holm(p: Values) -> list[float]:
+    """Return p adjusted for their number (Holm 1979), in the same order."""
+    x = _vector(p, "p")
+    order = np.argsort(x, kind="stable")
+    adjusted = np.empty(len(x))
+    adjusted[order] = np.minimum(np.maximum.accumulate(x[order] * np.arange(len(x), 0, -1)), 1.0)
+    return adjusted.tolist()
 
 
 def probability_of_improvement(a: Table | Sequence[float], b: Table | Sequence[float]) -> Table | float:

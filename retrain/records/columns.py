@@ -70,7 +70,7 @@ class _Rows:
             column = self._columns.setdefault(key, array("f"))
             if missing := self._count - len(column):
                 column.extend([np.nan] * missing)
-            column.append(_float32(value))
+            column.append(float32(value))
             if value is not None and not isinstance(value, (int, float)):
                 self._text_keys.add(key)
         self._count += 1
@@ -208,7 +208,7 @@ class Columns:
         return has_blocks and self._lines.is_current()
 
 
-def _float32(value: object) -> float:
+def float32(value: object) -> float:
     """Return the value as float32 holds it: infinite beyond its range, NaN for what is no number."""
     if not isinstance(value, (int, float)):
         return np.nan

@@ -23,9 +23,10 @@ from retrain.records.context import RunContext
 from retrain.records.environment import SystemInfo
 from retrain.records.measure import measure_step
 from retrain.records.notes import WINDOW, explain, inapplicable, note_line
+from retrain.records.pages.rollouts import rollout_page
+from retrain.records.pages.timeline import write_timeline
 from retrain.records.reader import RunReader
 from retrain.records.reporter import Reporter, make_trackers
-from retrain.records.rollout_page import rollout_page
 from retrain.records.rollouts import (
     Batch,
     TokenText,
@@ -51,7 +52,6 @@ from retrain.records.schema.rows import (
 from retrain.records.scores import eval_row, evaluation_keys
 from retrain.records.seals import chained
 from retrain.records.text import without_keys
-from retrain.records.timeline import write_timeline
 from retrain.records.tokens import tokens_name, write_tokens
 from retrain.records.trackers import Tracker
 from retrain.records.writer import RecordFiles

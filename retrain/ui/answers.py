@@ -42,9 +42,9 @@ class Query:
             raise Refusal(400, f"the query needs {name}=…")
         return value
 
-    def texts(self, name: str, most: int) -> list[str]:
-        """Every value of a name that may be repeated, each once; at least one."""
-        values = list(dict.fromkeys(self._values.getlist(name)))
+    def texts(self, name: str, most: int, default: Sequence[str] = ()) -> list[str]:
+        """Return every value of a name that may be repeated, each once; at least one."""
+        values = list(dict.fromkeys(self._values.getlist(name))) or list(default)
         if not values:
             raise Refusal(400, f"the query needs {name}=…")
         if len(values) > most:

@@ -19,19 +19,22 @@ from starlette.datastructures import QueryParams
 
 from retrain.errors import RetrainError, UsageError
 from retrain.files import dumps, write_text
+from retrain.records.pages import STATIC
+from retrain.records.pages.scripts import joined
 from retrain.ui.answers import JsonRoute, Query, Refusal
 from retrain.ui.findings import Findings
 from retrain.ui.iterations import Index
 from retrain.ui.library import Library
 from retrain.ui.numbers import AXES
 from retrain.ui.problems import SORTS, evolutions
-from retrain.ui.scripts import joined
-from retrain.ui.server import SHARED, STATIC, api_routes, shell_html
+from retrain.ui.server import api_routes, shell_html
 from retrain.ui.sources import Home, Run
 
 POLICY = (
     "default-src 'none'; script-src 'self' file:; style-src 'self' file: 'unsafe-inline'; img-src 'self' file: data:"
 )
+LOADED = ("theme.js", "uPlot.iife.min.js", "LICENSE")
+"""Files that are copied besides styles and pictures; all modules are in the joined script."""
 POINTS = 600
 ROLLOUTS, PROBLEMS, ITERATIONS = 64, 400, 3
 """Rollouts of an iteration, problems of a set, and recorded iterations of each run, the newest, that a copy holds."""
@@ -41,7 +44,7 @@ FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
 """What does not change the name of an answer, as in ``static/copy.js``."""
 
-OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora")
+OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run")
 """Answers whose texts are of programs and settings; those of models and problems stay as they are."""
 ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
@@ -84,10 +87,8 @@ def write_bundle(library: Library, out: Path, progress: Callable[[int, int], Non
 def _write_page(out: Path) -> None:
     write_text(out / "app.js", joined(STATIC, "app.js"))
     for path in sorted(STATIC.rglob("*")):
-        if path.is_file() and ("vendor" in path.parts or path.suffix in (".css", ".svg") or path.name == "theme.js"):
+        if path.is_file() and (path.suffix in (".css", ".svg") or path.name in LOADED):
             _copied(path, out / "page" / path.relative_to(STATIC))
-    for name, path in SHARED.items():
-        _copied(path, out / "page" / name)
     write_text(out / "index.html", shell_html(static="page", copy=POLICY))
 
 
@@ -184,6 +185,7 @@ def _of_home(
         yield from _problems(answers, library, home)
     yield "why", [("why", {"key": key, "at": run.place}) for key in watched for run in home.runs[:12]]
     yield "notes", [*(("notes", {"at": each}) for each in places), *(("log", {"at": run.place}) for run in home.runs)]
+    yield "runs", [("run", {"at": run.place, "x": x}) for run in home.runs for x in AXES]
     yield "timeline", [("timeline", {"at": each}) for each in places]
     yield "lora", [("lora", {"at": each}) for each in places]
     for number, run in enumerate(home.runs):

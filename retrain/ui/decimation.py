@@ -1,39 +1,77 @@
-"""Long lines as short ones that keep their extremes: a chart has a couple of thousand columns of pixels."""
+"""Smoothing of a run's rows, and thinning to the points that a chart can show. Smoothing comes first."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
 
 import numpy as np
 
+from retrain.ui.answers import Refusal
+from retrain.verdicts.evidence import window_of
+
 MOST_POINTS = 2_000
+MOST_STEPS = 100_000  # Steps of a moving average
+NEGLIGIBLE = 1e-17  # Weight of a row below which it is left out of an exponential average
 
 
-def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """The places of at most ``most`` points of a line (four or more), in order: of each stretch its least and its
-    greatest one, and both ends of the line. NaN are left out."""
-    known = np.flatnonzero(np.isfinite(y))
-    if len(known) <= most:
-        return known
-    values = y[known]
-    edges = np.linspace(0, len(known), max(1, (most - 2) // 2) + 1).astype(int)
-    starts, ends = edges[:-1], edges[1:]
-    # Stretches differ in length by one: the last place of a shorter one is looked at twice.
-    places = np.minimum(starts[:, None] + np.arange((ends - starts).max()), ends[:, None] - 1)
-    stretches = values[places]
-    rows = np.arange(len(starts))
-    chosen = [places[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
-    return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
+@dataclass(frozen=True)
+class Smoothing:
+    """``kind``: "none", "ema" with a weight below 1, "mean" over so many steps, or "auto", over so many points."""
+
+    kind: str = "none"
+    amount: float = 1.0
+
+    @classmethod
+    def parse(cls, text: str) -> Smoothing:
+        """Parse ``none``, ``auto``, ``ema:0.9``, ``mean:20``, or ``20`` for ``mean:20``. Raises Refusal (400)."""
+        if text in ("none", "0", "1", "mean:1", "mean:0"):
+            return cls()
+        if text in ("auto", "-1"):
+            return cls("auto")
+        if match := re.fullmatch(r"ema:(0?\.\d{1,9}|0)", text):
+            return cls("ema", float(match[1]))
+        if (match := re.fullmatch(r"(?:mean:)?(\d{1,6})", text)) and int(match[1]) <= MOST_STEPS:
+            return cls("mean", int(match[1]))
+        raise Refusal(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
+
+    def for_points(self, longest: int) -> Smoothing:
+        """Return the smoothing of lines of which the longest has so many points: that of a report for "auto"."""
+        return Smoothing("auto", window_of(longest)) if self.kind == "auto" else self
+
+    @property
+    def window(self) -> int:
+        """Steps (points for "auto") of the moving average; 1 for another kind."""
+        return int(self.amount) if self.kind in ("mean", "auto") else 1
+
+    @property
+    def is_none(self) -> bool:
+        return self.kind != "ema" and self.window < 2
+
+    def __str__(self) -> str:
+        if self.is_none:
+            return "none"
+        return f"ema:{self.amount:g}" if self.kind == "ema" else f"mean:{self.window}"
+
+    def of(self, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Smooth the values of all rows. NaN stay NaN and do not count; ``steps`` are in order."""
+        if self.kind == "ema":
+            return exponential_average(values, self.amount)
+        return moving_average(np.arange(len(steps)) if self.kind == "auto" else steps, values, self.window)
 
 
-def last_of_stretches(y: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a line into at most ``most`` stretches; return of each its last place, the place of its last value, and its
-    least and greatest value. Where a stretch has no value, its last place and NaN."""
-    edges = np.linspace(0, len(y), min(most, len(y)) + 1).astype(int)
-    starts, ends = edges[:-1], edges[1:] - 1
-    known = np.isfinite(y)
-    values = y.astype(np.float64)
-    low = np.minimum.reduceat(np.where(known, values, np.inf), starts)
-    high = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
-    last = np.maximum.reduceat(np.where(known, np.arange(len(y)), -1), starts)
-    empty = last < 0
-    return ends, np.where(empty, ends, last), np.where(empty, np.nan, low), np.where(empty, np.nan, high)
+def exponential_average(values: np.ndarray, weight: float) -> np.ndarray:
+    """Return TensorBoard's debiased average: ``last = weight * last + (1 - weight) * value``, divided by
+    ``1 - weight**n`` after the n-th value. NaN stay NaN and do not count."""
+    known = np.isfinite(values)
+    sums, averages = values[known].astype(np.float64), np.full(len(values), np.nan)
+    ages = np.arange(1, len(sums) + 1)
+    span = 1  # Each entry is the weighted sum of the last `span` values.
+    while span < len(sums) and weight**span > NEGLIGIBLE:
+        sums[span:] = sums[span:] + weight**span * sums[:-span]
+        span *= 2
+    averages[known] = sums * (1.0 - weight) / (1.0 - weight**ages)
+    return averages
 
 
 def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
@@ -49,3 +87,20 @@ def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.nda
     averages = np.full(len(values), np.nan)
     averages[known] = (total[ends] - total[starts]) / (ends - starts)
     return averages
+
+
+def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """Return the indices of at most ``most`` points of a line (four or more), in order: of each stretch the least and
+    the greatest, and both ends of the line. NaN are left out."""
+    known = np.flatnonzero(np.isfinite(y))
+    if len(known) <= most:
+        return known
+    values = y[known]
+    edges = np.linspace(0, len(known), max(1, (most - 2) // 2) + 1).astype(int)
+    starts, ends = edges[:-1], edges[1:]
+    # Stretches differ in length by one: the last index of a shorter one is looked at twice.
+    indices = np.minimum(starts[:, None] + np.arange((ends - starts).max()), ends[:, None] - 1)
+    stretches = values[indices]
+    rows = np.arange(len(starts))
+    chosen = [indices[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
+    return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]

@@ -21,11 +21,12 @@ from retrain.ui.sources import Home, Run
 LOOK_EVERY_S = 1.0
 BEAT_S = 15.0  # Seconds between keep-alive comments, for proxies that close idle connections
 MOST_LISTENERS = 64
+FOREIGN = "foreign"
 WATCHED = {
-    METRICS: "metrics", "trainer_state.json": "metrics", EVALS: "evals", NOTES: "notes",
-    LOG: "log", ITERATIONS: "rollouts", SPANS: "timeline",
+    METRICS: "metrics", EVALS: "evals", NOTES: "notes", LOG: "log", ITERATIONS: "rollouts", SPANS: "timeline",
+    FOREIGN: "metrics",
 }  # fmt: skip
-"""Files of a run that grow, and what a page calls it."""
+"""Files of a run that grow, and what a page calls it; last those of another tool."""
 
 Looked = dict[str, dict[str, Any]]
 
@@ -111,20 +112,22 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
     out = []
     for place, facts in now.items():
         old = before.get(place, {})
-        names = (METRICS, "trainer_state.json")
+        names = (METRICS, FOREIGN)
         what = list(dict.fromkeys(WATCHED.get(name, name) for name, value in facts.items()
                                   if name != "run" and old.get(name) != value))  # fmt: skip
         if not what:
             continue
         told: dict[str, Any] = {"place": place, "what": what}
-        if "run" in facts and any(old.get(name) != facts[name] for name in names):
+        if "run" in facts and any(old.get(name) != facts.get(name) for name in names):
             told["rows"] = _rows(library, facts["run"])
         out.append(told)
     return out + [{"place": place, "what": ["state"]} for place in before if place not in now]
 
 
 def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED}
+    facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED if name != FOREIGN}
+    if run.reader is not None and run.foreign is not None:
+        facts[FOREIGN] = run.reader.stamp(run.foreign, library.places.file)
     facts[METRICS] = facts[METRICS], _is_reading(library, run)
     return facts | {"state": (home.state, run.state, run.worker), "run": run}
 

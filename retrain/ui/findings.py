@@ -4,7 +4,7 @@ import math
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
 from retrain.ui.power import power_of
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, Run, touched
 from retrain.verdicts.pooling import compare_directories
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
@@ -72,7 +72,7 @@ class Findings:
     def comparison(self, home: Home, wait_s: float) -> Found:
         """What ``compare_directories`` returns for a campaign as it is now, or why there is nothing. After ``wait_s``
         what was known before; ``fresh`` says which."""
-        if home.source.name != "retrain":
+        if home.source != "retrain":
             return Found((), None, FOREIGN)
         if not home.manifest:
             return Found((), None, home.missing[0] if home.missing else ALONE)
@@ -92,7 +92,7 @@ class Findings:
         kept = self._kept.get(home.path)
         if kept is not None:
             return kept.comparison
-        if home.source.name == "retrain" and home.state in ("done", "failed", "stopped"):
+        if home.source == "retrain" and home.state in ("done", "failed", "stopped"):
             found = read_object(self._library.places.file(home.path, COMPARISON))
             return found if found.get("format") == 3 else None
         return None
@@ -113,6 +113,16 @@ class Findings:
         entries = [(entry["label"], entry["seed"], entry.get("seal")) for entry in home.manifest.get("runs", ())]
         stamps = stamp_of(home.path / PLAN), stamp_of(Registry(home.path).path)
         return (stamps, [home.manifest.get(name) for name in DECLARED], entries, runs)
+
+    def ask_where_needed(self, homes: Iterable[Home]) -> None:
+        """Have those read and compared that have no comparison in their files since the last evaluation."""
+        self.ask([home for home in homes if not self._is_written(home)])
+
+    def _is_written(self, home: Home) -> bool:
+        """Return whether an ended campaign has written its comparison after all evaluations."""
+        written = touched(home.path / COMPARISON) if home.state in ("done", "failed", "stopped") else None
+        newest = [moment for run in home.runs if (moment := touched(run.path / EVALS))]
+        return written is not None and written >= max(newest, default=0.0) and self.known(home) is not None
 
     def ask(self, homes: Sequence[Home], first: bool = False) -> None:
         """Have these read and compared in the background where something is new, small ones before large ones;
@@ -190,7 +200,7 @@ class Findings:
             return Found(signature, None, f"the comparison failed ({type(error).__name__}); the terminal shows where")
 
     def _compare(self, home: Home, signature: Signature) -> Found:
-        if home.source.name != "retrain" or not home.manifest:
+        if home.source != "retrain" or not home.manifest:
             return Found(signature, None, FOREIGN)
         read = reader(self._library, {run.run_id: run for run in home.runs})
         try:

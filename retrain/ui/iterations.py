@@ -14,7 +14,7 @@ from threading import Lock
 from typing import Any
 
 from retrain.errors import CheckpointError, UsageError
-from retrain.files import Stamp, stamp_of
+from retrain.files import Stamp, dumps, stamp_of
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
 from retrain.records.reader import RunReader, Tail, json_lines
@@ -162,7 +162,7 @@ def _iteration(row: Mapping[str, Any]) -> Iteration | None:
 def rollouts_of(index: Index, one: Iteration) -> list[Row]:
     """Every rollout of an iteration as far as it is recorded, in sampling order: ``index``, ``group``, ``sample``,
     ``problem_id``, ``tags``, ``reward``, ``correct``, ``advantage``, ``length``, ``turns``, ``stop_reason``, ``ended``,
-    ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``text`` and whether it is ``whole``."""
+    ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``prompt``, ``text`` and whether it is ``whole``."""
     if (tokens := index.tokens(one)) is not None:
         with tokens as file:
             prompt = cache(file.prompt)
@@ -211,6 +211,7 @@ def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -
         "length": sum(turn["tokens"] for turn in turns),
         "turns": len(turns),
         "tool_errors": _tool_errors(line["metrics"]),
+        "prompt": "\n".join(_content(message) for message in prompt["messages"]),
         "text": "\n".join(turn["text"] for turn in turns),
         "whole": True,
     }
@@ -239,9 +240,16 @@ def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, in
         "error": next((error for error in errors if error), None),
         "metrics": metrics,
         "tool_errors": _tool_errors(metrics),
+        "prompt": str(text.get("prompt") or ""),
         "text": text.get("completion", ""),
         "whole": False,
     }
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return a message's text; contents in parts as JSON."""
+    content = message.get("content")
+    return content if isinstance(content, str) else dumps(content)
 
 
 def _tool_errors(metrics: Mapping[str, Any]) -> int:

@@ -49,8 +49,8 @@ def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, A
     out = []
     for key in keys:
         facts = about(key)
-        named = any(metric.key in there for metric in _BY_ALIAS.get(key, ())) and not _is_own(key, there)
-        if named or _repeats(key, there):
+        is_named = any(metric.key in there for metric in _BY_ALIAS.get(key, ())) and not _is_own(key, there)
+        if is_named or _repeats(key, there):
             continue
         spread = {name: other for name in STATISTICS if (other := _statistic(key, name)) in there}
         histogram = HISTOGRAMS.get(key) or _component(key)
@@ -60,15 +60,27 @@ def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, A
     return sorted(out, key=lambda facts: _ORDER.get(facts["section"], len(_ORDER)))
 
 
+def name_in(key: str, keys: Collection[str]) -> str:
+    """Return the name that a metric has among these keys: its own, or that of the tool which wrote them."""
+    facts = about(key)
+    names = (key, facts["alias_of"], *facts["aliases"])
+    return next((name for name in names if name is not None and name in keys), key)
+
+
 def watched(keys: Collection[str]) -> list[str]:
     """The keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
     found: dict[str, None] = {}
     for pattern in WATCH:
-        own = [key for key in keys if re.fullmatch(_regex(pattern), key)]
-        metric = _BY_PATTERN.get(pattern)
-        named = [name for names in metric.aliases.values() for name in names] if metric else []
-        found |= dict.fromkeys(own or [name for name in named if name in keys][:1])
+        found |= dict.fromkeys(named(pattern, keys))
     return list(found)[:MOST_WATCHED]
+
+
+def named(pattern: str, keys: Collection[str]) -> list[str]:
+    """Return the keys of a metric of the catalogue; where there are none, the first of another tool's names for it."""
+    own = [key for key in keys if re.fullmatch(_regex(pattern), key)]
+    metric = _BY_PATTERN.get(pattern)
+    aliases = [name for names in metric.aliases.values() for name in names] if metric else []
+    return own or [name for name in aliases if name in keys][:1]
 
 
 def tags_of(keys: Collection[str]) -> list[str]:

@@ -9,7 +9,7 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
@@ -19,10 +19,14 @@ import numpy as np
 
 from retrain.errors import StorageError
 from retrain.files import stamp_of
-from retrain.records.columns import BLOCK, Columns, ColumnWriter
+from retrain.records.columns import BLOCK, Columns, ColumnWriter, float32
+from retrain.records.foreign import FindFile, ForeignReader, ForeignRun
+from retrain.records.kinds import is_number
 from retrain.records.reader import Tail, last_row
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import Refusal
+from retrain.ui.sources import Run
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
 AXES = ("step", "tokens", "device", "wall")
@@ -48,6 +52,8 @@ class Numbers(Protocol):
     def refresh(self, make: bool = False) -> None:
         """Read what is new; with ``make`` also what takes seconds."""
         ...
+
+    def refresh_evaluations(self) -> None: ...
 
     def __len__(self) -> int:
         """Rows: steps that are finished."""
@@ -126,6 +132,11 @@ class RunNumbers:
             self.reading = left and self._bare()  # made since by another thread
             if not self.reading:
                 self._refresh()
+            self.refresh_evaluations()
+
+    def refresh_evaluations(self) -> None:
+        """Read what is new of the evaluations alone."""
+        with self._lock:
             replaced, rows = self._evals.rows()
             if replaced or rows:
                 self._rows, self._keys = rows if replaced else self._rows + rows, None
@@ -227,23 +238,75 @@ class RunNumbers:
         return self._lock
 
 
+class TableNumbers:
+    """The numbers of another tool's run, whose rows are held in memory; read anew whenever they change."""
+
+    reading = False
+
+    def __init__(self, run: ForeignRun, reader: ForeignReader, find: FindFile):
+        self._run, self._reader, self._find, self._lock = run, reader, find, RLock()
+        self._stamp: Hashable = None
+        self._rows: list[Row] = []
+        self._columns: dict[str, np.ndarray] = {}
+
+    def refresh(self, make: bool = False) -> None:
+        """Read the rows where they have changed; while they cannot be read, those before stay."""
+        stamp = self._reader.stamp(self._run, self._find)
+        with self._lock:
+            if stamp != self._stamp and (rows := self._reader.rows(self._run, self._find)) is not None:
+                self._rows, self._stamp = rows, stamp
+                keys = dict.fromkeys(key for row in rows for key, value in row.items() if is_number(value))
+                self._columns = {key: np.array([float32(row.get(key)) for row in rows], np.float32) for key in keys}
+
+    def refresh_evaluations(self) -> None:
+        """Do nothing: evaluations of other tools are keys of the rows."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def keys(self) -> Collection[str]:
+        return self._columns.keys()
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        return self._rows[-1] if self._rows else {}
+
+    def column(self, key: str) -> np.ndarray:
+        """float32 [rows]."""
+        return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Return nothing: evaluations of other tools are keys of the rows."""
+        return []
+
+    def still(self) -> AbstractContextManager[object]:
+        return self._lock
+
+
 class Pool:
-    """The numbers of all runs, one object for each directory."""
+    """The numbers of all runs, one object for each run."""
 
     def __init__(self, cache: Path | None = None):
         self._cache, self._store, self._lock = cache, Store(), RLock()
-        self._runs: dict[Path, RunNumbers] = {}
+        self._runs: dict[str, RunNumbers | TableNumbers] = {}
         if cache is not None:
             _tidy(cache)
 
-    def of(self, run: Path) -> RunNumbers:
-        """Of the run in this real directory; the caller has looked that its files lie inside."""
+    def of(self, run: Run, find: FindFile) -> Numbers:
+        """Return the numbers of a run; the caller has looked that its files lie inside of the given directories."""
         with self._lock:
-            if run not in self._runs:
-                name = f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:32]}.f32"
-                cache = self._cache / name if self._cache is not None else None
-                self._runs[run] = RunNumbers(run / METRICS, run / EVALS, self._store, cache)
-            return self._runs[run]
+            if run.place not in self._runs:
+                self._runs[run.place] = self._new(run, find)
+            return self._runs[run.place]
+
+    def _new(self, run: Run, find: FindFile) -> "RunNumbers | TableNumbers":
+        foreign, reader = run.foreign, run.reader
+        if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
+            return TableNumbers(foreign, reader, find)
+        name = f"{hashlib.sha256(os.fsencode(run.path)).hexdigest()[:32]}.f32"
+        cache = self._cache / name if self._cache is not None else None
+        return RunNumbers(run.path / METRICS, run.path / EVALS, self._store, cache)
 
 
 def cache_directory() -> Path:

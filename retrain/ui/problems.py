@@ -1,55 +1,56 @@
 """Held-out problems × conditions: who solves what, how that has changed, and the same prompt under two conditions."""
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from retrain.errors import UsageError
+import numpy as np
+
+from retrain.errors import UsageError, plural
 from retrain.files import stamp_of
+from retrain.maths.statistics import holm, sign_flip_p
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
 from retrain.ui.differences import compared
 from retrain.ui.iterations import Index, Iteration, rollouts_of
+from retrain.ui.rates import rate_of
 from retrain.ui.rollouts import shown_tokens
 
 MOST_PROMPT = 300
 KEPT = 2  # Matrices that are kept: of a large set with ten conditions one takes tens of megabytes
+ALPHA = 0.05
+FEW = 20  # Problems below which a percentage of them says nothing
 
 Runs = Mapping[str, Sequence[Index]]  # The runs of a campaign by condition, the baseline first
-
-
-@dataclass
-class _Cell:
-    correct: int = 0
-    answers: int = 0
-
-    def add(self, correct: bool) -> None:
-        self.correct += correct
-        self.answers += 1
-
-    @property
-    def rate(self) -> float | None:
-        return self.correct / self.answers if self.answers else None
+Scores = dict[str, list[int]]  # [correct, answers] of every problem in one evaluation
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The evaluations that a condition is told by: of every run the first one, and the one after training, None where
+    """The evaluations that a condition is shown by: of every run the first one, and the one after training, None where
     no other has come; ``of`` is "finished" or "all": which runs these are."""
 
     runs: Sequence[tuple[Index, Iteration, Iteration | None]]
     of: str
 
     def numbers(self, when: int) -> list[int]:
-        """The steps of the evaluations before (1) or after (2), each once."""
+        """Return the steps of the evaluations before (1) or after (2), each once."""
         return sorted({one.number for each in self.runs if isinstance(one := each[when], Iteration)})
 
     def as_json(self) -> Row:
-        """How many runs, which, and at what steps."""
         return {"runs": len(self.runs), "of": self.of, "before": self.numbers(1), "after": self.numbers(2)}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One run's scores before and after training; ``draw`` is the same for runs that share the answers before."""
+
+    before: Scores
+    after: Scores
+    draw: int
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,13 @@ class Matrix:
     ends: Mapping[str, Ends]
     common: int | None
     rows: Sequence[Row]
+    overall: Mapping[str, Row]
+    tests: Sequence[Row]
 
     def shown(self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200) -> Row:
-        """The problems that pass, sorted: "differ" (most between conditions after training), "worse" (fell most under
-        some condition), "better", "hard" (least solved), "problem" (as they come). Raises UsageError for another."""
+        """Return the problems that pass, sorted: "differ" (most between conditions after training), "worse" (least p of
+        having got worse, then the largest fall), "better", "hard" (least solved), "problem" (as they come). Raises
+        UsageError for another."""
         if sort not in SORTS:
             raise UsageError(f'sort = "{sort}" is none of {", ".join(SORTS)}')
         wanted = text.casefold()
@@ -73,36 +77,43 @@ class Matrix:
         ]  # fmt: skip
         rows.sort(key=SORTS[sort])
         steps = {label: [own.numbers(1)[0], (own.numbers(2) or own.numbers(1))[-1]] for label, own in self.ends.items()}
+        tags = Counter(each for row in self.rows for each in row["tags"])
         return {
             "set": self.held_out,
             "conditions": list(self.ends),
             "steps": steps,
             "taken": {label: own.as_json() for label, own in self.ends.items()},
             "common": self.common,
-            "tags": sorted({each for row in self.rows for each in row["tags"]}),
+            "tags": sorted(tags),
+            "of_tag": dict(sorted(tags.items())),
+            "overall": self.overall,
+            "few": len(self.rows) < FEW,
+            "tests": self.tests,
             "total": len(rows),
             "problems": rows[first : first + count],
         }
 
 
-def matrix(runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matrix:
-    """Solve rates of every problem under every condition, before and after training, over the finished seeds.
+def matrix(
+    runs: Runs, held_out: str, unfinished: Collection[Path] = (), seeds: Mapping[Path, int | None] | None = None
+) -> Matrix:
+    """Return solve rates of every problem under every condition, before and after training, over the finished seeds.
 
-    ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is told
-    by all of its runs; then every condition is taken at the last step that all runs have in common."""
+    ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is shown
+    by all of its runs; then every condition is taken at the last step that all runs have in common. ``seeds`` are those
+    of the runs' directories; runs without one are paired in their order."""
     ends, common = _ends(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
-    cells: dict[tuple[str, str, str], _Cell] = defaultdict(_Cell)
-    for label, own in ends.items():
-        for run, before, after in own.runs:
-            for when, one in (("before", before), ("after", after)):
-                for _, answer in _answers(run, held_out, [one] if one is not None else []):
-                    name = str(answer.get("problem_id"))
-                    prompt = str(answer.get("prompt", ""))[:MOST_PROMPT]
-                    problems.setdefault(name, {"id": name, "prompt": prompt, "tags": answer.get("tags") or []})
-                    cells[name, label, when].add(bool(answer.get("correct")))
-    rows = [problem | {"rates": _rates(cells, name, list(ends))} for name, problem in problems.items()]
-    return Matrix(held_out, ends, common, rows)
+    pairs = {
+        label: {
+            (seeds or {}).get(run.run, number): _pair(run, held_out, before, after, problems)
+            for number, (run, before, after) in enumerate(own.runs)
+        }
+        for label, own in ends.items()
+    }
+    rows = [problem | {"rates": _rates(pairs, name)} for name, problem in problems.items()]
+    overall = {label: {when: _overall(own.values(), when) for when in WHEN} for label, own in pairs.items()}
+    return Matrix(held_out, ends, common, rows, overall, _tested(pairs, rows))
 
 
 class Matrices:
@@ -112,15 +123,17 @@ class Matrices:
         self._kept: OrderedDict[tuple[str, str], tuple[Any, Matrix]] = OrderedDict()
         self._lock = Lock()
 
-    def of(self, name: str, runs: Runs, held_out: str, unfinished: Collection[Path] = ()) -> Matrix:
-        """That of the campaign of this name."""
+    def of(
+        self, name: str, runs: Runs, held_out: str, unfinished: Collection[Path], seeds: Mapping[Path, int | None]
+    ) -> Matrix:
+        """Return that of the campaign of this name."""
         files = (ITERATIONS, EVALUATIONS)
         state = [(label, run.run, run.run in unfinished, *(stamp_of(run.file(file)) for file in files))
                  for label, own in runs.items() for run in own]  # fmt: skip
         with self._lock:
             stamp, found = self._kept.get((name, held_out), (None, None))
             if found is None or stamp != state:
-                found = matrix(runs, held_out, unfinished)
+                found = matrix(runs, held_out, unfinished, seeds)
                 self._kept[name, held_out] = state, found
             self._kept.move_to_end((name, held_out))
             while len(self._kept) > KEPT:
@@ -151,13 +164,107 @@ def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict
     return found, common
 
 
-def _rates(cells: Mapping[tuple[str, str, str], _Cell], name: str, labels: Sequence[str]) -> dict[str, Row]:
-    empty = _Cell()
+def _pair(run: Index, held_out: str, before: Iteration, after: Iteration | None, problems: dict[str, Row]) -> Pair:
+    """Return a run's scores; ``problems`` learns the problems that it has answered."""
+    scores: tuple[Scores, Scores] = {}, {}
+    draw = 0
+    for when, one in enumerate((before, after)):
+        for _, answer in _answers(run, held_out, [one] if one is not None else []):
+            name = str(answer.get("problem_id"))
+            prompt = str(answer.get("prompt", ""))[:MOST_PROMPT]
+            problems.setdefault(name, {"id": name, "prompt": prompt, "tags": answer.get("tags") or []})
+            cell = scores[when].setdefault(name, [0, 0])
+            cell[0] += bool(answer.get("correct"))
+            cell[1] += 1
+            if not when:
+                draw ^= hash((name, cell[1], answer.get("completion")))
+    return Pair(*scores, draw)
+
+
+Pairs = Mapping[str, Mapping[int | None, Pair]]  # By condition and seed
+WHEN = ("before", "after")
+
+
+def _rates(pairs: Pairs, name: str) -> dict[str, Row]:
+    """Return a problem's rates by condition over all runs, with their intervals."""
     found = {}
-    for label in labels:
-        before, after = (cells.get((name, label, when), empty) for when in ("before", "after"))
-        found[label] = {"before": before.rate, "after": after.rate, "answers": after.answers}
+    for label, own in pairs.items():
+        counts = [[getattr(pair, when).get(name, (0, 0)) for pair in own.values()] for when in WHEN]
+        before, after = (rate_of(sum(c for c, _ in each), sum(n for _, n in each)) for each in counts)
+        found[label] = {"before": before["rate"], "after": after["rate"], "answers": after["n"],
+                        "rates": {"before": before, "after": after}, "tests": {}}  # fmt: skip
     return found
+
+
+def _overall(pairs: Collection[Pair], when: str) -> Row:
+    """Return the mean accuracy over runs, with the interval of so many problems."""
+    means = [np.mean([c / n for c, n in scores.values()]) for pair in pairs if (scores := getattr(pair, when))]
+    problems = max((len(getattr(pair, when)) for pair in pairs), default=0)
+    return rate_of(float(np.mean(means)) * problems, problems) if means else rate_of(0, 0)
+
+
+def _tested(pairs: Pairs, rows: Sequence[Row]) -> list[Row]:
+    """Test for every condition which problems got worse than before, and than under the baseline; the p of each problem
+    go into ``rows``. Return what each of these tests can show."""
+    tests = []
+    baseline = next(iter(pairs), None)
+    for label, own in pairs.items():
+        shared = len({pair.draw for pair in own.values()}) < len(own)
+        first = {seed: pair.before for seed, pair in own.items()}
+        tests.append(_test(label, "before", own, first, rows, shared))
+        if label != baseline and baseline is not None:
+            others = {seed: pair.after for seed, pair in pairs[baseline].items()}
+            tests.append(_test(label, "baseline", own, others, rows, shared=False))
+    return tests
+
+
+def _test(
+    label: str, against: str, own: Mapping[int | None, Pair], others: Mapping[int | None, Scores], rows: Sequence[Row],
+    shared: bool,
+) -> Row:  # fmt: skip
+    """Test each problem over seeds, and correct for the number of problems (Holm).
+
+    ``shared``: one set of answers before training serves all runs, as retrain samples it. It is then one draw among
+    the runs' answers, and not one for each pair."""
+    found: list[tuple[Row, Row]] = []
+    for row in rows:
+        pairs = [(pair.after[row["id"]], others[seed][row["id"]]) for seed, pair in own.items()
+                 if row["id"] in pair.after and row["id"] in others.get(seed, ())]  # fmt: skip
+        if pairs:
+            mine, its = ([correct / n for correct, n in side] for side in zip(*pairs, strict=True))
+            differences = [a - b for a, b in zip(mine, its, strict=True)]
+            p = _draw_p(mine, its[0]) if shared and len(mine) > 1 else sign_flip_p(differences)
+            result = {"change": float(np.mean(differences)), "n": len(pairs), "p": p}
+            found.append((row["rates"][label]["tests"], result))
+    for (tests, result), adjusted in zip(found, holm([result["p"] for _, result in found]), strict=True):
+        tests[against] = result | {"holm": adjusted, "worse": adjusted <= ALPHA}
+    runs = max((result["n"] for _, result in found), default=0)
+    least = 1.0 / (runs + 1) if shared else 0.5**runs
+    shown = sum(tests[against]["worse"] for tests, _ in found)
+    facts = {"label": label, "against": against, "runs": runs, "problems": len(found), "shared": shared, "worse": shown,
+             "least_p": least, "least_holm": min(1.0, least * len(found))}  # fmt: skip
+    facts["can_show"] = facts["least_holm"] <= ALPHA
+    return facts | {"words": _test_words(facts)}
+
+
+def _draw_p(scores: Sequence[float], draw: float) -> float:
+    """Return the one-sided p that a draw is not above scores of the same distribution: its rank among them."""
+    return sum(score >= draw for score in [draw, *scores]) / (len(scores) + 1)
+
+
+def _test_words(test: Row) -> str:
+    than = "than before training" if test["against"] == "before" else "than under the baseline"
+    if not test["problems"]:
+        return f"{test['label']}: no problem was answered {test['against']} and after training in the same runs."
+    worse, runs = plural(test["worse"], "problem"), plural(test["runs"], "run")
+    head = f"{test['label']}: {worse} of {test['problems']} worse {than} over {runs}"
+    if test["can_show"]:
+        return f"{head} (p below {ALPHA:g} after Holm's correction for {plural(test['problems'], 'problem')})."
+    why = " that share one draw before training" if test["shared"] else ""
+    return (
+        f"{head}: nothing can be shown. With {runs}{why} the least p of a problem is "
+        f"{test['least_p']:.2g}, and {min(1.0, test['least_holm']):.2g} after Holm's correction."
+    )
 
 
 def _changes(row: Row) -> list[float]:
@@ -169,9 +276,13 @@ def _after(row: Row) -> list[float]:
     return [each["after"] for each in row["rates"].values() if each["after"] is not None] or [0.0]
 
 
+def _least_p(row: Row) -> float:
+    return min((test["p"] for each in row["rates"].values() for test in each["tests"].values()), default=1.0)
+
+
 SORTS: Mapping[str, Callable[[Row], Any]] = {
     "differ": lambda row: min(_after(row)) - max(_after(row)),
-    "worse": lambda row: min(_changes(row)),
+    "worse": lambda row: (_least_p(row), min(_changes(row))),
     "better": lambda row: -max(_changes(row)),
     "hard": lambda row: sum(_after(row)) / len(_after(row)),
     "problem": lambda row: 0,
@@ -189,22 +300,24 @@ def evolution(runs: Runs, held_out: str, problem: str) -> Row:
 
 
 def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, Row]:
-    """The same of every problem, or of one, by its name; each file is read once."""
+    """Return the same of every problem, or of one, by its name; each file is read once."""
     about: dict[str, Row] = {}
-    cells: dict[str, dict[str, dict[int, _Cell]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(_Cell)))
+    cells: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: {label: {} for label in runs})
     for label, own in runs.items():
         for run in own:
             for one, answer in _answers(run, held_out, _evaluations(run, held_out)):
                 name = str(answer.get("problem_id"))
                 if only is None or name == only:
                     about.setdefault(name, {"prompt": str(answer.get("prompt", "")), "tags": answer.get("tags") or []})
-                    cells[name][label][one.number].add(bool(answer.get("correct")))
+                    cell = cells[name][label].setdefault(one.number, [0, 0])
+                    cell[0] += bool(answer.get("correct"))
+                    cell[1] += 1
     found = {}
     for name, by_label in cells.items():
         shown = {
-            label: [{"step": step, "rate": cell.rate, "answers": cell.answers} for step, cell in sorted(own.items())]
-            for label, own in by_label.items()
-        }
+            label: [rate_of(*cell) | {"step": step, "answers": cell[1]} for step, cell in sorted(own.items())]
+            for label, own in by_label.items() if own
+        }  # fmt: skip
         found[name] = {"set": held_out, "problem": name} | about[name] | {"conditions": shown}
     return found
 

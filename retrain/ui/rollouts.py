@@ -12,8 +12,10 @@ from retrain.records.schema.base import Row
 from retrain.records.tokens import RolloutTokens
 from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, rollouts_of
+from retrain.ui.rates import rate_of
 
 SHOWN = 400  # Characters of a text in the table
+AROUND = 30  # Characters before what was searched for
 SORTS: Mapping[str, Callable[[Row], Any]] = {
     "index": lambda one: one["index"],
     "reward": lambda one: one["reward"],
@@ -28,9 +30,9 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
 class Filter:
     """Which rollouts of an iteration are shown; None and "" let all through.
 
-    ``kept``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: in the text,
-    whatever the case; ``errors``: only those with a failed tool call, or that could not be graded; rewards and lengths
-    lie between two ends, both included.
+    ``kept``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: in the prompt or
+    the answer, whatever the case; ``errors``: only those with a failed tool call, or that could not be graded; rewards
+    and lengths lie between two ends, both included.
     """
 
     reward: tuple[float | None, float | None] = (None, None)
@@ -52,7 +54,7 @@ class Filter:
             and (not self.tag or self.tag in one["tags"])
             and (not self.stop or self.stop in (one["stop_reason"], one["ended"]))
             and (not self.kept or (one["discarded"] is not None) == (self.kept == "discarded"))
-            and (not self.text or self.text.casefold() in one["text"].casefold())
+            and (not self.text or self.text.casefold() in f"{one['prompt']}\n{one['text']}".casefold())
             and (not self.errors or bool(one["tool_errors"] or one["error"]))
         )
 
@@ -83,9 +85,10 @@ def table(
         "groups": _groups(every),
         "stops": sorted({str(each[key]) for each in every for key in ("stop_reason", "ended") if each[key]}),
         "tags": sorted({tag for each in every for tag in each["tags"]}),
+        "correct": rate_of(sum(bool(each["correct"]) for each in every), len(every)),
         "total": len(every),
         "passing": len(passing),
-        "rollouts": [each | {"text": _short(each["text"])} for each in ordered[first : first + count]],
+        "rollouts": [each | _excerpts(each, chosen.text) for each in ordered[first : first + count]],
     }
 
 
@@ -95,6 +98,8 @@ def _groups(every: Sequence[Row]) -> list[Row]:
         empty = {"problem_id": one["problem_id"], "tags": one["tags"], "discarded": one["discarded"], "samples": []}
         own = found.setdefault(one["group"], {"group": one["group"], **empty})
         own["samples"].append({key: one[key] for key in ("index", "reward", "correct", "advantage", "length")})
+    for own in found.values():
+        own["correct"] = rate_of(sum(bool(each["correct"]) for each in own["samples"]), len(own["samples"]))
     return list(found.values())
 
 
@@ -178,6 +183,18 @@ def _listed(values: np.ndarray) -> list[float | int | None] | None:
     if len(values) and not np.isfinite(values).any():
         return None
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _excerpts(one: Row, search: str) -> Row:
+    """Return the answer as the table shows it, around what was searched for; the prompt only where that is in it."""
+    at_prompt, at_text = (one[key].casefold().find(search.casefold()) for key in ("prompt", "text"))
+    prompt = _around(one["prompt"], at_prompt) if search and at_prompt >= 0 else None
+    return {"prompt": prompt, "text": _around(one["text"], at_text) if search and at_text >= 0 else _short(one["text"])}
+
+
+def _around(text: str, at: int) -> str:
+    begin = max(0, at - AROUND)
+    return f"{'[…] ' * (begin > 0)}{text[begin : begin + SHOWN]}{' […]' * (begin + SHOWN < len(text))}"
 
 
 def _short(text: str) -> str:

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from retrain import __version__
+from retrain.records.pages import STATIC, environment
 from retrain.ui.answers import refused
 from retrain.ui.api import (
     campaign,
@@ -29,21 +30,19 @@ from retrain.ui.api import (
     places,
     problems,
     rollouts,
+    run,
     timeline,
     view,
 )  # fmt: skip
 from retrain.ui.findings import Findings
 from retrain.ui.guard import Guard
 from retrain.ui.library import Library
+from retrain.ui.summary import Summaries
 
 VIEWS = (
     "campaign", "metrics", "problems", "prompt", "rollouts", "tokens", "timeline", "lora", "compare", "notes",
 )  # fmt: skip
 """Pages besides the first one: ``/<view>/<place>?…``."""
-HERE = Path(__file__).parent
-STATIC, TEMPLATES = HERE / "static", HERE / "templates"
-SHARED = {f"shared/{name}": HERE.parent / "records" / "assets" / name for name in ("base.css", "charts.css")}
-"""Styles that the page has in common with the reports."""
 FILES = ("/api/", "/static/")
 FOR_EVER = "public, max-age=31536000, immutable"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
@@ -66,18 +65,19 @@ def app_of(
     )
     app.router.redirect_slashes = False
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
-    findings.ask(library.homes())
+    findings.ask_where_needed(library.homes())
     return Guard(app, host, token, port)
 
 
 def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]) -> list[BaseRoute]:
+    summaries = Summaries(library, findings)
     return [
-        *places.routes(library, findings),
-        *campaign.routes(library, findings),
+        *places.routes(library, findings, summaries),
+        *campaign.routes(library, findings, summaries),
         *curves.routes(library),
         *metrics.routes(library),
         *columns.routes(library),
-        *(route for group in (histogram, notes, compare, timeline, lora) for route in group.routes(library)),
+        *(route for group in (run, histogram, notes, compare, timeline, lora) for route in group.routes(library)),
         *rollouts.routes(library),
         *problems.routes(library),
         *view.routes(library, findings, VIEWS, closing),
@@ -97,7 +97,7 @@ def static_version() -> str:
     """What changes when any of the page's files does: URLs with it may be kept for ever."""
     digest = zlib.crc32(__version__.encode())
     files = {path.relative_to(STATIC).as_posix(): path for path in sorted(STATIC.rglob("*")) if path.is_file()}
-    for name, path in (files | SHARED).items():
+    for name, path in files.items():
         digest = zlib.crc32(path.read_bytes(), zlib.crc32(name.encode(), digest))
     return f"{digest:08x}"
 
@@ -106,12 +106,10 @@ def static_version() -> str:
 def shell_html(static: str | None = None, copy: str = "") -> str:
     """The page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without a
     server, which holds its scripts beside it."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(TEMPLATES)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    return pages.get_template("shell.html").render(
-        version=__version__, static=static or f"/static/{static_version()}", copy=copy
+    return (
+        environment()
+        .get_template("shell.html")
+        .render(version=__version__, static=static or f"/static/{static_version()}", copy=copy)
     )
 
 
@@ -133,8 +131,6 @@ def _static(request: Request) -> Response:
 
 
 def _inside(name: str) -> Path | None:
-    if name in SHARED:
-        return SHARED[name]
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") or part.startswith(".") for part in parts):
         return None

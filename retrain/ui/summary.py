@@ -1,55 +1,142 @@
-"""One campaign or run in a few numbers: an entry of the first page."""
+"""Campaigns and runs in a few numbers: the entries of the first page."""
 
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from retrain.config.evaluation import HELDOUT
 from retrain.files import Stamp, stamp_of
+from retrain.records.kinds import is_number
 from retrain.records.reader import Tail
 from retrain.records.schema.layout import NOTES
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
-from retrain.ui.sources import Home, Run, touched
+from retrain.ui.rates import evaluation_rate
+from retrain.ui.sources import Home, Run, sets_of, touched
 
 MOST_NOTES = 4_096  # Runs whose last note is kept
+SPARK_POINTS, SPARK_CONDITIONS = 30, 8
+STATES = ("done", "failed", "running", "stopped", "interrupted")
 
 
-def summary_of(library: Library, findings: Findings, home: Home) -> dict[str, Any]:
-    """The ``Summary`` of the API; what takes long to find out is null until the background has read it."""
+DETAILS = ("devices", "heldout", "note", "verdict")
+
+
+class Summaries:
+    """Entries of the first page. What is read from files of runs is kept while nothing of the directory changes."""
+
+    def __init__(self, library: Library, findings: Findings):
+        self._library, self._findings = library, findings
+        self._kept: dict[Path, tuple[Home, int, dict[str, Any]]] = {}
+
+    def is_known(self, home: Home) -> bool:
+        kept = self._kept.get(home.path)
+        return kept is not None and kept[0] is home and kept[1] == self._findings.version(home)
+
+    def of(self, home: Home, read: bool = True) -> dict[str, Any]:
+        """Return the ``Summary`` of the API. ``DETAILS`` are null where they are not known and ``read`` is false."""
+        if read and not self.is_known(home):
+            self._kept[home.path] = home, self._findings.version(home), self._details(home)
+        found = summary_of(home) | (self._kept[home.path][2] if self.is_known(home) else dict.fromkeys(DETAILS))
+        seconds, estimate = self._findings.device_seconds(home), found.pop("seconds", None)
+        seconds = estimate if seconds is None else seconds
+        return found | {"device_hours": None if seconds is None else seconds / 3600.0,
+                        "devices": found["workers"] or found["devices"]}  # fmt: skip
+
+    def _details(self, home: Home) -> dict[str, Any]:
+        comparison = self._findings.known(home) if home.kind == "campaign" else None
+        conditions = comparison["conditions"] if comparison else []
+        return {
+            "devices": devices_of(self._library, home),
+            "heldout": heldout_of(self._library, home),
+            "note": newest_note(self._library, home),
+            "verdict": verdict_of(comparison),
+            "seconds": sum((one.get("seconds_per_run") or 0.0) * len(one["finished"]) for one in conditions) or None,
+        }
+
+
+def summary_of(home: Home) -> dict[str, Any]:
+    """Return what is known of a campaign or run without reading more of its files."""
     states = [run.state for run in home.runs]
     seeds = {run.seed for run in home.runs if run.seed is not None}
     done = {seed for seed in seeds if all(run.state == "done" for run in home.runs if run.seed == seed)}
-    seconds = findings.device_seconds(home)
     return {
         "place": home.place,
         "kind": home.kind,
-        "source": home.source.name,
+        "source": home.source,
         "name": home.name,
         "state": home.state,
-        "runs": {
-            "planned": len(states),
-            **{state: states.count(state) for state in ("done", "failed", "running", "stopped", "interrupted")},
-        },
+        "runs": {"planned": len(states), **{state: states.count(state) for state in STATES}},
         "workers": sorted({run.worker for run in home.runs if run.worker is not None}, key=_by_number),
         "seeds": {"planned": len(seeds), "done": len(done)},
         "steps": {"done": sum(run.step for run in home.runs), "planned": sum(run.max_steps for run in home.runs)},
+        "left_s": seconds_left(home.runs),
         "conditions": home.labels,
-        "verdict": verdict_of(findings.known(home)) if home.kind == "campaign" else None,
-        "device_hours": None if seconds is None else seconds / 3600.0,
         "created": home.created,
         "updated": home.updated,
-        "note": newest_note(library, home),
         "missing": list(home.missing),
     }
 
 
 def _by_number(worker: str) -> tuple[int, str]:
-    """Workers in the order of the numbers that their names begin with: 9 before 10."""
+    """Order workers by the numbers that their names begin with: 9 before 10."""
     return len(worker.partition(" ")[0]), worker
 
 
+def devices_of(library: Library, home: Home) -> list[str]:
+    """Return the device that the first run of ours was built on; [] where nothing says it."""
+    built = library.settings(home.runs[0]).get("built") if home.runs and home.runs[0].reader is None else None
+    device = built.get("device") if isinstance(built, dict) else None
+    return [device] if isinstance(device, str) else []
+
+
+def seconds_left(runs: Sequence[Run]) -> float | None:
+    """Return the seconds that all steps to come take at the pace of the runs that train now; None where none does."""
+    rate = sum(1.0 / run.pace for run in runs if run.state == "running" and run.pace)
+    steps = sum(max(0, run.max_steps - run.step) for run in runs if run.state in ("running", "pending", "interrupted"))
+    return steps / rate if rate else None
+
+
+def heldout_of(library: Library, home: Home) -> dict[str, Any] | None:
+    """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], at most so many as
+    a sparkline shows, and the ``last`` evaluation with its interval. None where nothing was evaluated."""
+    rows = {run.place: library.evaluations(run) for run in home.runs}
+    names = sets_of(str(row.get("name", HELDOUT)) for each in rows.values() for row in each)
+    conditions = []
+    for index, label in enumerate(home.labels[:SPARK_CONDITIONS] if names else ()):
+        evaluated = [curve for run in home.of(label) if (curve := _by_step(rows[run.place], names[0]))]
+        steps = sorted(set.intersection(*map(set, evaluated))) if evaluated else []
+        if not steps:
+            continue
+        chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, SPARK_POINTS).astype(int))]
+        key = f"eval/{names[0]}/correct_rate"
+        points = [[step, float(np.mean([curve[step][key] for curve in evaluated]))] for step in chosen]
+        last = mean_evaluation([curve[steps[-1]] for curve in evaluated], names[0])
+        conditions.append({"label": label, "index": index, "points": points, "last": {"step": steps[-1]} | last})
+    return {"set": names[0], "conditions": conditions} if conditions else None
+
+
+def _by_step(rows: Sequence[Mapping[str, Any]], held_out: str) -> dict[int, Mapping[str, Any]]:
+    """Return the evaluations of a held-out set that have an accuracy, by the updates done."""
+    own = [row for row in rows if row.get("name", HELDOUT) == held_out and isinstance(row.get("step"), int)]
+    return {row["step"]: row for row in own if is_number(row.get(f"eval/{held_out}/correct_rate"))}
+
+
+def mean_evaluation(rows: Sequence[Mapping[str, Any]], held_out: str) -> dict[str, Any]:
+    """Return the mean accuracy of an evaluation of several runs. All have answered the same problems: the interval is
+    that of one run with this accuracy."""
+    if len(rows) == 1:
+        return evaluation_rate(rows[0], held_out) | {"runs": 1}
+    key, problems = (f"eval/{held_out}/{name}" for name in ("correct_rate", "problems"))
+    mean = {key: float(np.mean([row[key] for row in rows])), problems: rows[0].get(problems)}
+    return evaluation_rate(mean, held_out) | {"runs": len(rows)}
+
+
 def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
-    """The last warning of the run that was noted last; without any, the last remark."""
+    """Return the last warning of the run that was noted last; without any, the last remark."""
     found: list[tuple[bool, float, dict[str, Any]]] = []
     for run in home.runs:
         path = library.file(run, NOTES)
@@ -62,7 +149,7 @@ def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
 
 
 def notes_of(library: Library, run: Run) -> list[dict[str, Any]]:
-    """All whole rows of a run's ``notes.jsonl``."""
+    """Return all whole rows of a run's ``notes.jsonl``."""
     path = library.file(run, NOTES)
     return Tail(path).rows()[1] if path is not None else []
 

@@ -1,7 +1,7 @@
 """``report.html``: what a campaign found, in one file that needs nothing else. The verdict stands first.
 
 Everything is read from the campaign's directory, so a report can be made again at any time, also of a campaign that
-was stopped. What a model wrote goes through ``record.html.escape`` and nowhere else.
+was stopped. What a model wrote goes through ``records.text.escape`` and nowhere else.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from retrain.files import write_text
 from retrain.ownership import owner_of
 from retrain.records import charts
 from retrain.records.charts import Row
-from retrain.records.html import asset, generator, page
+from retrain.records.pages import document, generator
 from retrain.records.schema.layout import REPORT
 from retrain.records.text import duration, escape, p_words, short
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
@@ -84,8 +84,11 @@ def report_html(campaign: Campaign) -> str:
     links = " ".join(f'<a href="#{_anchor(title)}">{escape(title)}</a>' for title, _ in made[1:])
     blocks = [f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in made[1:]]
     head = f"{_header(campaign)}<nav class='inside no-print'>{links}</nav>{made[0][1]}"
-    title, styles = f"{campaign.manifest['name']}: report", asset("charts.css") + asset("report.css")
-    return page(title, head + "".join(blocks), styles=styles, made_by=_signature(campaign.directory))
+    return document(
+        "report.html", styles=["charts.css", "pages/report.css"], script="pages/report.js",
+        made_by=_signature(campaign.directory), title=f"{campaign.manifest['name']}: report",
+        body=head + "".join(blocks),
+    )  # fmt: skip
 
 
 def _anchor(title: str) -> str:

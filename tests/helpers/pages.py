@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -157,6 +158,30 @@ def trainer_state(path: Path, steps: int) -> None:
     ]  # fmt: skip
     history.append({"step": steps, "epoch": 1.0, "eval_reward": 0.75, "eval_runtime": 2.0})
     TrainerState(global_step=steps, max_steps=20, log_history=history).save_to_json(str(path / "trainer_state.json"))
+
+
+def trackio_project(path: Path, runs: Sequence[tuple[str, dict[str, Any]]], steps: int) -> sqlite3.Connection:
+    """Write a project as trackio 0.43.0 does, with JSON as bytes; its connection, which keeps the log of writes."""
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute(
+        "CREATE TABLE metrics (id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT NOT NULL, timestamp TEXT NOT NULL,"
+        " run_name TEXT NOT NULL, step INTEGER NOT NULL, metrics TEXT NOT NULL, log_id TEXT, space_id TEXT)"
+    )
+    database.execute(
+        "CREATE TABLE configs (id INTEGER PRIMARY KEY AUTOINCREMENT, run_id TEXT NOT NULL, run_name TEXT NOT NULL,"
+        " config TEXT NOT NULL, created_at TEXT NOT NULL, UNIQUE(run_id))"
+    )
+    for number, (name, config) in enumerate(runs):
+        about = f"{number:032x}", "2026-01-01T00:00:00.5+00:00", name
+        text = json.dumps(config).encode()
+        database.execute("INSERT INTO configs VALUES (NULL, ?, ?, ?, ?)", (about[0], name, text, about[1]))
+        for step in range(steps):
+            loss = '"NaN"' if step == 1 else "0.5"
+            text = f'{{"train/reward":{number + step / 10},"train/loss":{loss}}}'.encode()
+            database.execute("INSERT INTO metrics VALUES (NULL, ?, ?, ?, ?, ?, NULL, NULL)", (*about, step, text))
+    database.commit()
+    return database
 
 
 def client_of(*directories: Path, cache: Path | None = None, **options: Any) -> TestClient:

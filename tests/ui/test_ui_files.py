@@ -1,4 +1,3 @@
-import re
 from contextlib import closing
 
 import numpy as np
@@ -64,42 +63,56 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
     assert page.text_content("#legend") == "0"
 
 
-def test_a_timeline_shows_hovers_zooms_and_moves(file, tmp_path):
-    """40 steps of 4 s: rollout 2 s, update 1 s, and 1 s without a name."""
+def test_answers_and_rows_of_a_page_are_sorted(file, tmp_path):
+    """Four answers: the order of sampling, then by reward, by length, and the table by its columns."""
+    made = group([0.0, 1.0, 0.5, None], [3, 5, 9, 2])
+    with closing(RunRecorder(tmp_path, context(config=config(logging={"rollouts_every": 1})), {})) as recorder:
+        recorder.record_step(step([made], 0))
+    page = file(tmp_path / "train_iteration_000000.html")
+    order = "() => [...document.querySelectorAll('.samples article')].map((each) => each.dataset.index).join()"
+    assert page.evaluate(order) == "0,1,2,3"
+    for key, expected in (("reward", "1,2,0,3"), ("tokens", "2,1,0,3"), ("index", "0,1,2,3")):
+        page.select_option("#order", key)
+        assert page.evaluate(order) == expected, key
+    page.click("details.all summary")
+    rows = "() => [...document.querySelectorAll('.trajectories tbody tr')].map((row) => row.cells[7].innerText).join()"
+    for expected in ("9,5,3,2", "2,3,5,9"):
+        page.get_by_role("button", name="tokens", exact=True).click()
+        assert page.evaluate(rows) == expected
+
+
+def test_pages_of_a_run_read_without_scripts(file, logs):
+    run = logs / "quickstart/runs/grpo+none_s1"
+    page = file(run / "train_iteration_000010.html", java_script_enabled=False)
+    assert page.locator(".samples article .sample").first.inner_text().strip()
+    assert page.locator(".samples article [title=reward]").count() == page.locator(".samples article").count() > 8
+    assert page.locator(".prompt .message").first.inner_text().strip()
+    assert not page.locator("#toolbar").is_visible(), "what needs the script is not shown"
+    page = file(run / "timeline.html", java_script_enabled=False)
+    assert page.locator("tbody tr", has_text="rollout").is_visible()
+
+
+def test_a_timeline_shows_the_spans_of_a_step_and_moves(file, tmp_path):
+    """90 steps of 4 s: rollout 2 s, update 1 s, and 1 s without a name."""
     with closing(RunRecorder(tmp_path, context())) as recorder:
-        for number in range(40):
+        for number in range(90):
             recorder.record_step(step([group([1.0, 0.0], [3, 4])], number))
     page = file(tmp_path / "timeline.html")
-
-    def spans():
-        return page.eval_on_selector_all("#detail .span", "all => all.map((each) => each.dataset.text)")
-
-    def numbers():
-        return [int(text) for text in page.locator("#detail text.number").all_text_contents()]
-
-    every_number = numbers()
-    assert len([text for text in spans() if "rollout" in text or "update" in text]) == 80
-    page.hover("#steps .bar:nth-of-type(4) .hit", force=True)
-    assert re.match(r"step \d+: 4\.0 s = rollout 2\.0 s, update 1\.0 s", page.text_content("#stepreadout"))
-    page.click('#steps .bar[data-step="7"] .hit', force=True)
-    assert numbers() == [7]
-    assert {text.split(" · ")[0] for text in spans()} == {"step 7"}
-    page.click('[data-do="right"]')
-    assert numbers() == [8]
-    page.click('[data-do="all"]')
-    assert numbers() == every_number
-    page.hover("#detail", force=True)
-    for _ in range(8):
-        page.mouse.wheel(0, -100)
-    page.wait_for_function("() => document.querySelectorAll('#detail .span').length < 40")
-    near = {int(text.split()[1]) for text in spans()}
-    assert 19 in near  # around the pointer
-    box = page.locator("#detail").bounding_box()
-    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.mouse.down()
-    page.mouse.move(x + 400, y, steps=4)
-    page.mouse.up()
-    assert min(int(text.split()[1]) for text in spans()) < min(near)
-    page.keyboard.press("0")
-    assert numbers() == every_number
+    bars = page.locator(".column title")
+    heading = page.locator("#times figure h2").nth(1)
+    assert bars.count() == 60
+    assert "steps 30 to 89" in page.inner_text(".tools")
+    assert heading.inner_text().startswith("Step 89")
+    page.locator(".column", has_text="step 37:").click(force=True)
+    assert heading.inner_text().startswith("Step 37")
+    spans = page.locator("#times svg[aria-label^='lanes of step 37'] rect title").all_text_contents()
+    assert "rollout: 2.0 s" in spans
+    assert "update: 1.0 s" in spans
+    page.keyboard.press("h")
+    assert heading.inner_text().startswith("Step 36")
+    page.get_by_role("button", name="earlier").click()
+    assert "steps 0 to 59" in page.inner_text(".tools")
+    page.locator(".column", has_text="step 59:").click(force=True)
+    page.keyboard.press("l")
+    assert heading.inner_text().startswith("Step 60")
+    assert "steps 60 to 89" in page.inner_text(".tools")

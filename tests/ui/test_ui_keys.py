@@ -13,7 +13,7 @@ FOCUS = """() => { const own = document.activeElement;
 # where the first of three led, with what they change of the query.
 WALKS = {
     "/": ("j k Enter", "a.open", {}),
-    f"/campaign{HOME}": ("j k h l Escape", "#runs a.open", {"llh": "key"}),
+    f"/campaign{HOME}": ("j k h l Escape", "#runs tr", {"llh": "key"}),
     f"/metrics{HOME}?tab=all": ("j k g c h l Escape", ".chartcard", {"cc": "lines"}),
     f"/metrics{HOME}?hist=reward": ("j k g c h l Escape", None, {"hhl": "step"}),
     f"/problems{HOME}": ("j k d s Escape", None, {"jjk": "id"}),

@@ -7,23 +7,25 @@ from starlette.routing import Route
 
 from retrain.config.evaluation import HELDOUT
 from retrain.ui.answers import Query, json_route
+from retrain.ui.banner import banner_of
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, sets_of
-from retrain.ui.summary import summary_of
+from retrain.ui.summary import Summaries
 
 WAIT_MS = 400  # Milliseconds to wait for a new comparison before the previous one is shown
 SAME = ("data_hash", "heldout_hash")
 
 
-def routes(library: Library, findings: Findings) -> list[Route]:
+def routes(library: Library, findings: Findings, summaries: Summaries) -> list[Route]:
     def campaign(query: Query) -> dict[str, Any]:
         home = library.home(query.text("at"))
         found = findings.comparison(home, query.number("wait_ms", WAIT_MS, 0, 60_000) / 1000.0)
         comparison = found.comparison
         rows = (row for run in home.runs for row in library.numbers(run, refresh=False).evaluations())
         return {
-            "summary": summary_of(library, findings, home),
+            "banner": banner_of(library, home, comparison, found.why),
+            "summary": summaries.of(home),
             "runs": [run.to_json() for run in home.runs],
             "comparison": comparison,
             "why": found.why,

@@ -1,4 +1,4 @@
-"""``/api/columns``: metrics of runs as columns, for charts; only the newest rows on request."""
+"""``/api/columns``: metrics of runs as columns, for charts; only a part of the axis, or only new rows, on request."""
 
 from typing import Any
 
@@ -6,13 +6,14 @@ import numpy as np
 from starlette.routing import Route
 
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.decimation import last_of_stretches, moving_average
+from retrain.ui.decimation import Smoothing, extremes
 from retrain.ui.library import Library
+from retrain.ui.lines import Window, inside, window_of_query
 from retrain.ui.measured import points_of
 from retrain.ui.numbers import AXES, UNPLACED, Numbers, axis_of, steps_of, xs_of
 from retrain.ui.sources import Run
 
-MOST_PLACES, MOST_KEYS, MOST_POINTS, MOST_SMOOTH = 64, 32, 20_000, 100_000
+MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
 """Points of a line where the query does not say, and of all lines together: a chart has so many pixels."""
 
@@ -23,60 +24,67 @@ def routes(library: Library) -> list[Route]:
         keys, x = query.texts("key", MOST_KEYS), query.choice("x", AXES)
         runs = [run for place in places for run in library.home(place).runs]
         points = query.number("points", max(FEWEST, min(USUAL, TOGETHER // max(1, len(runs)))), 2, MOST_POINTS)
-        since, smooth = query.number("since", 0, 0, 1 << 40), query.number("smooth", 1, 1, MOST_SMOOTH)
-        return {"runs": [columns_of(library, run, keys, x, points, since, smooth) for run in runs]}
+        since, smoothing = query.number("since", 0, 0, 1 << 40), Smoothing.parse(query.text("smooth", "none"))
+        part = window_of_query(query)
+        return {"runs": [columns_of(library, run, keys, x, points, since, smoothing, part) for run in runs]}
 
     return [json_route("/api/columns", columns)]
 
 
 def columns_of(
-    library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smooth: int = 1
-) -> dict[str, Any]:
-    """Return one run's columns from row ``since`` on. Every row is smoothed over ``smooth`` steps; then at most
-    ``points`` rows are kept, each with the least and greatest value since the one before it."""
+    library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
+    part: Window | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about
+    ``points`` are kept, at which the first column is least and greatest in its stretch."""
     numbers = library.numbers(run)
     head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
     with numbers.still():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:
-            axis = axis_of(numbers, x)[since:]
+            steps = steps_of(numbers)
+            axis = (steps if x == "step" else axis_of(numbers, x))[since:]
         except Refusal as error:
             return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
         known = np.isfinite(axis)
-        dense, sparse = [], {}
+        rows = np.flatnonzero(known)[inside(axis[known], part)]
+        dense, sparse = {}, {}
         for key in keys:
             if key.startswith("eval/") and numbers.evaluations():
-                sparse[key] = _evaluations(numbers, key, x, since)
-            else:
-                column = numbers.column(key)
-                if not key.startswith("eval/"):
-                    column = moving_average(steps_of(numbers), column, smooth)
-                dense.append((key, column[since:][known]))
+                sparse[key] = _evaluations(numbers, key, x, since, part)
+                continue
+            raw = numbers.column(key)
+            is_raw = smoothing.is_none or key.startswith("eval/")
+            values = raw if is_raw else smoothing.for_points(len(raw)).of(steps, raw)
+            dense[key] = values[since:][rows], None if is_raw else raw[since:][rows]
     if not known.all():
         head["note"] = f"there are {np.sum(~known)} {UNPLACED}"
-        axis = axis[known]
-    if not len(axis):
-        nothing = {"y": [], "low": None, "high": None}
-        return head | {"x": [], "columns": {key: nothing for key, _ in dense} | sparse}
-    if len(axis) <= points:
-        found = {key: {"y": plain(column), "low": None, "high": None} for key, column in dense}
-        return head | {"x": plain(axis), "columns": found | sparse}
-    shown = last_of_stretches(axis, points)[0]
-    found = {key: _thinned(column, axis, points) for key, column in dense}
-    return head | {"x": plain(axis[shown]), "columns": found | sparse}
+    axis = axis[rows]
+    places = _places(next((values for values, _ in dense.values()), axis), points)
+    columns = {key: _column(values, raw, axis, places, points) for key, (values, raw) in dense.items()}
+    return head | {"x": plain(axis[places]), "columns": columns | sparse}
 
 
-def _thinned(column: np.ndarray, axis: np.ndarray, points: int) -> dict[str, Any]:
-    """Return a column at the last row of each stretch of rows; with an ``x`` of its own where a stretch has values but
-    none in its last row."""
-    ends, places, low, high = last_of_stretches(column, points)
-    extent = {"y": plain(column[places]), "low": plain(low), "high": plain(high)}
-    return extent if np.array_equal(ends, places) else extent | {"x": plain(axis[places])}
+def _places(values: np.ndarray, most: int) -> np.ndarray:
+    return extremes(values, most) if len(values) > most else np.arange(len(values))
 
 
-def _evaluations(numbers: Numbers, key: str, x: str, since: int) -> dict[str, Any]:
-    """The values of an evaluation at the x of the updates that were done then; the last one has no row."""
+def _column(
+    values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int
+) -> dict[str, Any]:
+    """Return a column at these rows; with an ``x`` of its own where it has values, but few of them there."""
+    known = np.isfinite(values)
+    is_apart = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
+    own = _places(values, most) if is_apart else places
+    found = {"y": plain(values[own]), "raw": None if raw is None else plain(raw[own])}
+    return found | {"x": plain(axis[own])} if is_apart else found
+
+
+def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> dict[str, Any]:
+    """Return the values of an evaluation at the x of the updates that were done then; the last one has no row."""
     steps, values = points_of(numbers, key)
     at = xs_of(numbers, x, steps, updates=True)
     chosen = (steps >= since) & np.isfinite(at)
-    return {"x": plain(at[chosen]), "y": plain(values[chosen]), "low": None, "high": None}
+    at, values = at[chosen], values[chosen]
+    cut = inside(at, part)
+    return {"x": plain(at[cut]), "y": plain(values[cut]), "raw": None}

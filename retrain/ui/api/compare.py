@@ -11,15 +11,12 @@ from retrain.records.reader import read_object, read_text
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
+from retrain.ui.settings import differing, settings_in
 from retrain.ui.sources import Run
 
 MOST_READ = 4 << 20  # Characters of a patch
 MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
 MOST_LINES = 4_000
-FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
-         "heldout_hashes")  # fmt: skip
-"""Entries of a run's ``config.json`` that are no settings."""
-NAMES = ("run_id", "logging.", "data_hash", "heldout_hash", "initial_adapter")
 HASHES = ("data_hash", "heldout_hash", "initial_adapter")
 
 
@@ -31,7 +28,7 @@ def routes(library: Library) -> list[Route]:
         return {
             "a": a.to_json(),
             "b": b.to_json(),
-            "config": differing(*({key: value for key, value in flat(_settings(each))} for each in facts)),
+            "config": differing(*map(settings_in, facts)),
             "code": code_of(library, a, b, facts),
             "environment": differing(*(dict(flat(_without(each, ("packages", "git")))) for each in machines)),
             "packages": differing(*(_table(each, "packages") for each in machines)),
@@ -45,13 +42,6 @@ def _first(library: Library, place: str) -> Run:
     """A run, or the first one of a campaign."""
     runs = library.home(place).runs
     return runs[0] if runs else library.run(place)
-
-
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every key whose values differ; null where one side has none."""
-    return [
-        {"key": key, "a": a.get(key), "b": b.get(key)} for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
-    ]
 
 
 def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -69,11 +59,6 @@ def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> di
         "diff": lines[:MOST_LINES],
         "cut": len(lines) > MOST_LINES or (not same and not lines),
     }  # fmt: skip
-
-
-def _settings(facts: Mapping[str, Any]) -> dict[str, Any]:
-    known = {key: value for key, value in facts.items() if key not in FACTS and key not in NAMES}
-    return {key: value for key, value in known.items() if key != "logging"}
 
 
 def _hashes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -1,5 +1,6 @@
 """``/api/metrics`` and ``/api/why``: what the numbers of runs are called, what they mean, and what an odd one says."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.routing import Route
@@ -8,21 +9,22 @@ from retrain.records.notes import RULES
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 from retrain.ui.metrics import about, listed, tags_of, watched
-from retrain.ui.sources import Home
+from retrain.ui.sources import Run
 from retrain.ui.summary import notes_of
 
-MOST_KEYS = 5_000
+MOST_KEYS, MOST_PLACES = 5_000, 64
 
 
 def routes(library: Library) -> list[Route]:
     def metrics(query: Query) -> dict[str, Any]:
-        home = library.home(query.text("at"))
-        keys = keys_of(library, home)
+        runs = [run for place in query.texts("at", MOST_PLACES) for run in library.home(place).runs]
+        keys = keys_of(library, runs)
         ranges: dict[str, Any] = {}
-        for run in home.runs:
+        for run in runs:
             declared = library.settings(run).get("ranges")
             ranges |= declared if isinstance(declared, dict) else {}
-        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys)}
+        shown = [{"place": run.place, "label": run.label, "index": run.index, "seed": run.seed} for run in runs]
+        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys), "runs": shown}
 
     def why(query: Query) -> dict[str, Any]:
         run, key = library.run(query.text("at")), query.text("key")
@@ -34,10 +36,10 @@ def routes(library: Library) -> list[Route]:
     return [json_route("/api/metrics", metrics), json_route("/api/why", why)]
 
 
-def keys_of(library: Library, home: Home) -> list[str]:
-    """Every key that any of the runs has, in their order."""
+def keys_of(library: Library, runs: Sequence[Run]) -> list[str]:
+    """Return every key that any of the runs has, in their order."""
     found: dict[str, None] = {}
-    for run in home.runs:
+    for run in runs:
         found |= dict.fromkeys(library.numbers(run).keys)
     return list(found)[:MOST_KEYS]
 

@@ -30,7 +30,7 @@ def routes(library: Library) -> list[Route]:
             "tag": query.text("tag", ""),
             "text": query.text("text", ""),
         }
-        found = kept.of(home.place, runs, held_out, unfinished)
+        found = kept.of(home.place, runs, held_out, unfinished, {run.path: run.seed for run in home.runs})
         return {"sets": sets} | found.shown(**chosen, first=first, count=count)
 
     def problem(query: Query) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """``/api/timeline``: what some steps of a run spent their time on, by lane."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.routing import Route
 
+from retrain.records.pages.timeline import spans_json, steps_of
 from retrain.records.reader import LineIndex
 from retrain.records.schema.layout import SPANS
-from retrain.records.timeline import StepTimes, phases_of, steps_of
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
 
@@ -28,29 +27,9 @@ def routes(library: Library) -> list[Route]:
         end = query.number("to", start + USUAL_STEPS, 0, 1 << 40)
         start, end = min(start, count), min(end, start + MOST_STEPS, count)
         rows = [row for row in lines.read(start, end) if _is_whole(row)] if lines is not None else []
-        return {"place": run.place, "steps": count, "from": start, "to": end, **told(steps_of(rows))}
+        return {"place": run.place, "steps": count, "from": start, "to": end, **spans_json(steps_of(rows), MOST_SPANS)}
 
     return [json_route("/api/timeline", timeline)]
-
-
-def told(steps: Sequence[StepTimes]) -> dict[str, Any]:
-    """Steps, their phases in seconds, and their spans: [lane, begin, end] in seconds since the first of them."""
-    if not steps:
-        return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}
-    phases = list(phases_of(steps))
-    lanes = list(dict.fromkeys([*(name for name in phases if name != "other"),
-                                *(span[0] for step in steps for span in step.spans)]))  # fmt: skip
-    origin = min(min(step.start, *(span[1] for span in step.spans)) for step in steps)
-    place, left, shown = {name: i for i, name in enumerate(lanes)}, MOST_SPANS, []
-    for step in steps:
-        spans = step.spans[: max(0, left)]
-        left -= len(spans)
-        shown.append({
-            "step": step.number, "start": round(step.start - origin, 4), "end": round(step.end - origin, 4),
-            "seconds": {name: round(value, 4) for name, value in step.seconds.items()},
-            "spans": [[place[name], round(begin - origin, 4), round(stop - origin, 4)] for name, begin, stop in spans],
-        })  # fmt: skip
-    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": shown, "cut": left <= 0}
 
 
 def _is_whole(row: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@ import {answer as kept, isCopy} from "./copy.js";
 
 const AGAIN_MS = 15000;
 
-export class ApiError extends Error {
+class ApiError extends Error {
   constructor(status, sentence) {
     super(sentence);
     this.status = status;
@@ -12,19 +12,29 @@ export class ApiError extends Error {
   }
 }
 
-// get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence, and
-// AbortError once nobody waits for the answer.
+/**
+ * get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence, and
+ * AbortError once nobody waits for the answer.
+ * @param {string} name
+ * @param {Record<string, unknown>} [params]
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
 export async function get(name, params, signal) {
   const body = await ask(name, params, signal);
   if (signal) signal.throwIfAborted();
   return body;
 }
 
+/**
+ * @param {AbortSignal} [signal]
+ * @returns {Promise<any>}
+ */
 async function ask(name, params, signal) {
   if (isCopy()) {
     const body = await kept(name, params || {});
-    if (body === null) throw new ApiError(404, "This copy does not hold that: retrain ui shows it from the run's own files.");
-    return body;
+    if (body !== null) return body;
+    throw new ApiError(404, "This copy does not hold that: retrain ui shows it from the run's own files.");
   }
   const query = new URLSearchParams();
   for (const [key, value] of Object.entries(params || {})) {
@@ -32,24 +42,30 @@ async function ask(name, params, signal) {
     for (const each of Array.isArray(value) ? value : [value]) query.append(key, each);
   }
   const answer = await fetch(`/api/${name}?${query}`, {signal, headers: {Accept: "application/json"}});
+  const {status} = answer;
   let body = null;
-  try { body = await answer.json(); } catch (error) {
+  try {
+    body = await answer.json();
+  } catch (error) {
     if (gone(error)) throw error;
-    throw new ApiError(answer.status, `The server's answer to /api/${name} is no JSON (status ${answer.status}).`);
+    throw new ApiError(status, `The server's answer to /api/${name} is no JSON (status ${status}).`);
   }
-  if (!answer.ok) throw new ApiError(answer.status, body && body.error || `The server answered with status ${answer.status}.`);
+  if (!answer.ok) throw new ApiError(status, (body && body.error) || `The server answered with status ${status}.`);
   return body;
 }
 
 // A signal for the newest request; whoever asked before is no longer waited for.
 export function newest() {
+  /** @type {AbortController | null} */
   let before = null;
   const next = () => {
     next.stop();
     before = new AbortController();
     return before.signal;
   };
-  next.stop = () => { if (before) before.abort(); };
+  next.stop = () => {
+    if (before) before.abort();
+  };
   return next;
 }
 
@@ -58,16 +74,28 @@ export function gone(error) {
   return error && error.name === "AbortError";
 }
 
-// Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to stop.
+/**
+ * Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to
+ * stop.
+ * @param {string} place
+ * @param {{changed: (event: any) => void, view: (event: any) => void,
+ *   state: (word: "live" | "lost" | "copy") => void}} listeners
+ */
 export function listen(place, {changed, view, state}) {
   if (isCopy()) {
     state("copy");
     return () => {};
   }
   const read = (run) => (event) => {
-    try { run(JSON.parse(event.data)); } catch (error) { console.warn("an event that is no JSON", error); }
+    try {
+      run(JSON.parse(event.data));
+    } catch (error) {
+      console.warn("an event that is no JSON", error);
+    }
   };
-  let source = null, timer = 0;
+  /** @type {EventSource} */
+  let source;
+  let timer = 0;
   const open = () => {
     source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
     source.addEventListener("open", () => state("live"));
@@ -80,5 +108,8 @@ export function listen(place, {changed, view, state}) {
     });
   };
   open();
-  return () => { clearTimeout(timer); source.close(); };
+  return () => {
+    clearTimeout(timer);
+    source.close();
+  };
 }

@@ -1,136 +1,199 @@
-// The page's frame: header, navigation, the view that the URL names, and the server's events.
+// The page's frame: header, navigation, the view that the address names, and the server's events.
 
 import {listen} from "./api.js";
 import {themeChanged} from "./colours.js";
+import {Empty, Failed} from "./components/states.js";
 import {madeAt} from "./copy.js";
-import {button, el, nothing, put} from "./dom.js";
-import {frameKey, help, pageKeys, startKeys} from "./keys.js";
+import {frameKey, help, startKeys} from "./keys.js";
+import {AddressContext} from "./lib/address.js";
+import {html, render, useErrorBoundary} from "./lib/html.js";
+import {EVERY_KIND, announce} from "./lib/live.js";
 import {nameOf} from "./names.js";
-import {listed, owner, tell} from "./places.js";
-import {go, link, onRoute, patch, startRouter} from "./router.js";
-import {campaign} from "./views/campaign.js";
-import {campaigns} from "./views/campaigns.js";
-import {compare} from "./views/compare.js";
-import {lora} from "./views/lora.js";
-import {metrics} from "./views/metrics.js";
-import {notes} from "./views/notes.js";
-import {problems} from "./views/problems.js";
-import {prompt} from "./views/prompt.js";
-import {rollouts} from "./views/rollouts.js";
-import {timeline} from "./views/timeline.js";
-import {tokens} from "./views/tokens.js";
+import {listed, owner} from "./places.js";
+import {go, link, onRoute, startRouter} from "./router.js";
+import {Campaign} from "./views/campaign.js";
+import {Campaigns} from "./views/campaigns.js";
+import {Compare} from "./views/compare.js";
+import {Lora} from "./views/lora.js";
+import {Metrics} from "./views/metrics.js";
+import {Notes} from "./views/notes.js";
+import {Problems} from "./views/problems.js";
+import {Prompt} from "./views/prompt.js";
+import {Rollouts} from "./views/rollouts.js";
+import {Timeline} from "./views/timeline.js";
+import {Tokens} from "./views/tokens.js";
 
-// In the order of the navigation. `at`: whether a view is of a campaign, a run, either, or the whole campaign where there is one.
+/**
+ * @typedef {import("./lib/address.js").State} State
+ * @typedef {object} View
+ * @property {string} view its name in the address
+ * @property {string} title
+ * @property {"none" | "campaign" | "either" | "whole"} at its place: none, a campaign, a campaign or a run, or the
+ *   whole campaign where there is one
+ * @property {string} [heading] for the window's title, where it differs
+ * @property {() => any} component
+ */
+
+// In the order of the navigation.
+/** @type {View[]} */
 const VIEWS = [
-  {view: "campaigns", title: "Campaigns", show: campaigns, at: "none"},
-  {view: "campaign", title: "Campaign", show: campaign, at: "campaign"},
-  {view: "metrics", title: "Metrics", show: metrics, at: "either"},
-  {view: "problems", title: "Problems", show: problems, at: "whole"},
-  {view: "prompt", title: "Same prompt", show: prompt, at: "either"},
-  {view: "rollouts", title: "Rollouts", show: rollouts, at: "either"},
-  {view: "tokens", title: "Tokens", show: tokens, at: "either"},
-  {view: "timeline", title: "Timeline", show: timeline, at: "either"},
-  {view: "lora", title: "LoRA", show: lora, at: "either"},
-  {view: "compare", title: "Compare", show: compare, at: "either"},
-  {view: "notes", title: "Notes", show: notes, at: "either"},
+  {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
+  {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
+  {view: "metrics", title: "Metrics", component: Metrics, at: "either"},
+  {view: "problems", title: "Problems", component: Problems, at: "whole"},
+  {view: "prompt", title: "Same prompt", component: Prompt, at: "either"},
+  {view: "rollouts", title: "Rollouts", component: Rollouts, at: "either"},
+  {view: "tokens", title: "Tokens", component: Tokens, at: "either"},
+  {view: "timeline", title: "Timeline", component: Timeline, at: "either"},
+  {view: "lora", title: "LoRA", component: Lora, at: "either"},
+  {view: "compare", title: "Compare", component: Compare, at: "either"},
+  {view: "notes", title: "Notes", heading: "Notes and logs", component: Notes, at: "either"},
 ];
+const WITH_PLACE = VIEWS.filter((each) => each.at !== "none");
 
-const main = document.getElementById("main");
-const bar = document.getElementById("bar");
-const live = el("span", {class: "live", role: "status"});
-// What a page is told that has heard nothing for a while: anything may have changed.
-const ANYTHING = ["state", "metrics", "evals", "notes", "log", "rollouts", "timeline", "comparison"];
-// `turn` is new with every view: only the one in sight changes the address.
-let shown = null, state = null, turn = null, stopListening = null, listeningTo = null;
-listed().then(() => { if (state) drawBar(); }, () => { /* The view in sight says it. */ });
+const main = /** @type {HTMLElement} */ (document.getElementById("main"));
+const bar = /** @type {HTMLElement} */ (document.getElementById("bar"));
+/** @type {State | null} */
+let state = null;
+/** @type {"" | "live" | "lost" | "copy"} */
+let connection = "";
 
-function crumbs() {
-  const above = owner(state.place);
-  const parts = [el("a", {href: link("campaigns"), class: "mark"}, "retrain")];
-  if (!state.place) return parts;
-  if (above) {
-    parts.push(el("a", {href: link(above.kind === "campaign" ? "campaign" : "metrics", above.place), title: above.place}, above.name));
-    if (above.place !== state.place) parts.push(el("a", {href: link("metrics", state.place), title: state.place}, nameOf(state.place)));
-  } else {
-    parts.push(el("a", {href: link("metrics", state.place), title: state.place}, nameOf(state.place)));
+/** @param {{place: string}} props */
+function Crumbs({place}) {
+  const above = place && owner(place);
+  const crumb = (view, at, name) => html`<a href=${link(view, at)} title=${at}>${name}</a>`;
+  const home = above && crumb(above.kind === "campaign" ? "campaign" : "metrics", above.place, above.name);
+  const own = place && (!above || above.place !== place) && crumb("metrics", place, nameOf(place));
+  const mark = html`<a href=${link("campaigns")} class="mark">retrain</a>`;
+  return html`<nav class="crumbs" aria-label="place">${mark}${home}${own}</nav>`;
+}
+
+/** @param {{state: State}} props */
+function ViewLinks({state: {view, place}}) {
+  if (!place) return null;
+  const above = owner(place);
+  const whole = above && above.kind === "campaign" ? above.place : null;
+  const shown = WITH_PLACE.filter((each) => each.at !== "campaign" || whole || !above);
+  const item = (each) => {
+    const target = each.at === "either" ? place : whole || place;
+    const current = each.view === view ? "page" : null;
+    return html`<a key=${each.view} href=${link(each.view, target)} aria-current=${current}>${each.title}</a>`;
+  };
+  return html`<nav aria-label="views">${shown.map(item)}</nav>`;
+}
+
+/** @param {{state: State}} props */
+function Bar({state: shown}) {
+  const texts = {
+    "": "",
+    live: "live",
+    lost: "connection lost",
+    copy: connection === "copy" ? `copy of ${madeAt()}` : "",
+  };
+  return html`<${Crumbs} place=${shown.place} />
+    <${ViewLinks} state=${shown} />
+    <div class="end">
+      <span class=${`live ${connection}`} role="status">${texts[connection]}</span>
+      <button type="button" title="keys (?)" aria-label="keys and help" onClick=${help}>?</button>
+      <button type="button" title="light or dark" aria-label="light or dark" onClick=${switchTheme}>◐</button>
+    </div>`;
+}
+
+/** @param {{state: State}} props */
+function Main({state: shown}) {
+  const [error, reset] = useErrorBoundary((reason) => console.error(reason));
+  const view = VIEWS.find((each) => each.view === shown.view);
+  if (error) return html`<${Failed} error=${{sentence: `The page failed here: ${error}`}} retry=${reset} />`;
+  if (!view || (view.at !== "none" && !shown.place)) {
+    return html`<${Empty} title="There is no such page">${shown.view} is none of the views.<//>
+      <p class="state"><a href=${link("campaigns")}>All campaigns</a></p>`;
   }
-  return parts;
+  return html`<${AddressContext.Provider} value=${shown}><${view.component} /><//>`;
 }
 
-function tabs() {
-  if (!state.place) return null;
-  const above = owner(state.place);
-  const campaign = above && above.kind === "campaign" ? above.place : null;
-  const items = VIEWS.filter((each) => each.at !== "none" && (each.at !== "campaign" || campaign || !above)).map((each) => {
-    const place = each.at === "campaign" || each.at === "whole" ? campaign || state.place : state.place;
-    return el("a", {href: link(each.view, place), "aria-current": each.view === state.view ? "page" : null}, each.title);
+let isDue = false;
+
+// Draw in a microtask: an effect may change the address while Preact is rendering, and must not render inside of that.
+function draw() {
+  if (isDue) return;
+  isDue = true;
+  queueMicrotask(() => {
+    isDue = false;
+    drawNow();
   });
-  return el("nav", {"aria-label": "views"}, items);
 }
 
-function drawBar() {
-  put(bar, el("nav", {class: "crumbs", "aria-label": "place"}, crumbs()), tabs(),
-    el("div", {class: "end"}, live,
-      button("?", help, {title: "keys (?)", "aria-label": "keys and help"}),
-      button("◐", theme, {title: "light or dark", "aria-label": "light or dark"})));
+function drawNow() {
+  if (!state) return;
+  render(html`<${Bar} state=${state} />`, bar);
+  render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);
 }
 
-function theme() {
+function setTitle(title, place) {
+  document.title = [title, place, "retrain"].filter(Boolean).join(" · ");
+}
+
+function switchTheme() {
   const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  try { localStorage.setItem("retrain-theme", root.dataset.theme); } catch (error) { /* Only remembered where storage is allowed. */ }
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
+  try {
+    localStorage.setItem("retrain-theme", root.dataset.theme);
+  } catch (error) {
+    // Only remembered where storage is allowed.
+  }
   themeChanged();
 }
 
+/** @type {string | null} */
+let listeningTo = null;
+let stopListening = () => {};
+
 function follow(place) {
   if (listeningTo === place) return;
-  if (stopListening) stopListening();
+  stopListening();
   listeningTo = place;
-  let lost = false;
   stopListening = listen(place, {
-    changed: (event) => { if (shown && shown.changed) shown.changed(event); },
-    view: ({url}) => { if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url); },
+    changed: announce,
+    view: ({url}) => {
+      if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url);
+    },
     state: (word) => {
-      live.className = `live ${word}`;
-      live.textContent = word === "live" ? "live" : word === "copy" ? `copy of ${madeAt()}` : "connection lost";
-      // Whatever view is in sight by then, what happened meanwhile was told to none.
-      if (word === "live" && lost && shown && shown.changed) shown.changed({place, what: ANYTHING});
-      lost = word === "lost";
+      const lost = connection === "lost";
+      connection = word;
+      draw();
+      if (word === "live" && lost) announce({place, what: EVERY_KIND});
     },
   });
 }
 
 function show(next) {
-  const view = VIEWS.find((each) => each.view === next.view);
-  const same = shown && state && state.view === next.view && state.place === next.place;
+  const same = state && state.view === next.view && state.place === next.place;
   state = next;
-  drawBar();
-  if (same) { if (shown.update) shown.update(next); return; }
-  if (shown && shown.stop) shown.stop();
-  shown = null;
-  const own = turn = {};
-  pageKeys({});
+  if (same) return draw();
+  const view = VIEWS.find((each) => each.view === next.view);
+  const known = view && (view.at === "none" || next.place) ? view : null;
+  if (known) setTitle(known.heading || known.title, next.place);
+  else document.title = "retrain";
   scrollTo(0, 0);
-  if (!view || (view.at !== "none" && !next.place)) {
-    put(main, nothing("There is no such page", `${next.view} is none of the views.`), el("p", {class: "state"}, el("a", {href: link("campaigns")}, "All campaigns")));
-    document.title = "retrain";
-    return;
-  }
-  put(main);
   main.dataset.view = next.view;
-  shown = view.show(main, next, {places: (list) => { tell(list); drawBar(); }, patch: (...change) => { if (turn === own) patch(...change); }});
-  pageKeys(shown.keys);
-  document.title = [shown.title || view.title, next.place, "retrain"].filter(Boolean).join(" · ");
-  follow(next.place);
+  draw();
+  if (known) follow(next.place);
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
 startKeys();
-frameKey("t", "light or dark", theme);
-VIEWS.filter((each) => each.at !== "none").forEach((each, i) => frameKey(String((i + 1) % 10), each.title, () => {
-  const tab = [...bar.querySelectorAll("nav[aria-label=views] a")].find((one) => one.textContent === each.title);
-  if (tab) go(tab.getAttribute("href"));
-}));
+frameKey("t", "light or dark", switchTheme);
+WITH_PLACE.forEach(({title}, i) =>
+  frameKey(String((i + 1) % 10), title, () => {
+    const tabs = [...bar.querySelectorAll("nav[aria-label=views] a")];
+    const tab = tabs.find((each) => each.textContent === title);
+    if (tab) go(/** @type {string} */ (tab.getAttribute("href")));
+  }),
+);
+main.replaceChildren();
 onRoute(show);
 startRouter();
+listed().then(draw, () => {
+  // The view in sight says what is wrong.
+});

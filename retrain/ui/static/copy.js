@@ -1,15 +1,22 @@
-// A copy of the page without a server (retrain ui --bundle): its answers are files beside it, read when they are asked for.
+// A copy of the page without a server (retrain ui --bundle): its answers are files beside it, read when they are asked
+// for.
 
 import {holder} from "./names.js";
 
+/** @typedef {Record<string, any>} Params */
+
 const KEPT = globalThis.RETRAIN_COPY || null;
-const loaded = new Map(), known = new Map();
+const loaded = new Map();
+const known = new Map();
 // What changes how much of an answer there is, or when it comes: a copy has one of each.
 const FREE = new Set(["points", "wait_ms", "since", "count"]);
 // What is the same as leaving it out.
 const PLAIN = new Set(["first=0", "down=0", "sort=index", "sample=0"]);
 
-if (KEPT) globalThis.retrainAnswers = (answers) => { for (const [key, value] of Object.entries(answers)) known.set(key, value); };
+if (KEPT)
+  globalThis.retrainAnswers = (answers) => {
+    for (const [key, value] of Object.entries(answers)) known.set(key, value);
+  };
 
 export function isCopy() {
   return KEPT !== null;
@@ -20,24 +27,30 @@ export function madeAt() {
 }
 
 function nameOf(name, params) {
-  const pairs = Object.entries(params).filter(([key, value]) => !FREE.has(key) && value !== null && value !== undefined && value !== "");
+  const pairs = Object.entries(params).filter(
+    ([key, value]) => !FREE.has(key) && value !== null && value !== undefined && value !== "",
+  );
   const texts = pairs.map(([key, value]) => `${key}=${value}`).filter((each) => !PLAIN.has(each));
   return `${name}?${texts.sort().join("&")}`;
 }
 
 function load(file) {
   if (!loaded.has(file)) {
-    loaded.set(file, new Promise((done, failed) => {
-      const script = document.createElement("script");
-      script.src = file;
-      script.addEventListener("load", done);
-      script.addEventListener("error", () => failed(new Error(`${file} is missing beside this page.`)));
-      document.head.append(script);
-    }));
+    loaded.set(
+      file,
+      new Promise((done, failed) => {
+        const script = document.createElement("script");
+        script.src = file;
+        script.addEventListener("load", done);
+        script.addEventListener("error", () => failed(new Error(`${file} is missing beside this page.`)));
+        document.head.append(script);
+      }),
+    );
   }
   return loaded.get(file);
 }
 
+/** @returns {Promise<any>} */
 async function one(name, params) {
   const key = nameOf(name, params);
   if (!(key in KEPT.files)) return null;
@@ -47,7 +60,9 @@ async function one(name, params) {
 
 // Columns are kept key by key for a whole campaign; those of several keys, or of one run, are put together here.
 async function columns(params) {
-  const places = [params.at].flat(), keys = [params.key].flat(), runs = new Map();
+  const places = [params.at].flat();
+  const keys = [params.key].flat();
+  const runs = new Map();
   for (const at of places) {
     for (const key of keys) {
       const body = await one("columns", {at: holder(KEPT.homes, at) || at, key, x: params.x || "step"});
@@ -64,11 +79,16 @@ async function columns(params) {
 
 // The same prompt is kept for the newest steps alone.
 async function samePrompt({step_a, step_b, ...about}) {
-  const kept = await one("prompt", about), steps = {a: step_a, b: step_b};
-  return kept && ["a", "b"].every((side) => [undefined, null, kept[side].about.iteration].includes(steps[side])) ? kept : null;
+  const kept = await one("prompt", about);
+  const sides = Object.entries({a: step_a, b: step_b});
+  const same = kept && sides.every(([side, step]) => [undefined, null, kept[side].about.iteration].includes(step));
+  return same ? kept : null;
 }
 
-// The answer that was kept, the nearest there is, or null.
+/**
+ * The answer that was kept, the nearest there is, or null.
+ * @returns {Promise<any>}
+ */
 export async function answer(name, params) {
   if (name === "columns") return columns(params);
   const exact = await one(name, params);

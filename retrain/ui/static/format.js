@@ -1,5 +1,7 @@
 // How numbers are written: as in the reports, with real minus signs and as many digits as mean something.
 
+/** @typedef {number | null | undefined} Maybe */
+
 export const NOTHING = "–";
 
 export function minus(text) {
@@ -8,9 +10,10 @@ export function minus(text) {
 
 // As Python rounds: a tie that is exact goes to the even digit, so that the page says what the sentences say.
 export function fixed(value, digits) {
-  const scale = 10 ** digits, scaled = value * scale, floor = Math.floor(scaled);
-  const whole = scaled - floor === 0.5 ? floor + (floor % 2 ? 1 : 0) : Math.round(scaled);
-  return scaled - floor === 0.5 ? (whole / scale).toFixed(digits) : value.toFixed(digits);
+  const scale = 10 ** digits;
+  const floor = Math.floor(value * scale);
+  if (value * scale - floor !== 0.5) return value.toFixed(digits);
+  return ((floor + (floor % 2 ? 1 : 0)) / scale).toFixed(digits);
 }
 
 // A number in few characters, the same count of significant digits at every size.
@@ -28,7 +31,8 @@ export function number(value, digits = 3) {
 }
 
 export function percent(share, digits = 1) {
-  return share === null || share === undefined ? NOTHING : minus(`${fixed(100 * share, digits).replace(/^-(?=0(?:\.0*)?$)/, "")}%`);
+  if (share === null || share === undefined) return NOTHING;
+  return minus(`${fixed(100 * share, digits).replace(/^-(?=0(?:\.0*)?$)/, "")}%`);
 }
 
 // A value of a metric with its unit: shares as per cent.
@@ -56,8 +60,9 @@ export function duration(seconds) {
   if (whole < 60) return `${seconds < 10 ? seconds.toFixed(1) : whole} s`;
   if (whole < 3600 && whole % 60 === 0) return `${whole / 60} min`;
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${String(Math.floor(whole % 3600 / 60)).padStart(2, "0")} min`;
-  return `${Math.floor(whole / 86400)} d ${Math.floor(whole % 86400 / 3600)} h`;
+  const minutes = String(Math.floor((whole % 3600) / 60)).padStart(2, "0");
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${minutes} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
 export function hours(value) {
@@ -69,7 +74,7 @@ export function ago(unix) {
   if (!unix) return NOTHING;
   const seconds = Math.max(0, Date.now() / 1000 - unix);
   if (seconds < 10) return "just now";
-  for (const [size, word] of [[86400, "day"], [3600, "hour"], [60, "minute"], [1, "second"]]) {
+  for (const [word, size] of Object.entries({day: 86400, hour: 3600, minute: 60, second: 1})) {
     const many = Math.floor(seconds / size);
     if (many >= 1) return `${many} ${word}${many > 1 ? "s" : ""} ago`;
   }
@@ -87,11 +92,12 @@ export function plural(many, word) {
 // Ticks at 1, 2, 2.5, 5 × 10^n.
 export function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(least));
-  return [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= least * (1 - 1e-9));
+  const steps = [1, 2, 2.5, 5].map((factor) => factor * power);
+  return steps.find((step) => step >= least * (1 - 1e-9)) || 10 * power;
 }
 
 export function tickText(value, step, unit) {
-  if (unit === "%" || unit === "points") { value *= 100; step *= 100; }
+  if (unit === "%" || unit === "points") [value, step] = [100 * value, 100 * step];
   let decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   if (Math.abs(step * 10 ** decimals - Math.round(step * 10 ** decimals)) > 1e-6) decimals += 1;
   const size = Math.abs(value);

@@ -2,14 +2,16 @@
 
 // The last part of a place: the name of its directory.
 export function nameOf(place) {
-  return place.split("/").pop();
+  return place.slice(place.lastIndexOf("/") + 1);
 }
 
+/** @param {{run_id?: string, place: string}} run */
 export function runName(run) {
   return run.run_id || nameOf(run.place);
 }
 
 // The innermost of these places that is `place` or lies above it; null where none does.
 export function holder(places, place) {
-  return places.filter((each) => place === each || place.startsWith(`${each}/`)).sort((a, b) => b.length - a.length)[0] || null;
+  const holders = places.filter((each) => place === each || place.startsWith(`${each}/`));
+  return holders.sort((a, b) => b.length - a.length)[0] || null;
 }

@@ -3,7 +3,12 @@
 import {get} from "./api.js";
 import {holder} from "./names.js";
 
-let list = [], first = null;
+/** @typedef {{place: string, name: string, kind: string}} Place and more, as /api/places has it */
+
+/** @type {Place[]} */
+let list = [];
+/** @type {Promise<void> | null} */
+let first = null;
 
 export function tell(places) {
   list = places;
@@ -11,13 +16,18 @@ export function tell(places) {
 
 // The list, once it is there; read anew where it could not be read.
 export function listed() {
-  first = first || get("places").then((body) => tell(body.places), (error) => { first = null; throw error; });
+  const fail = (error) => {
+    first = null;
+    throw error;
+  };
+  first = first || get("places").then((body) => tell(body.places), fail);
   return first;
 }
 
 // The campaign or run of the list that holds a place, itself or a run's campaign; null where none does.
 export function owner(place) {
-  const found = holder(list.map((each) => each.place), place);
+  const places = list.map((each) => each.place);
+  const found = holder(places, place);
   return list.find((each) => each.place === found) || null;
 }
 
@@ -25,8 +35,13 @@ export function owner(place) {
 export async function ownerOf(place) {
   try {
     await listed();
-    if (!owner(place)) { first = null; await listed(); }
-  } catch (error) { /* Whoever shows the place says what is wrong. */ }
+    if (!owner(place)) {
+      first = null;
+      await listed();
+    }
+  } catch (error) {
+    // Whoever shows the place says what is wrong.
+  }
   return owner(place);
 }
 

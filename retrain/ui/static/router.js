@@ -3,6 +3,9 @@
 
 import {isCopy} from "./copy.js";
 
+/** @typedef {(state: {view: string, place: string, query: Record<string, string>}) => void} Listener */
+
+/** @type {Listener[]} */
 const listeners = [];
 
 // Segments of a path may keep what is safe there, so that links stay readable.
@@ -11,13 +14,20 @@ function segment(text) {
 }
 
 function plain(text) {
-  try { return decodeURIComponent(text); } catch (error) { return text; }
+  try {
+    return decodeURIComponent(text);
+  } catch (error) {
+    return text;
+  }
 }
 
 export function link(view, place, query) {
   const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
-  const text = new URLSearchParams(Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== ""))
-    .toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
+  const given = Object.entries(query || {}).filter(
+    ([, value]) => ![null, undefined, ""].includes(/** @type {any} */ (value)),
+  );
+  const pairs = given.map(([key, value]) => [key, String(value)]);
+  const text = new URLSearchParams(pairs).toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
   return (isCopy() ? "#" : "") + (text ? `${path}?${text}` : path);
 }
 
@@ -29,14 +39,16 @@ function address() {
 }
 
 export function here() {
-  const [path, search] = address(), [, view, ...rest] = path.split("/");
+  const [path, search] = address();
+  const [, view, ...rest] = path.split("/");
   const query = Object.fromEntries(new URLSearchParams(search));
   delete query.token;
   return {view: view || "campaigns", place: rest.map(plain).join("/").replace(/\/+$/, ""), query};
 }
 
 export function go(url, {replace = false} = {}) {
-  if (url !== (isCopy() ? location.hash : location.pathname + location.search)) history[replace ? "replaceState" : "pushState"](null, "", url);
+  const present = isCopy() ? location.hash : location.pathname + location.search;
+  if (url !== present) history[replace ? "replaceState" : "pushState"](null, "", url);
   listeners.forEach((run) => run(here()));
 }
 
@@ -53,10 +65,11 @@ export function onRoute(run) {
 export function startRouter() {
   addEventListener("popstate", () => listeners.forEach((run) => run(here())));
   document.addEventListener("click", (event) => {
-    const anchor = event.target.closest && event.target.closest("a[href]");
-    if (!anchor || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
+    const anchor = /** @type {Element} */ (event.target).closest("a");
+    const modified = event.button || event.metaKey || event.ctrlKey || event.shiftKey;
+    if (!anchor || !anchor.hasAttribute("href") || event.defaultPrevented || modified) return;
     if (anchor.target || anchor.hasAttribute("download") || anchor.origin !== location.origin) return;
-    const target = anchor.getAttribute("href");
+    const target = anchor.getAttribute("href") || "";
     if (target.startsWith("#") && !(isCopy() && target.startsWith("#/"))) return;
     event.preventDefault();
     go(isCopy() ? target : anchor.pathname + anchor.search);

@@ -2,4 +2,6 @@
 try {
   const theme = localStorage.getItem("retrain-theme");
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
-} catch (error) { /* Storage may be forbidden: the system's theme holds. */ }
+} catch (error) {
+  // Storage may be forbidden: the system's theme holds.
+}

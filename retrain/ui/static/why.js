@@ -1,50 +1,92 @@
 // "Why?" beside a number: what it is, what is healthy, what was noted about it in this run, and what to do.
 
 import {get} from "./api.js";
-import {button, el, failed, loading, put} from "./dom.js";
+import {openDialog} from "./components/dialog.js";
+import {Failed, Loading} from "./components/states.js";
 import {number} from "./format.js";
+import {html, useEffect, useState} from "./lib/html.js";
 import {nameOf} from "./names.js";
 import {link} from "./router.js";
 
 const MOST_RUNS = 12;
 
-// What is said of a key in all of these runs: the metric once, every remark with its run.
-async function ask(key, places) {
-  const answers = await Promise.allSettled(places.slice(0, MOST_RUNS).map((at) => get("why", {key, at})));
-  const good = answers.map((each, i) => ({...each.value, place: places[i]})).filter((each, i) => answers[i].status === "fulfilled");
-  if (!good.length) throw answers[0].reason;
-  return {metric: good[0].metric, values: good.filter((each) => each.value !== null),
-    notes: good.flatMap((each) => each.notes.map((note) => ({...note, run: nameOf(each.place)})))};
+// Fetch a metric's definition once, and its values and notes of each of these runs.
+async function explanation(key, places) {
+  const asked = places.slice(0, MOST_RUNS);
+  const answers = await Promise.allSettled(asked.map((at) => get("why", {key, at})));
+  const good = answers.flatMap((each, i) => (each.status === "fulfilled" ? [{...each.value, place: asked[i]}] : []));
+  if (!good.length) throw /** @type {PromiseRejectedResult} */ (answers[0]).reason;
+  const notes = good.flatMap((each) => each.notes.map((note) => ({...note, run: nameOf(each.place)})));
+  return {metric: good[0].metric, values: good.filter((each) => each.value !== null), notes};
 }
 
-// places: the runs that it is asked of.
+/**
+ * Open the explanation of a metric.
+ * @param {string[]} places the runs that it concerns
+ */
 export function why(key, places) {
-  const body = el("div", null, loading());
-  const dialog = el("dialog", {class: "why", "aria-labelledby": "why-title"},
-    el("div", {class: "head"}, el("h2", {id: "why-title"}, key), button("Close", () => dialog.close())), body);
-  dialog.addEventListener("close", () => dialog.remove());
-  dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-  document.body.append(dialog);
-  dialog.showModal();
-  ask(key, places).then((answer) => put(body, words(answer, places)), (error) => put(body, failed(error)));
+  openDialog({title: key, class: "why"}, html`<${Why} metricKey=${key} places=${places} />`);
 }
 
-function now(values) {
+/** @param {{metricKey: string, places: string[]}} props */
+function Why({metricKey, places}) {
+  const [{answer, error}, setState] = useState(/** @type {{answer?: any, error?: any}} */ ({}));
+  useEffect(() => {
+    explanation(metricKey, places).then(
+      (found) => setState({answer: found}),
+      (reason) => setState({error: reason}),
+    );
+  }, []);
+  if (error) return html`<${Failed} error=${error} />`;
+  if (!answer) return html`<${Loading} />`;
+  const {metric, notes, values} = answer;
+  return html`<div>
+    ${
+      metric && metric.definition
+        ? html`<p>${metric.definition}</p>`
+        : html`<p class="muted">
+          The catalogue has no definition of this key: it comes from your own code or from another tool.
+        </p>`
+    }
+    ${metric && html`<${Facts} metric=${metric} values=${values} />`}
+    <${Notes} notes=${notes} />
+    <p class="small"><a href=${link("notes", places[0])}>all notes and the log</a></p>
+  </div>`;
+}
+
+/** @param {{value: number, step: number}[]} values */
+function presentValue(values) {
   if (!values.length) return null;
-  const all = values.map((each) => each.value), low = Math.min(...all), high = Math.max(...all);
-  return `${number(low)}${low === high ? "" : ` to ${number(high)}`} at step ${Math.max(...values.map((each) => each.step))}${values.length > 1 ? ` of ${values.length} runs` : ""}`;
+  const all = values.map((each) => each.value);
+  const [low, high] = [Math.min(...all), Math.max(...all)];
+  const range = number(low) + (low === high ? "" : ` to ${number(high)}`);
+  const step = Math.max(...values.map((each) => each.step));
+  return `${range} at step ${step}${values.length > 1 ? ` of ${values.length} runs` : ""}`;
 }
 
-function words({metric, notes, values}, places) {
-  const fact = (name, value) => value ? [el("dt", null, name), el("dd", null, value)] : null;
-  const healthy = metric && metric.healthy && metric.healthy.text;
-  return [
-    metric && metric.definition ? el("p", null, metric.definition) : el("p", {class: "muted"}, "The catalogue has no definition of this key: it comes from your own code or from another tool."),
-    el("dl", {class: "facts"}, metric ? [fact("now", now(values)), fact("unit", metric.unit), fact("healthy", healthy), fact("section", metric.section),
-      fact("also called", (metric.aliases || []).join(", ")), fact("note", metric.note)] : null),
-    notes && notes.length ? el("div", null, el("h3", null, "Noted here"), el("ul", {class: "plain"}, notes.map((note) =>
-      el("li", {class: note.level === "warning" ? "warn" : ""}, `${note.run}, step ${note.step}: ${note.text}`,
-        note.remedy ? el("div", {class: "muted"}, note.remedy) : null)))) : el("p", {class: "muted"}, "Nothing was noted about it here."),
-    el("p", {class: "small"}, el("a", {href: link("notes", places[0])}, "all notes and the log")),
+/** @param {{metric: any, values: any[]}} props */
+function Facts({metric, values}) {
+  const facts = [
+    ["now", presentValue(values)],
+    ["unit", metric.unit],
+    ["healthy", metric.healthy && metric.healthy.text],
+    ["section", metric.section],
+    ["also called", (metric.aliases || []).join(", ")],
+    ["note", metric.note],
   ];
+  const known = facts.filter(([, value]) => value);
+  return html`<dl class="facts">
+    ${known.map(([name, value]) => html`<dt key=${name}>${name}</dt><dd>${value}</dd>`)}
+  </dl>`;
+}
+
+/** @param {{notes: any[]}} props */
+function Notes({notes}) {
+  if (!notes.length) return html`<p class="muted">Nothing was noted about it here.</p>`;
+  const row = (note) =>
+    html`<li class=${note.level === "warning" ? "warn" : null}>
+      ${`${note.run}, step ${note.step}: ${note.text}`}
+      ${note.remedy && html`<div class="muted">${note.remedy}</div>`}
+    </li>`;
+  return html`<div><h3>Noted here</h3><ul class="plain">${notes.map(row)}</ul></div>`;
 }

@@ -203,6 +203,14 @@ def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
     assert wrong.facts["compared"] == 14
 
 
+def test_updates_that_keep_the_version_fail(subject, monkeypatch):
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda tensors: None)
+    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+    wrong = CHECKS["resume"](subject)
+    assert wrong.status == FAIL
+    assert "sample with old weights" in wrong.todo
+
+
 def test_a_machine_far_from_its_roofline_fails(subject, monkeypatch):
     """On a machine with fast products the update is too slow, with fast copies also decoding."""
     slow = {"bandwidth": 1e7, "matrix": 1e8}

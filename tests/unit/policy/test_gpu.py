@@ -280,6 +280,18 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
 
 
+def test_a_fused_optimizer_publishes_every_update(tmp_path, model, monkeypatch):
+    keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false", "training.lr=0.05"]
+    loaded = load(campaign(tmp_path, model, steps=2), keys)
+    launch(loaded, tmp_path / "plain", NullObserver())
+    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+    launch(loaded, tmp_path / "fused", NullObserver())
+    plain, fused = numbers(tmp_path / "plain"), numbers(tmp_path / "fused")
+    assert any(row[3] for row in plain)  # some update had a gradient
+    for row, other in zip(plain, fused, strict=True):
+        assert other == pytest.approx(row, rel=1e-4, abs=1e-6)
+
+
 class LivePolicies(NullObserver):
     """Counts the policies in memory at every step."""
 

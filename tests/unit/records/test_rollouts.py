@@ -2,6 +2,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from helpers.records import (
 )
 
 from retrain.files import read_jsonl
+from retrain.records.pages.rollouts import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.recorder import RunRecorder, write_rollouts
-from retrain.records.rollout_page import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
 from retrain.records.text import visible
 from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
@@ -121,7 +122,7 @@ def test_hostile_texts_are_inert(tmp_path):
     write_rollouts(tmp_path, evaluated, len(groups))
     text = (tmp_path / f"{evaluated.name}.html").read_text(encoding="utf-8")
     reader = Reader(text)
-    assert reader.tags.count("script") == 2
+    assert reader.tags.count("script") == 1
     assert not {"img", "svg", "link", "iframe", "object", "base", "form"} & set(reader.tags)
     assert not [name for name, _ in reader.attributes if name.startswith("on") or name == "src"]
     assert {value for name, value in reader.attributes if name == "href"} == {f"#g{i}" for i in range(len(groups))}
@@ -148,6 +149,29 @@ def test_pages_are_bounded_and_say_what_is_left_out():
     assert message.endswith(f"{len(MEGABYTE) - MESSAGE_CHARACTERS:,} more characters not shown")
     many = [group([0.0] * 64, [4] * 64)]
     assert "32 more samples not shown" in rollout_page(batch(many), 1)
+
+
+def test_a_page_of_four_groups_of_eight_takes_at_most_150_kb_and_reads_without_its_script():
+    """Answers of 200 words, a token each, with surprisal, token advantages and planning."""
+    length, words = 200, ["so", "we", "compute", "12", "+", "30", ",", "which", "is", "42"] * 20
+    offsets = [(start, start + len(word)) for start, word in zip(starts(words), words, strict=True)]
+    groups = [group([1.0, 0.0] * 4, [length] * 8, problem_id=f"p{number}") for number in range(4)]
+    for sample in range(8):
+        groups = [with_action(each, sample, text=" ".join(words), token_ids=[*range(length)]) for each in groups]
+    credit = {"token_advantages_T": np.linspace(-1, 1, length), "planning_T": np.arange(length) % 9 == 0}
+    made = batch([updated(each, *[credit] * 8) for each in groups], token_text=lambda ids: (" ".join(words), offsets))
+    text = rollout_page(made, 4)
+    assert text.count(" data-l=") == 32
+    assert len(text.encode()) <= 150_000
+    shown = "".join(Reader(text.split("<script>")[0]).texts)
+    assert shown.count(" ".join(words)) == 32
+    assert shown.count("✓ 1") == 16
+    assert all(f"p{number}" in shown for number in range(4))
+
+
+def starts(words: list[str]) -> list[int]:
+    """Return where each word begins in the words joined by blanks."""
+    return [0, *accumulate(len(word) + 1 for word in words[:-1])]
 
 
 def two_turns(critic: bool = True) -> CreditedGroup:

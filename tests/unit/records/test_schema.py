@@ -11,13 +11,13 @@ from retrain.commands.run_status import read_status
 from retrain.files import read_json, read_jsonl
 from retrain.records.__main__ import metrics_markdown, with_tables
 from retrain.records.columns import Columns
+from retrain.records.pages.timeline import steps_of
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema.base import Record, Row
 from retrain.records.schema.campaign import CampaignManifest, CheckpointFiles, RunEntry
 from retrain.records.schema.comparison import Comparison, ConditionComparison, ConditionSummary, SecondaryComparison
 from retrain.records.schema.layout import CAMPAIGN_FILES, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
-from retrain.records.timeline import steps_of
 from retrain.ui.iterations import Index, rollouts_of
 from retrain.verdicts.pooling import conclude
 

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
-from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row
+from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, get, row, trainer_state
 
 from retrain.config.campaign import condition_name
-from retrain.files import append_jsonl, jsonable, read_jsonl
+from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
+from retrain.ui.decimation import Smoothing
 from retrain.verdicts.evidence import curve, read_campaign, smoothed
 from retrain.verdicts.pooling import compare_directories
 
@@ -116,10 +117,13 @@ def test_columns_leave_out_rows_and_keep_extremes(tmp_path):
     ]
     rewritten(home / f"runs/{LABELS[0]}_s1/metrics.jsonl", rows)
     (run,) = get(client_of(home), "/api/columns", at=RUN, key=["a", "c"], points=10)["runs"]
-    assert (run["x"], run["rows"]) == (list(range(99, 1_000, 100)), 1_000)
-    assert run["columns"]["a"] == {"y": [1] * 10, "low": [0] * 10, "high": [1] * 7 + [100] + [1] * 2}
-    c = run["columns"]["c"]
-    assert (c["x"], c["y"][0]) == (list(range(93, 1_000, 100)), 9.3)  # the last row of no stretch has a value
+    a, c = (run["columns"][key] for key in ("a", "c"))
+    assert len(run["x"]) <= 10
+    assert run["rows"] == 1_000
+    assert a == {"y": [100.0 if x == 777 else x % 2 for x in run["x"]], "raw": None}
+    assert {0, 777, 999} <= set(run["x"])
+    assert c["y"] == [x / 10 for x in c["x"]], "few of the rows above have a value"
+    assert (c["x"][0], c["x"][-1]) == (3, 993)
     curves = get(client_of(home), "/api/curves", at="one", key="a", smooth=1)
     assert [777.0, 100.0] in curves["conditions"][0]["runs"][0]["points"]
 
@@ -151,6 +155,8 @@ def test_a_part_of_the_axis_comes_with_every_row_of_it(long):
     runs = [[x for x, _ in run["points"]] for run in found["runs"]]
     assert runs == [[900, 1_000, 1_100, 1_200, 1_300], [800, 1_000, 1_200, 1_400]]
     assert [x for x, _ in found["mean"]] == [900, 1_050, 1_200, 1_350]  # the mean of both runs' tokens
+    (run,) = get(long, "/api/columns", at=RUN, key="mean_reward", x="tokens", **{"from": 1_000, "to": 1_250.5})["runs"]
+    assert run["x"] == [900, 1_000, 1_100, 1_200, 1_300]
     error = get(long, "/api/curves", 400, at="one", key="mean_reward", **{"from": 5, "to": 4})["error"]
     assert "from is to be no more than to" in error
 
@@ -159,7 +165,7 @@ def test_rows_are_smoothed_before_some_are_left_out(long, home):
     """Smoothing counts steps, also where not every row has a value, and where only new rows are asked for."""
     (run,) = get(long, "/api/columns", at=OTHER, key="mean_reward", smooth=5)["runs"]
     values = run["columns"]["mean_reward"]["y"]
-    assert len(run["x"]) == len(values) == 1_000
+    assert 900 < len(run["x"]) == len(values) <= 1_000
     assert values == pytest.approx([np.mean([n % 7 for n in range(max(0, int(x) - 4), int(x) + 1)]) for x in run["x"]])
     smooth = {"at": "one", "key": "mean_reward", "smooth": 50}
     part = get(long, "/api/curves", **smooth, **{"from": 3_000, "to": 3_000})["conditions"][0]["mean"]
@@ -174,6 +180,51 @@ def test_rows_are_smoothed_before_some_are_left_out(long, home):
     assert run["columns"]["mean_reward"]["y"][::5] == [0, 2.5, 7.5, 12.5, 17.5]
     assert run["columns"]["mean_reward"]["y"][1:5] == [None] * 4
     assert run["columns"][held_out]["y"] == [0.25, 0.515625]  # evaluations are not smoothed
+
+
+def tensorboards(values, weight):
+    """TensorBoard's smoothing, as its ``line_chart`` has it: NaN are passed on and do not count."""
+    last, count, smoothed = 0.0, 0, []
+    for value in values:
+        if not np.isfinite(value):
+            smoothed.append(np.nan)
+            continue
+        last = last * weight + (1 - weight) * value
+        count += 1
+        smoothed.append(last / (1 - weight**count))
+    return smoothed
+
+
+def test_exponential_smoothing_is_tensorboard_s_and_comes_with_the_own_values(long):
+    draw = np.random.default_rng(1)
+    values = np.where(draw.random(5_000) < 0.1, np.nan, draw.normal(size=5_000))
+    for weight in (0.0, 0.5, 0.9, 0.999):
+        ours, theirs = Smoothing.parse(f"ema:{weight:g}").of(np.arange(5_000), values), tensorboards(values, weight)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    own = np.arange(4_000) % 7
+    expected = np.array(tensorboards(own.astype(float), 0.9))
+    query = {"at": "one", "key": "mean_reward", "smooth": "ema:0.9"}
+    for part in ({}, {"from": 3_000, "to": 3_020}):  # a part of the axis is smoothed with the rows before it
+        found = get(long, "/api/curves", **query, **part)
+        assert (found["smooth"], found["smoothing"]) == (1, "ema:0.9")
+        condition = found["conditions"][0]
+        steps = [int(x) for x, _ in condition["mean"]]
+        assert len(steps) == 23 if part else len(steps) <= 320
+        assert [y for _, y in condition["mean"]] == pytest.approx(expected[steps], abs=1e-6)
+        assert condition["raw"] == own[steps].tolist()
+        run = condition["runs"][1]
+        assert run["raw"] == own[[int(x) for x, _ in run["points"]]].tolist()
+        (run,) = get(long, "/api/columns", **query | {"at": RUN}, **part)["runs"]
+        steps = [int(x) for x in run["x"]]
+        assert len(steps) == 23 if part else 900 < len(steps) <= 1_000
+        column = run["columns"]["mean_reward"]
+        assert column["y"] == pytest.approx(expected[steps], abs=1e-6)
+        assert column["raw"] == own[steps].tolist()
+
+
+@pytest.mark.parametrize("smooth", ["ema:1", "ema:-0.5", "ema:", "mean:x", "mean:100001", "median:3", "ema:nan"])
+def test_another_smoothing_is_refused(home, smooth):
+    assert "smooth is none" in get(client_of(home), "/api/curves", 400, at="one", key="kl", smooth=smooth)["error"]
 
 
 def test_only_new_rows_on_request_and_no_answer_that_is_known(home):
@@ -247,3 +298,57 @@ def test_histograms_and_timelines(home):
     assert (found["shown"][1]["spans"], found["shown"][1]["seconds"]["rollout"]) == ([[0, 10, 14], [1, 14, 18]], 4)
     part = get(client, "/api/timeline", **query, **{"from": 2, "to": 4})
     assert [step["step"] for step in part["shown"]] == [2, 3]
+
+
+def test_runs_of_several_campaigns_and_tools_are_grouped_by_their_settings(tmp_path):
+    campaign(tmp_path / "one", seeds=3)
+    campaign(tmp_path / "two", seeds=2, labels=("grpo+none",))
+    for path in (tmp_path / "two/runs").iterdir():
+        write_json(path / "config.json", read_json(path / "config.json") | {"lora": {"rank": 8}})
+    for name in ("sft_s1", "sft_s2"):
+        trainer_state(tmp_path / f"trl/{name}", 20)
+    client, root = client_of(tmp_path), tmp_path.name
+    one, two, trl = (f"{root}/{name}" for name in ("one", "two", "trl"))
+    found = get(client, "/api/curves", at=[one, two, trl], key="mean_reward", smooth="none")
+    assert [(each["label"], each["index"], each["n"]) for each in found["conditions"]] == [
+        (f"{one} · grpo+none", 0, 3), (f"{one} · maxrl+none", 1, 3), (f"{two} · grpo+none", 2, 2),
+        (f"{trl} · sft", 3, 2),
+    ]  # fmt: skip
+    assert found["conditions"][3]["mean"] == [[5, 0.5], [10, 1], [15, 1.5], [20, 2]]  # TRL's name of it is reward
+    assert found["differences"] == []
+    differ = {each["key"]: each["values"] for each in found["differ"]}
+    assert differ["algorithm.advantage_mode"] == [["grpo"], ["maxrl"], ["grpo"], [None]]
+    assert differ["lora.rank"] == [[None], [None], [8], [None]]
+    assert not any(key.endswith("seed") for key in differ)
+    assert {"condition", "campaign", "lora.rank", "training.seed"} <= set(found["keys"])
+    found = get(client, "/api/curves", at=[one, two], key="mean_reward", group_by="algorithm.advantage_mode")
+    assert [(each["group"], each["n"]) for each in found["conditions"]] == [
+        ({"algorithm.advantage_mode": "grpo"}, 5), ({"algorithm.advantage_mode": "maxrl"}, 3),
+    ]  # fmt: skip
+    query = {"at": [f"{two}/runs/grpo+none_s2", one], "group_by": "training.seed", "band": "range"}
+    first, second, third = get(client, "/api/curves", **query, key="eval/heldout/correct_rate")["conditions"]
+    assert [each["group"]["training.seed"] for each in (first, second, third)] == [1, 2, 3]
+    assert [len(each["places"]) for each in (first, second, third)] == [2, 3, 2]
+    assert second["band"] == [[0, 0.25, 0.25], [6, 0.53125, 0.73125]]
+
+
+def test_a_run_in_numbers_with_its_command_and_marks(tmp_path):
+    home = campaign(tmp_path / "one", seeds=1, steps=6)
+    run, client = home / "runs" / f"{LABELS[0]}_s1", client_of(home)
+    assert get(client, "/api/run", at=RUN)["command"] is None
+    log = "2026-01-01 00:00:00 info    continues at step 3\n2026-01-01 00:00:00 info    so: continues at step 4\n"
+    (run / "run.log").write_text(log)
+    append_jsonl(run / "checkpoints.jsonl", [{"name": name, "batch": step} for name, step in
+                                             (("000003", 3), ("000006", 6), ("final", 6))])  # fmt: skip
+    write_json(home / "plan.json", {"file": "my runs.toml", "folder": "/data", "sets": ["training.seed=1"]})
+    found = get(client_of(home), "/api/run", at=RUN, x="tokens")
+    assert found["command"] == f"retrain train '/data/my runs.toml' --out {home} --set training.seed=1"
+    marks = [(mark["x"], mark["step"], mark["kind"]) for mark in found["marks"]]
+    assert marks == [(0, 0, "evaluation"), (300, 3, "checkpoint"), (300, 3, "resume"), (600, 6, "checkpoint"),
+                     (600, 6, "evaluation")]  # fmt: skip
+    tiles = {tile["name"]: (tile["value"], tile["step"]) for tile in found["tiles"]}
+    assert tiles == {"reward": (0.5, 5), "held-out": (0.515625, 6), "entropy": (0.5, 5)}
+    held_out = found["tiles"][1]
+    assert held_out["n"] == 64
+    assert held_out["low"] < 0.515625 < held_out["high"]
+    get(client, "/api/run", 404, at="one")  # a campaign of two runs

@@ -3,7 +3,9 @@ import json
 import os
 import pwd
 import re
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from retrain.errors import UsageError
+from retrain.records.pages.scripts import joined
 from retrain.ui.bundle import without_paths, write_bundle
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
@@ -82,3 +85,70 @@ def test_nothing_that_is_there_is_written_over(copied, mixed_campaign, tmp_path)
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no campaign and no run to copy"):
         write_bundle(Library(Places([empty]), Pool()), tmp_path / "out")
+
+
+NODE = shutil.which("node")
+MODULES = {
+    "lib/words.js": 'export {shout, quiet as whisper, default as twice} from "../deep/base.js";\nexport {own};\n'
+    "const own = 3;\n",
+    "deep/base.js": "/** @type {import('./x.js').X} */\nexport const quiet = (text) => text.toLowerCase();\n"
+    "export async function later() {}\nexport function shout(text) { return text.toUpperCase(); }\n"
+    "export default function (n) { return 2 * n; }\n",
+    "mini.js": 'import{shout as s}from"./deep/base.js";const a=s("mini");export{a as name,s};\n//# sourceMappingURL=x',
+}
+
+
+def write_modules(folder, main):
+    for name, text in (MODULES | {"main.js": main}).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.skipif(NODE is None, reason="node is not installed")
+def test_the_joined_script_runs_as_the_modules_would(tmp_path):
+    main = """import {
+  shout as loud,
+  whisper,
+} from "./lib/words.js";
+import * as base from "./deep/base.js";
+import double from "./deep/base.js";
+import {name, s} from "./mini.js";
+import {own, twice} from "./lib/words.js";
+console.log(loud("a"), whisper("B"), base.quiet("C"), double(own), twice(1), name, s("d"), typeof base.later);
+"""
+    script = tmp_path / "joined.txt"
+    script.write_text(joined(write_modules(tmp_path, main), "main.js"))
+    run = subprocess.run([NODE, "-e", script.read_text()], capture_output=True, text=True)
+    assert (run.stdout.split(), run.stderr) == (["A", "b", "c", "6", "2", "MINI", "D", "function"], "")
+
+
+def test_a_module_comes_once_and_before_those_that_import_it(tmp_path):
+    main = 'import {own} from "./lib/words.js";\nimport {name} from "./mini.js";\nglobalThis.seen = [own, name];\n'
+    script = joined(write_modules(tmp_path, main), "main.js")
+    order = re.findall(r'^parts\$\["([^"]+)"\] = ', script, re.MULTILINE)
+    assert order == ["deep/base.js", "lib/words.js", "mini.js", "main.js"]
+    assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        'import "./mini.js";\n',
+        'import a, {b} from "./mini.js";\n',
+        'export * from "./mini.js";\n',
+        "export let a = 1;\n",
+        'const a = await import("./mini.js");\n',
+        'import {a} from "preact";\n',
+    ],
+)
+def test_other_forms_of_the_module_syntax_are_refused(tmp_path, main):
+    with pytest.raises(ValueError, match=r"main\.js: .* is a form that a copy of the page cannot have"):
+        joined(write_modules(tmp_path, main), "main.js")
+
+
+def test_modules_that_import_each_other_are_refused(tmp_path):
+    (tmp_path / "a.js").write_text('import {b} from "./b.js";\nexport const a = 1;\n')
+    (tmp_path / "b.js").write_text('import {a} from "./a.js";\nexport const b = 1;\n')
+    with pytest.raises(ValueError, match=r"a\.js imports itself, over a\.js and b\.js"):
+        joined(tmp_path, "a.js")

@@ -14,7 +14,7 @@ ROWS = {
     "/api/places": {}, "/api/campaign": {"at": "one", "wait_ms": 2_000}, "/api/metrics": {"at": "one"},
     "/api/curves": {"at": "one", "key": "mean_reward"}, "/api/columns": {"at": "one", "key": "mean_reward"},
     "/api/notes": {"at": "one"}, "/api/log": {"at": RUN}, "/api/compare": {"a": RUN, "b": OTHER},
-    "/api/why": {"at": RUN, "key": "kl"}, "/api/lora": {"at": "one"},
+    "/api/why": {"at": RUN, "key": "kl"}, "/api/lora": {"at": "one"}, "/api/run": {"at": RUN},
 }  # fmt: skip
 SAMPLES = {
     "/api/places": {}, "/api/timeline": {"at": RUN}, "/api/histogram": {"at": RUN, "metric": "reward"},
@@ -118,7 +118,9 @@ def test_damaged_rollouts_cost_a_sentence(home, tmp_path, name, recorded):
         assert answers["/api/places"]["places"][0]["runs"]["planned"] == 4
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "config.json", "notes.jsonl", "run.log"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "evals.jsonl", "config.json", "notes.jsonl", "run.log", "checkpoints.jsonl"]
+)
 def test_a_damaged_file_stops_nothing(home, name):
     client = client_of(home)
     for _ in replaced(home / "runs/grpo+none_s1" / name, ODD_ROWS):

@@ -4,7 +4,8 @@ from contextlib import closing
 
 import pytest
 from helpers.pages import client_of, get, manifest, record
-from helpers.records import context, evaluation, group
+from helpers.records import context, evaluation, group, with_action
+from scipy.stats import binomtest
 
 from retrain.records.recorder import RunRecorder
 from retrain.ui.iterations import Index
@@ -89,15 +90,22 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(logs, tmp_path):
         assert (found["sets"], found["conditions"]) == (["heldout"], ["a", "b"])
         assert found["steps"] == {"a": [0, 3], "b": [0, 3]}
         assert [row["id"] for row in found["problems"]] == ["p1", "p0"]  # differ most first
-        assert found["problems"][0]["rates"] == {
-            "a": {"before": 0.0, "after": 0.5, "answers": 2},
-            "b": {"before": 1.0, "after": 0.0, "answers": 2},
-        }
+        rates = found["problems"][0]["rates"]
+        assert [[rates[label][when] for when in ("before", "after", "answers")] for label in "ab"] == [
+            [0.0, 0.5, 2], [1.0, 0.0, 2],
+        ]  # fmt: skip
+        wilson = binomtest(1, 2).proportion_ci(method="wilson")
+        assert rates["a"]["rates"]["after"] == {
+            "rate": 0.5, "n": 2, "low": pytest.approx(wilson.low), "high": pytest.approx(wilson.high),
+        }  # fmt: skip
+        assert (found["few"], found["of_tag"]) == (True, {"hard": 1})
+        assert found["overall"]["b"]["after"]["rate"] == 0.5
         for query, ids in (({"sort": "worse"}, ["p1", "p0"]), ({"tag": "hard"}, ["p1"]), ({"text": "IS P0"}, ["p0"])):
             assert [row["id"] for row in get(page, "/api/problems", at=CAMPAIGN, **query)["problems"]] == ids
         evolved = get(page, "/api/problem", at=CAMPAIGN, id="p1")["conditions"]
-        assert evolved["a"] == [{"step": 0, "rate": 0.0, "answers": 2}, {"step": 3, "rate": 0.5, "answers": 2}]
-        assert evolved["b"] == [{"step": 0, "rate": 1.0, "answers": 2}, {"step": 3, "rate": 0.0, "answers": 2}]
+        shown = {label: [(each["step"], each["rate"], each["n"]) for each in rows] for label, rows in evolved.items()}
+        assert shown == {"a": [(0, 0.0, 2), (3, 0.5, 2)], "b": [(0, 1.0, 2), (3, 0.0, 2)]}
+        assert evolved["a"][1]["low"] == pytest.approx(wilson.low)
         answers.append(found)
     assert answers[0] == answers[1]
 
@@ -151,6 +159,11 @@ def test_links_and_names_that_lead_out_of_the_directory_are_not_followed(logs, t
     assert all(one["rollouts"] is None for one in listed)  # by the names of files, not by a foreign index
 
 
+def ends_of(found):
+    rates = found["problems"][0]["rates"]
+    return {label: (each["before"], each["after"], each["answers"]) for label, each in rates.items()}
+
+
 def evaluated(folder, rates):
     """A run whose one problem was solved so at these steps."""
     with closing(RunRecorder(folder, context(max_steps=20), {})) as one:
@@ -171,10 +184,53 @@ def test_conditions_that_go_on_are_compared_at_a_step_that_all_have(tmp_path):
         "a": {"runs": 1, "of": "finished", "before": [0], "after": [5]},
         "b": {"runs": 2, "of": "all", "before": [0], "after": [5]},  # not the one that has begun just now
     }
-    assert found["problems"][0]["rates"] == {
-        "a": {"before": 0.0, "after": 1.0, "answers": 1},
-        "b": {"before": 0.0, "after": 1.0, "answers": 2},
-    }
+    assert ends_of(found) == {"a": (0.0, 1.0, 1), "b": (0.0, 1.0, 2)}
     early = matrix({"a": [begun]}, "heldout").shown()  # what is after training is not what was before
-    assert early["problems"][0]["rates"]["a"] == {"before": 1.0, "after": None, "answers": 0}
+    assert ends_of(early) == {"a": (1.0, None, 0)}
     assert early["taken"]["a"] == {"runs": 1, "of": "finished", "before": [0], "after": []}
+
+
+def answered(folder, before, after, said="so"):
+    """A run that solved problems with these rewards before and after training; ``said`` is what it answered before."""
+    with closing(RunRecorder(folder, context(max_steps=20), {})) as one:
+        for number, rewards in ((0, before), (10, after)):
+            groups = [with_action(group([float(reward)], [3], problem_id=f"p{i}"), text=said)
+                      for i, reward in enumerate(rewards)]  # fmt: skip
+            one.record_eval(evaluation(groups, number))
+    return Index(folder)
+
+
+def test_problems_that_got_worse_are_tested_over_seeds(tmp_path):
+    """Seven seeds: the first problem is always lost, the second in four of them, the third never solved."""
+    runs = {"base": [], "other": []}
+    for seed in range(7):
+        lost = float(seed >= 4)
+        own = [answered(tmp_path / f"{label}{seed}", [1, 1, 0], after, f"draw {seed}")
+               for label, after in (("base", [1, 1, 0]), ("other", [0, lost, 0]))]  # fmt: skip
+        runs["base"].append(own[0])
+        runs["other"].append(own[1])
+    seeds = {run.run: seed for own in runs.values() for seed, run in enumerate(own)}
+    runs["other"].reverse()  # they are paired by their seeds
+    found = matrix(runs, "heldout", (), seeds).shown("worse")
+    assert [row["id"] for row in found["problems"]] == ["p0", "p1", "p2"]
+    tests = [row["rates"]["other"]["tests"] for row in found["problems"]]
+    for against in ("before", "baseline"):
+        assert [test[against]["p"] for test in tests] == [1 / 2**7, 1 / 2**4, 1.0]
+        assert [test[against]["holm"] for test in tests] == [3 / 2**7, 2 / 2**4, 1.0]
+        assert [test[against]["n"] for test in tests] == [7] * 3
+    assert [(test["label"], test["against"], test["worse"]) for test in found["tests"]] == [
+        ("base", "before", 0), ("other", "before", 1), ("other", "baseline", 1),
+    ]  # fmt: skip
+    assert "1 problem of 3 worse than under the baseline over 7 runs" in found["tests"][2]["words"]
+    few = matrix({"other": runs["other"][:3]}, "heldout").shown("worse")
+    assert few["tests"][0]["least_holm"] == 3 / 8
+    assert "nothing can be shown" in few["tests"][0]["words"]
+
+
+def test_one_draw_before_training_is_no_draw_for_each_seed(tmp_path):
+    """retrain samples the untrained model once for all runs: a problem that it solved by luck did not get worse."""
+    runs = {"a": [answered(tmp_path / str(seed), [1], [0]) for seed in range(9)]}
+    found = matrix(runs, "heldout").shown()
+    assert found["tests"][0]["shared"]
+    assert found["problems"][0]["rates"]["a"]["tests"]["before"]["p"] == 1 / 10
+    assert "share one draw before training" in found["tests"][0]["words"]

@@ -1,5 +1,7 @@
+import json
+
 import pytest
-from helpers.pages import campaign, client_of, cookbook_run, get, trainer_state
+from helpers.pages import campaign, client_of, cookbook_run, get, trackio_project, trainer_state
 
 
 def test_a_cookbook_run(tmp_path):
@@ -77,6 +79,58 @@ def test_a_trl_run_from_its_newest_checkpoint(tmp_path, monkeypatch):
     assert get(client, "/api/columns", **query)["runs"][0]["rows"] == 4
     metrics = {metric["key"]: metric for metric in get(client, "/api/metrics", at="grpo_out")["metrics"]}
     assert metrics["reward"]["alias_of"] == "mean_reward"
+
+
+def test_several_evaluation_sets_of_a_trl_step_are_kept_apart(tmp_path):
+    """TRL names its numbers alike in all sets; the Trainer puts the name of the set into its own."""
+    history = [{"loss": 0.5, "reward": 0.25, "step": 10, "epoch": 0.5}]
+    for name, reward in (("math", 0.75), ("code_easy", 0.5)):
+        history.append({f"eval_{name}_loss": 0.1, "eval_reward": reward, "eval_completions/mean_length": 20.0,
+                        f"eval_{name}_runtime": 2.0, "step": 10, "epoch": 0.5})  # fmt: skip
+    history += [{"eval_math_runtime": 2.0, "eval_reward": 1.0, "step": 20}, {"train_runtime": 3.0}]
+    (home := tmp_path / "run").mkdir()
+    (home / "trainer_state.json").write_text(json.dumps({"global_step": 20, "max_steps": 20, "log_history": history}))
+    keys = ["reward", "eval_math_reward", "eval_code_easy_reward", "eval_code_easy_loss",
+            "eval_math_completions/mean_length"]  # fmt: skip
+    (run,) = get(client_of(home), "/api/columns", at="run", key=keys)["runs"]
+    values = [run["columns"][key]["y"] for key in keys]
+    assert (run["x"], values) == ([10, 20], [[0.25, None], [0.75, 1], [0.5, None], [0.1, None], [20, None]])
+
+
+def test_a_trackio_project_is_read_while_it_is_written_and_stays_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr("retrain.ui.library.FRESH_S", -1.0)
+    (home := tmp_path / "trackio").mkdir()
+    runs = [("grpo_s1", {"lr": 1e-5}), ("a/b", {"_Group": "rloo", "seed": 7}), ("grpo_s2", {"lr": 1e-5})]
+    writer = trackio_project(home / "lab.db", runs, 3)
+    before = {path: path.read_bytes() for path in home.iterdir() if path.suffix != ".db-shm"}
+    assert before[home / "lab.db-wal"]  # nothing of it is in the file itself yet
+    client = client_of(home)
+    (place,) = get(client, "/api/places")["places"]
+    assert (place["source"], place["kind"], place["conditions"], place["state"]) == (
+        "trackio", "campaign", ["grpo", "rloo"], "done",
+    )  # fmt: skip
+    found = get(client, "/api/campaign", at="trackio")["runs"]
+    assert [(run["run_id"], run["seed"], run["step"]) for run in found] == [
+        ("grpo_s1", 1, 3), ("a_b", 7, 3), ("grpo_s2", 2, 3),
+    ]  # fmt: skip
+    query = {"at": "trackio/a_b", "key": ["train/reward", "train/loss"]}
+    (run,) = get(client, "/api/columns", **query)["runs"]
+    assert run["columns"]["train/reward"]["y"] == [1, 1.1, 1.2]
+    assert run["columns"]["train/loss"]["y"] == [0.5, None, 0.5]
+    assert get(client, "/api/compare", a="trackio/grpo_s1", b="trackio/a_b")["config"][0]["key"] == "lr"
+    assert {path: path.read_bytes() for path in home.iterdir() if path.suffix != ".db-shm"} == before
+    row = (f"{1:032x}", "2026-01-01T00:00:09+00:00", "a/b", 3, b'{"train/reward":5.0}')
+    writer.execute("INSERT INTO metrics VALUES (NULL, ?, ?, ?, ?, ?, NULL, NULL)", row)
+    writer.commit()
+    assert get(client, "/api/columns", **query)["runs"][0]["columns"]["train/reward"]["y"] == [1, 1.1, 1.2, 5]
+    writer.close()  # the log goes into the file
+    assert get(client, "/api/columns", **query)["runs"][0]["rows"] == 4
+    trackio_project(home / "other.db", runs[:1], 1).close()
+    (place,) = get(client, "/api/places")["places"]
+    assert place["conditions"] == ["lab: grpo", "lab: rloo", "other: grpo"]
+    assert get(client, "/api/columns", at="trackio/other/grpo_s1", key="train/reward")["runs"][0]["rows"] == 1
+    (home / "other.db").write_bytes(b"no database")
+    assert get(client, "/api/places")["places"][0]["conditions"][:2] == ["lab: grpo", "lab: rloo"]
 
 
 @pytest.mark.parametrize(

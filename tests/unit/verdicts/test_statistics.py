@@ -12,12 +12,14 @@ from retrain.maths.statistics import (
     bootstrap_ci,
     cluster_interval,
     gini,
+    holm,
     iqm,
     maj_at_k,
     paired_interval,
     pass_at_k,
     probability_of_improvement,
     score_interval,
+    sign_flip_p,
 )
 
 NUMBERS = st.lists(st.floats(-100, 100), min_size=1, max_size=10)
@@ -118,3 +120,22 @@ def test_an_accuracy_is_never_known_better_than_from_independent_samples():
         assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     found = accuracy_interval([1] * 4 + [0] * 4 + [1] * 4, [i // 4 for i in range(12)])
     assert found.high - found.low > 0.9  # three problems all or nothing: as few trials as problems
+
+
+@given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), min_size=1, max_size=8))
+def test_sign_flips_are_counted_over_all_patterns(differences):
+    patterns = list(itertools.product((1, -1), repeat=len(differences)))
+    sums = [sum(sign * value for sign, value in zip(signs, differences, strict=True)) for signs in patterns]
+    assert sign_flip_p(differences) == sum(each <= sum(differences) + 1e-9 for each in sums) / len(sums)
+
+
+def test_many_sign_flips_are_sampled():
+    exact = stats.binom.cdf(6, 20, 0.5)  # 14 of 20 equal differences are negative
+    assert sign_flip_p([-1.0] * 14 + [1.0] * 6) == pytest.approx(exact, abs=0.005)
+
+
+def test_holm_s_correction():
+    """Worked by hand: the smallest p times 4, the next times 3, and never below one before it."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []

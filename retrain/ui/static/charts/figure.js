@@ -1,85 +1,175 @@
-// A chart of lines as a figure of its own: SVG with plain colours, legend and axes' titles.
+// A chart of lines as a picture of its own: SVG with plain colours, legend and axes' titles.
 
-import {DASHES, css, ink} from "../colours.js";
-import {svg} from "../dom.js";
-import {niceStep, tickText} from "../format.js";
-import {extremes, flat} from "./data.js";
-import {X_TITLES, xText} from "./plot.js";
+import {DASHES, SHAPES, css, dashOf, ink, shapeOf} from "../colours.js";
+import {drawn, html} from "../lib/html.js";
+import {extremes, flat, isValue} from "./data.js";
+import {X_TITLES, linearTicks, logTicks, xTexts, yTexts} from "./ticks.js";
 
-const WIDTH = 720, HEIGHT = 360, LEFT = 64, RIGHT = 16;
+/** @typedef {import("./data.js").Line} Line */
 
-function ticks(low, high, wanted) {
-  const step = niceStep((high - low) / wanted || 1);
-  const out = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i += 1) out.push(i * step);
-  return {step, out};
+const [WIDTH, HEIGHT, LEFT, RIGHT] = [720, 360, 64, 16];
+const LETTER = 6.7;
+
+/**
+ * @typedef {object} Axis
+ * @property {number} low
+ * @property {number} high
+ * @property {boolean} log
+ * @property {number} start place of `low`
+ * @property {number} end place of `high`
+ */
+
+function place({low, high, log, start, end}, value) {
+  const to = (each) => (log ? Math.log10(each) : each);
+  return start + ((to(value) - to(low)) / (to(high) - to(low) || 1)) * (end - start);
 }
 
-function scale(low, high, start, end, log) {
-  const f = log ? (value) => Math.log10(value) : (value) => value;
-  return (value) => start + (f(value) - f(low)) / (f(high) - f(low) || 1) * (end - start);
+function inSight(x, y, at, value) {
+  if (!isValue(value) || !Number.isFinite(value) || at < x.low || at > x.high) return false;
+  const number = Number(value);
+  const room = y.high - y.low;
+  return !(y.log && number <= 0) && number >= y.low - room && number <= y.high + room;
 }
 
-function path(xs, ys, x, y, ok) {
-  let d = "", pen = false;
-  xs.forEach((at, i) => {
-    if (!ok(at, ys[i])) { pen = false; return; }
-    d += `${pen ? "L" : "M"}${x(at).toFixed(1)} ${y(ys[i]).toFixed(1)}`;
-    pen = true;
+function pair(x, y, at, value) {
+  return `${place(x, at).toFixed(1)} ${place(y, Number(value)).toFixed(1)}`;
+}
+
+function linePath(line, x, y) {
+  let [d, pen] = ["", false];
+  line.x.forEach((at, i) => {
+    const seen = inSight(x, y, at, line.y[i]);
+    if (seen) d += (pen ? "L" : "M") + pair(x, y, at, line.y[i]);
+    if (seen || !line.sparse || line.y[i] !== null) pen = seen;
   });
   return d;
 }
 
-// The figure of {title, xKind, unit, lines, logX, logY, zoom, limits}.
-export function figure({title, xKind, unit, lines, logX, logY, zoom, limits, zero}) {
-  const shown = lines.filter((line) => line.x.length);
-  const rows = [], text = {fill: css("--ink"), "font-size": 12};
-  let named = shown.filter((line) => line.kind !== "thin" && line.kind !== "shade");
-  if (named.length > 6) named = [...new Map(named.map((line) => [line.group || line.name, {...line, name: line.group || line.name}])).values()];
-  let along = LEFT, row = 0;
-  const legend = named.map((line) => {
-    const wide = 30 + 6.7 * line.name.length;
-    if (along + wide > WIDTH - RIGHT && along > LEFT) { along = LEFT; row += 1; }
-    const at = {x: along, y: 44 + 16 * row, line};
+function bandPath(line, x, y) {
+  const low = line.low || [];
+  const high = line.high || [];
+  const there = line.x
+    .map((_, i) => i)
+    .filter((i) => [low[i], high[i]].every((value) => inSight(x, y, line.x[i], value)));
+  if (!there.length) return null;
+  const over = there.map((i) => pair(x, y, line.x[i], high[i]));
+  const under = there.reverse().map((i) => pair(x, y, line.x[i], low[i]));
+  return `M${[...over, ...under].join("L")}Z`;
+}
+
+// Return the entries of the legend: lines, or their groups where there are many.
+function legendEntries(lines) {
+  const named = lines.filter((line) => line.kind !== "thin" && line.kind !== "shade");
+  const nameOf = (line) => (named.length > 6 && line.group) || line.name;
+  const entries = [...new Map(named.map((line) => [nameOf(line), line.index]))];
+  let [along, row] = [LEFT, 0];
+  return entries.map(([name, index]) => {
+    const wide = 36 + LETTER * name.length;
+    if (along + wide > WIDTH - RIGHT && along > LEFT) [along, row] = [LEFT, row + 1];
     along += wide;
-    return at;
+    return {name, index, x: along - wide, row};
   });
-  const top = 58 + 16 * row, bottom = HEIGHT - 40;
-  const positive = (value, log) => Number.isFinite(value) && (!log || value > 0);
-  const xs = shown.flatMap((line) => line.x).filter((value) => positive(value, logX));
-  let [left, right] = zoom || [xs.reduce((a, b) => Math.min(a, b), Infinity), xs.reduce((a, b) => Math.max(a, b), -Infinity)];
-  if (!(left < right)) [left, right] = [Number.isFinite(left) ? left - 0.5 : 0, Number.isFinite(left) ? left + 0.5 : 1];
-  let [low, high] = limits ? [limits.low, limits.high] : extremes(shown) || [0, 1];
+}
+
+/**
+ * @param {Line[]} lines
+ * @param {any} options
+ * @param {number} top where the area of the lines begins
+ * @returns {{x: Axis, y: Axis}}
+ */
+function axesOf(lines, {logX, logY, zoom, limits, zero}, top) {
+  const xs = lines.flatMap((line) => line.x).filter((x) => Number.isFinite(x) && !(logX && x <= 0));
+  const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+  let [left, right] = zoom || [least(xs), -least(xs.map((x) => -x))];
+  if (!(left < right)) {
+    const centre = Number.isFinite(left) ? left : 0.5;
+    [left, right] = [centre - 0.5, centre + 0.5];
+  }
+  let [low, high] = limits ? [limits.low, limits.high] : extremes(lines) || [0, 1];
   if (!logY) [low, high] = flat(low, high);
-  if (zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
-  if (logY && low <= 0) low = Math.min(...shown.flatMap((line) => line.y.filter((y) => y > 0)), high / 1e3);
+  if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
+  if (logY && low <= 0)
+    low = Math.min(high / 1e3, least(lines.flatMap((line) => line.y.map(Number).filter((y) => y > 0))));
   if (!(low < high)) [low, high] = [low - 0.5, high + 0.5];
-  const x = scale(left, right, LEFT, WIDTH - RIGHT, logX), y = scale(low, high, bottom, top, logY);
-  const ok = (at, value) => at >= left && at <= right && positive(value, logY) && value >= low - (high - low) && value <= high + (high - low);
-  const powers = (from, to) => { const out = []; for (let p = Math.ceil(Math.log10(from)); p <= Math.log10(to); p += 1) out.push(10 ** p); return {step: 1e-9, out}; };
-  const across = logX ? powers(left, right) : ticks(left, right, 7), up = logY ? powers(low, high) : ticks(low, high, 5);
-  for (const tick of up.out) {
-    rows.push(svg("line", {x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick), stroke: css("--line")}),
-      svg("text", {...text, fill: css("--muted"), x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end"}, tickText(tick, up.step === 1e-9 ? tick : up.step, unit)));
-  }
-  for (const tick of across.out) rows.push(svg("text", {...text, fill: css("--muted"), x: x(tick), y: bottom + 17, "text-anchor": "middle"}, xText(xKind, tick)));
-  const clip = svg("clipPath", {id: "area"}, svg("rect", {x: LEFT, y: top, width: WIDTH - LEFT - RIGHT, height: bottom - top}));
-  const inside = svg("g", {"clip-path": "url(#area)", fill: "none"});
-  for (const line of shown.filter((each) => each.low)) {
-    const there = line.x.map((at, i) => i).filter((i) => ok(line.x[i], line.low[i]) && ok(line.x[i], line.high[i]));
-    const d = there.map((i) => `${x(line.x[i]).toFixed(1)} ${y(line.high[i]).toFixed(1)}`).concat(there.reverse().map((i) => `${x(line.x[i]).toFixed(1)} ${y(line.low[i]).toFixed(1)}`));
-    if (d.length) inside.append(svg("path", {d: `M${d.join("L")}Z`, fill: ink(line.index), "fill-opacity": 0.16, stroke: "none"}));
-  }
-  for (const line of [...shown].sort((a, b) => (a.kind === "mean") - (b.kind === "mean"))) {
-    const kept = line.sparse ? line.x.map((at, i) => i).filter((i) => line.y[i] !== null) : null;
-    inside.append(svg("path", {d: path(kept ? kept.map((i) => line.x[i]) : line.x, kept ? kept.map((i) => line.y[i]) : line.y, x, y, ok), stroke: ink(line.index),
-      "stroke-opacity": line.kind === "shade" ? 0 : line.kind === "thin" ? 0.3 : line.kind === "mean" ? 1 : 0.8, "stroke-width": line.kind === "mean" ? 2 : 1.2,
-      "stroke-dasharray": line.kind === "mean" ? DASHES[(line.index || 0) % DASHES.length].join(" ") || null : null, "stroke-linejoin": "round"}));
-  }
-  return svg("svg", {xmlns: "http://www.w3.org/2000/svg", width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "font-family": "system-ui, sans-serif"},
-    svg("defs", null, clip), svg("rect", {width: WIDTH, height: HEIGHT, fill: css("--raised")}),
-    svg("text", {...text, "font-size": 14, "font-weight": 600, x: LEFT, y: 22}, title),
-    legend.map(({x: at, y: down, line}) => [svg("line", {x1: at, x2: at + 16, y1: down - 4, y2: down - 4, stroke: ink(line.index), "stroke-width": 3}),
-      svg("text", {...text, x: at + 21, y: down}, line.name)]),
-    rows, inside, svg("text", {...text, fill: css("--muted"), x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle"}, X_TITLES[xKind] || xKind));
+  return {
+    x: {low: left, high: right, log: Boolean(logX), start: LEFT, end: WIDTH - RIGHT},
+    y: {low, high, log: Boolean(logY), start: HEIGHT - 40, end: top},
+  };
+}
+
+/** @param {{x: Axis, y: Axis, xKind: string, unit?: string}} props */
+function Ticks({x, y, xKind, unit}) {
+  const up = y.log ? {step: 0, ticks: logTicks(y.low, y.high)} : linearTicks(y.low, y.high, 5);
+  const across = x.log ? logTicks(x.low, x.high) : linearTicks(x.low, x.high, 7, xKind).ticks;
+  const upTexts = up.step ? yTexts(up.ticks, up.step, unit) : up.ticks.flatMap((tick) => yTexts([tick], tick, unit));
+  const acrossTexts = xTexts(xKind, across);
+  const muted = css("--muted");
+  const rows = up.ticks.map((tick, i) => {
+    const at = place(y, tick);
+    return html`<line x1=${LEFT} x2=${WIDTH - RIGHT} y1=${at} y2=${at} stroke=${css("--line")} />
+      <text fill=${muted} x=${LEFT - 6} y=${at + 4} text-anchor="end">${upTexts[i]}</text>`;
+  });
+  const columns = across.map(
+    (tick, i) =>
+      html`<text fill=${muted} x=${place(x, tick)} y=${y.start + 17} text-anchor="middle">${acrossTexts[i]}</text>`,
+  );
+  return html`${rows}${columns}`;
+}
+
+/** @param {{line: Line, x: Axis, y: Axis}} props */
+function LinePicture({line, x, y}) {
+  const mean = line.kind === "mean";
+  const opacity = {shade: 0, thin: 0.3, mean: 1, run: 0.8}[line.kind || "run"];
+  return html`<path
+    d=${linePath(line, x, y)}
+    stroke=${ink(line.index)}
+    stroke-opacity=${opacity}
+    stroke-width=${mean ? 2 : 1.2}
+    stroke-dasharray=${(mean && DASHES[dashOf(line.index)].join(" ")) || null}
+    stroke-linejoin="round"
+  />`;
+}
+
+/** @param {{entries: ReturnType<typeof legendEntries>}} props */
+function LegendPicture({entries}) {
+  return entries.map(({name, index, x, row}) => {
+    const y = 44 + 16 * row;
+    const stroke = {stroke: ink(index), "stroke-dasharray": DASHES[dashOf(index)].join(" ") || null};
+    return html`<line x1=${x} x2=${x + 22} y1=${y - 4} y2=${y - 4} stroke-width="2.5" ...${stroke} />
+      <path d=${SHAPES[shapeOf(index)](x + 11, y - 4, 3.4)} fill=${ink(index)} />
+      <text fill=${css("--ink")} x=${x + 27} y=${y}>${name}</text>`;
+  });
+}
+
+/**
+ * Return the picture of a chart.
+ * @param {{title: string, xKind: string, lines: Line[], unit?: string, logX?: boolean, logY?: boolean,
+ *   zoom?: number[] | null, limits?: {low: number, high: number} | null, zero?: boolean}} options
+ * @returns {SVGSVGElement}
+ */
+export function figure({title, xKind, unit, lines, ...options}) {
+  const shown = lines.filter((line) => line.x.length);
+  const entries = legendEntries(shown);
+  const top = 58 + 16 * Math.max(0, ...entries.map((entry) => entry.row));
+  const {x, y} = axesOf(shown, options, top);
+  const ordered = [...shown].sort((a, b) => Number(a.kind === "mean") - Number(b.kind === "mean"));
+  const band = (line) =>
+    html`<path d=${bandPath(line, x, y)} fill=${ink(line.index)} fill-opacity="0.16" stroke="none" />`;
+  const clip = {x: LEFT, y: top, width: WIDTH - LEFT - RIGHT, height: y.start - top};
+  const size = {width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`};
+  const font = {"font-family": "system-ui, sans-serif", "font-size": 12};
+  return drawn(html`<svg xmlns="http://www.w3.org/2000/svg" ...${size} ...${font}>
+    <defs><clipPath id="area"><rect ...${clip} /></clipPath></defs>
+    <rect width=${WIDTH} height=${HEIGHT} fill=${css("--raised")} />
+    <text fill=${css("--ink")} font-size="14" font-weight="600" x=${LEFT} y="22">${title}</text>
+    <${LegendPicture} entries=${entries} />
+    <${Ticks} x=${x} y=${y} xKind=${xKind} unit=${unit} />
+    <g clip-path="url(#area)" fill="none">
+      ${shown.filter((line) => line.low).map(band)}
+      ${ordered.map((line) => html`<${LinePicture} line=${line} x=${x} y=${y} />`)}
+    </g>
+    <text fill=${css("--muted")} x=${(LEFT + WIDTH - RIGHT) / 2} y=${HEIGHT - 6} text-anchor="middle">
+      ${X_TITLES[xKind] || xKind}
+    </text>
+  </svg>`);
 }

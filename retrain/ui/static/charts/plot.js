@@ -1,49 +1,106 @@
-// A chart on a canvas (uPlot): lines, bands over seeds, thin lines behind, a healthy range, a strip of n, one cursor for
-// all charts of a page. It draws; what the numbers are was decided on the server.
+// A chart on a canvas (uPlot): lines, bands over seeds, a healthy range, a strip of counts, one cursor for all charts
+// of a page. It draws; what the numbers are was decided on the server.
 
-import {DASHES, css, faded, ink} from "../colours.js";
-import {count, duration, number, tickText} from "../format.js";
-import {aligned, flat, middle} from "./data.js";
+import {DASHES, css, dashOf, faded, ink} from "../colours.js";
+import {number} from "../format.js";
+import {aligned, flat, isValue, middle} from "./data.js";
+import {STRIP, paintBehind, paintCounts, paintMarks, shapes} from "./paint.js";
+import {X_CHOICES, X_TITLES, xSteps, xText, xTexts, yTexts} from "./ticks.js";
 
-const STRIP = 4;
+export {X_CHOICES, X_TITLES, xText};
+
+/**
+ * @typedef {import("./data.js").Line} Line
+ * @typedef {object} PlotOptions
+ * @property {string} x step, tokens, device, wall or rank
+ * @property {string} [unit] of y: "%", "points" or ""
+ * @property {number} [height]
+ * @property {string} [group] charts of one group share the cursor
+ * @property {boolean} [logX]
+ * @property {boolean} [logY]
+ * @property {boolean} [clip] shows the middle 98 % of the values
+ * @property {boolean} [full] shows all of `range`
+ * @property {{min: number | null, max: number | null, invert?: boolean} | null} [range] that the values may have
+ * @property {import("./paint.js").Healthy | null} [healthy]
+ * @property {boolean} [zero] shows zero, and a line there
+ * @property {number[] | null} [zoom] the part of x in sight
+ * @property {import("./paint.js").Counts[] | null} [counts]
+ * @property {import("./paint.js").EventMark[] | null} [marks]
+ * @property {((zoom: number[] | null) => void) | null} [onZoom]
+ * @property {((x: number, y: number) => void) | null} [onStep] a click at this x, and how high
+ * @property {((x: number | null, y: number | null) => void) | null} [onCursor]
+ */
+
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
-
-export const X_TITLES = {step: "step", tokens: "tokens", device: "device-seconds", wall: "wall clock", rank: "rank kept"};
-// What curves of a run can lie over, as choices.
-export const X_CHOICES = ["step", "tokens", "device", "wall"].map((each) => [each, `over ${X_TITLES[each]}`]);
-
-const TIMES = new Set(["device", "wall"]);
-const TIME_STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
-
-export function xText(kind, value) {
-  return kind === "device" || kind === "wall" ? duration(value) : kind === "tokens" ? count(value) : number(Math.round(value));
-}
+const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0]};
 
 // Many lines are drawn thinner and lighter, so that none hides the others.
 function seriesOf(line, many) {
-  const dash = line.kind === "mean" ? DASHES[(line.index || 0) % DASHES.length] : [];
-  const [width, alpha] = {mean: [2, 1], run: many ? [1, 0.5] : [1.3, 0.85], thin: [1, 0.28], shade: [0, 0]}[line.kind || "run"];
-  const few = line.x.length < 40 && line.kind !== "thin" && line.kind !== "shade";
+  const kind = line.kind || "run";
+  const [width, alpha] = kind === "run" && many ? [1, 0.5] : STROKES[kind];
+  const few = line.x.length < 40 && kind !== "thin" && kind !== "shade";
+  const stroke = () => ink(line.index, alpha);
+  const show = line.sparse || few || line.x.length === 1;
   return {
-    stroke: () => ink(line.index, alpha), width, dash, spanGaps: Boolean(line.sparse),
-    points: {show: line.sparse || few || line.x.length === 1, size: line.kind === "mean" ? 6 : 4, fill: () => ink(line.index, alpha), width: 0},
+    stroke,
+    width,
+    dash: kind === "mean" ? DASHES[dashOf(line.index)] : [],
+    spanGaps: Boolean(line.sparse),
+    points: {
+      ...{show: show || kind === "mean", size: kind === "mean" ? 6 : 4, fill: stroke, width: 0},
+      paths: shapes(line.index, kind === "mean" ? 3.4 : 2.4, show),
+    },
   };
 }
 
-function edge() {
-  return {stroke: "transparent", width: 0, points: {show: false}};
+const LEAST_DRAG = 6; // px
+const EDGE = {stroke: "transparent", width: 0, points: {show: false}};
+
+/**
+ * Return the range of the y axis for values from low to high.
+ * @param {PlotOptions} options
+ * @param {{low: number, high: number} | null} limits
+ */
+function yRange({range, full, zero, logY, zoom}, limits, least, most) {
+  if (least === null || least === undefined || most === null) return logY ? [0.1, 1] : [0, 1];
+  let [low, high] = [least, most];
+  if (logY) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
+  if (limits && !zoom) [low, high] = [Math.max(low, limits.low), Math.min(high, limits.high)];
+  const min = range ? range.min : null;
+  const max = range ? range.max : null;
+  if (min !== null && max !== null && max > min) {
+    const inside = low >= min && high <= max;
+    if (full || (inside && high - low >= 0.4 * (max - min))) return [Math.min(low, min), Math.max(high, max)];
+  }
+  if (full && min !== null) low = Math.min(low, min);
+  if (full && max !== null) high = Math.max(high, max);
+  [low, high] = flat(low, high);
+  if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
+  const room = 0.06 * (high - low) || 0.1 * Math.abs(high) || 0.5;
+  const floor = low >= 0 && low - room < 0 ? 0 : low - room;
+  return [
+    min !== null && low >= min ? Math.max(floor, min) : floor,
+    max !== null && high <= max ? Math.min(high + room, max) : high + room,
+  ];
 }
 
-// options: {height, group, x: "step"…, unit, logX, logY, clip, full, range, healthy: {low, high}, zero, zoom: [a, b] | null,
-// counts: [{index, x, n}], onZoom([a, b] | null), onCursor(x | null, y | null)}
 export class Plot {
+  /** @param {PlotOptions} options */
   constructor(root, options) {
     this.root = root;
     this.options = options;
+    /** @type {Line[]} */
     this.lines = [];
+    /** @type {any} */
     this.chart = null;
-    // Where keys have put the cursor, and from where to where the lines have ever gone.
+    /** @type {any[][] | null} */
+    this.data = null;
+    /** @type {{low: number, high: number, outside: number} | null} */
+    this.limits = null;
+    this.signature = "";
+    /** @type {number | null} where keys have put the cursor */
     this.held = null;
+    /** @type {number[] | null} from where to where the lines have ever gone */
     this.ends = null;
     this.watch = new ResizeObserver(() => this.resize());
     this.watch.observe(root);
@@ -51,22 +108,25 @@ export class Plot {
     document.addEventListener("theme", this.repaint);
   }
 
+  /** @param {Partial<PlotOptions>} [changes] */
   set(lines, changes) {
-    const before = this.signature, kind = this.options.x;
+    const [signature, kind] = [this.signature, this.options.x];
     Object.assign(this.options, changes);
+    const {x: xKind, unit, logX, logY, counts, clip, zoom} = this.options;
+    const looks = lines.map((line) => [line.name, line.index, line.kind, Boolean(line.low), Boolean(line.sparse)]);
     this.lines = lines;
-    this.signature = JSON.stringify([lines.map((line) => [line.name, line.index, line.kind, Boolean(line.low), Boolean(line.sparse)]),
-      this.options.x, this.options.unit, this.options.logX, this.options.logY, this.options.counts && this.options.counts.length]);
-    this.limits = this.options.clip ? middle(lines) : null;
-    const {x, columns} = aligned(lines, this.options.logX ? null : {zoom: this.options.zoom});
-    const data = [x];
-    const positive = (column) => this.options.logY ? column.map((y) => (y > 0 ? y : y === undefined ? undefined : null)) : column;
-    lines.forEach((line, i) => { if (columns[i][1]) data.push(positive(columns[i][1]), positive(columns[i][2])); });
-    columns.forEach(([y]) => data.push(positive(y)));
-    this.data = data;
-    if (kind !== this.options.x) this.ends = null;
-    if (x.length) this.ends = this.ends ? [Math.min(this.ends[0], x[0]), Math.max(this.ends[1], x[x.length - 1])] : [x[0], x[x.length - 1]];
-    if (this.chart && before === this.signature) this.chart.setData(data);
+    this.signature = JSON.stringify([looks, xKind, unit, logX, logY, counts && counts.length]);
+    this.limits = clip ? middle(lines) : null;
+    const {x, columns} = aligned(lines, logX ? null : {zoom});
+    const positive = (column) => (logY ? column.map((y) => (y > 0 || y === undefined ? y : null)) : column);
+    const bands = columns.filter((column) => column[1]).flatMap(([, low, high]) => [positive(low), positive(high)]);
+    this.data = [x, ...bands, ...columns.map(([y]) => positive(y))];
+    if (kind !== xKind) this.ends = null;
+    if (x.length) {
+      const [low, high] = this.ends || [x[0], x[x.length - 1]];
+      this.ends = [Math.min(low, x[0]), Math.max(high, x[x.length - 1])];
+    }
+    if (this.chart && signature === this.signature) this.chart.setData(this.data);
     else this.build();
   }
 
@@ -74,123 +134,115 @@ export class Plot {
     if (this.chart) this.chart.destroy();
     this.chart = null;
     const width = Math.floor(this.root.clientWidth);
-    if (!width || !this.data[0].length) return;
+    if (!width || !this.data || !this.data[0].length) return;
     const {lines, options} = this;
     const banded = lines.filter((line) => line.low);
-    const series = [{}, ...banded.flatMap(() => [edge(), edge()]), ...lines.map((line) => seriesOf(line, lines.length > 6))];
-    const bands = banded.map((line, i) => ({series: [2 * i + 2, 2 * i + 1], fill: () => ink(line.index, 0.16)}));
+    const many = lines.length > 6;
+    this.chart = new globalThis.uPlot(
+      {
+        width,
+        height: options.height || 210,
+        series: [{}, ...banded.flatMap(() => [EDGE, EDGE]), ...lines.map((line) => seriesOf(line, many))],
+        bands: banded.map(({index}, i) => ({series: [2 * i + 2, 2 * i + 1], fill: () => ink(index, 0.16)})),
+        legend: {show: false},
+        padding: [8, 12, 0, 4],
+        scales: {
+          x: {time: false, distr: options.logX ? 3 : 1, range: (u, low, high) => this.xRange(low, high)},
+          y: {
+            distr: options.logY ? 3 : 1,
+            dir: options.range && options.range.invert ? -1 : 1,
+            range: (u, low, high) => yRange(options, this.limits, low, high),
+          },
+        },
+        axes: this.axes(),
+        cursor: {
+          y: false,
+          sync: {key: options.group, scales: ["x", null]},
+          drag: {x: Boolean(options.onZoom), y: false, setScale: false},
+          points: {show: false},
+          bind: {dblclick: () => null},
+          // Where keys have put it, it stays until the pointer really moves.
+          move: (u, left, top) => (this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)]),
+        },
+        hooks: {
+          drawAxes: [(u) => paintBehind(u, options)],
+          draw: [(u) => paintCounts(u, options.counts), (u) => paintMarks(u, options.marks)],
+          setCursor: [(u) => this.moved(u)],
+          setSelect: [(u) => u.select.width && u.setSelect({left: 0, top: 0, width: 0, height: 0}, false)],
+        },
+      },
+      this.data,
+      this.root,
+    );
+    this.listen(this.chart.over);
+  }
+
+  axes() {
+    const {options} = this;
     const strip = options.counts ? STRIP * options.counts.length + 3 : 0;
-    const axis = {stroke: () => css("--muted"), font: FONT, grid: {stroke: () => faded(css("--line"), 0.8), width: 1}, ticks: {show: false}};
-    this.chart = new globalThis.uPlot({
-      width, height: options.height || 210, series, bands, legend: {show: false}, padding: [8, 12, 0, 4],
-      scales: {
-        x: {time: false, distr: options.logX ? 3 : 1, range: (u, low, high) => this.xRange(low, high)},
-        y: {distr: options.logY ? 3 : 1, dir: options.range && options.range.invert ? -1 : 1, range: (u, low, high) => this.yRange(low, high)},
-      },
-      axes: [
-        {...axis, size: 24 + strip, gap: 5 + strip, space: 55,
-          values: (u, ticks) => ticks.map((tick) => tick === null ? "" : xText(options.x, tick)), ...(TIMES.has(options.x) ? {incrs: TIME_STEPS} : {})},
-        {...axis, size: (u, values) => values ? 14 + 6.6 * Math.max(1, ...values.map((text) => (text || "").length)) : 40, gap: 5, space: 32,
-          values: (u, ticks, i, space, step) => ticks.map((tick) => tick === null ? "" : options.logY ? number(tick) : tickText(tick, step, options.unit))},
-      ],
-      cursor: {
-        y: false, sync: {key: options.group, scales: ["x", null]}, drag: {x: Boolean(options.onZoom), y: false, setScale: false},
-        points: {show: false}, bind: {dblclick: () => null},
-        // Where keys have put it, it stays until the pointer really moves.
-        move: (u, left, top) => this.held === null ? [left, top] : [u.valToPos(this.held, "x"), Math.max(0, top)],
-      },
-      hooks: {
-        drawAxes: [(u) => this.behind(u)], draw: [(u) => this.strip(u)],
-        setCursor: [(u) => this.moved(u)], setSelect: [(u) => this.selected(u)],
-      },
-    }, this.data, this.root);
-    this.chart.over.addEventListener("pointermove", (event) => { if (event.movementX || event.movementY) this.held = null; });
-    this.chart.over.addEventListener("dblclick", () => { if (options.onZoom) options.onZoom(null); });
+    const axis = {
+      stroke: () => css("--muted"),
+      font: FONT,
+      grid: {stroke: () => faded(css("--line"), 0.8), width: 1},
+      ticks: {show: false},
+    };
+    const across = (u, ticks) => xTexts(options.x, ticks);
+    /** @type {(u: any, ticks: any[], axis: number, space: number, step: number) => string[]} */
+    const up = (u, ticks, axis, space, step) =>
+      options.logY ? ticks.map((tick) => (tick === null ? "" : number(tick))) : yTexts(ticks, step, options.unit);
+    const wide = (u, texts) => (texts ? 14 + 6.6 * Math.max(1, ...texts.map((text) => (text || "").length)) : 40);
+    const steps = options.logX ? {} : {incrs: xSteps(options.x)};
+    return [
+      {...axis, size: 24 + strip, gap: 5 + strip, space: 55, values: across, ...steps},
+      {...axis, size: wide, gap: 5, space: 32, values: up},
+    ];
+  }
+
+  /** @param {HTMLElement} over the area of the lines */
+  listen(over) {
+    const {options} = this;
+    let pressedAt = 0;
+    over.addEventListener("pointermove", (event) => {
+      if (event.movementX || event.movementY) this.held = null;
+    });
+    over.addEventListener("dblclick", () => options.onZoom && options.onZoom(null));
+    over.addEventListener("mousedown", (event) => {
+      pressedAt = event.clientX;
+      const release = ({clientX}) => this.dragged(event.clientX, clientX);
+      if (event.button === 0) addEventListener("mouseup", release, {once: true});
+    });
+    over.addEventListener("click", (event) => {
+      if (!options.onStep || Math.abs(event.clientX - pressedAt) > 5) return;
+      const x = this.chart.posToVal(this.chart.cursor.left, "x");
+      const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
+      const places = this.places();
+      if (places.length) options.onStep(places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y"));
+    });
   }
 
   xRange(low, high) {
     const [a, b] = this.options.zoom || [low, high];
-    if (a === null || a === undefined || b === null) return [0, 1];
-    if (this.options.logX) return [Math.max(a, this.data[0].find((x) => x > 0) || 1), Math.max(b, 2)];
-    return a < b ? [a, b] : [a - 0.5, a + 0.5];
-  }
-
-  yRange(low, high) {
-    const {range, full, zero, logY} = this.options;
-    if (low === null || high === null || low === undefined) return logY ? [0.1, 1] : [0, 1];
-    if (logY) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
-    if (this.limits && !this.options.zoom) { low = Math.max(low, this.limits.low); high = Math.min(high, this.limits.high); }
-    if (range && range.min !== null && range.max !== null && range.max > range.min) {
-      const inside = low >= range.min && high <= range.max;
-      if (full || (inside && high - low >= 0.4 * (range.max - range.min))) return [Math.min(low, range.min), Math.max(high, range.max)];
+    if (!isValue(a) || !isValue(b)) return [0, 1];
+    const [start, end] = [Number(a), Number(b)];
+    if (this.options.logX) {
+      const first = this.data && this.data[0].find((x) => x > 0);
+      return [Math.max(start, first || 1), Math.max(end, 2)];
     }
-    if (full && range && range.min !== null) low = Math.min(low, range.min);  // a range may have one end alone
-    if (full && range && range.max !== null) high = Math.max(high, range.max);
-    [low, high] = flat(low, high);
-    if (zero) { low = Math.min(low, 0); high = Math.max(high, 0); }
-    const room = 0.06 * (high - low) || 0.1 * Math.abs(high) || 0.5;
-    const floor = low >= 0 && low - room < 0 ? 0 : low - room;
-    return [range && range.min !== null && low >= range.min ? Math.max(floor, range.min) : floor,
-      range && range.max !== null && high <= range.max ? Math.min(high + room, range.max) : high + room];
+    return start < end ? [start, end] : [start - 0.5, start + 0.5];
   }
 
-  behind(u) {
-    const {ctx, bbox} = u, {healthy, zero, logY} = this.options;
-    ctx.save();
-    ctx.beginPath();
-    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
-    ctx.clip();
-    if (healthy && (Number.isFinite(healthy.low) || Number.isFinite(healthy.high)) && u.scales.y.min !== null) {
-      const at = (value, other) => Number.isFinite(value) && !(logY && value <= 0) ? u.valToPos(value, "y", true) : other;
-      const top = at(healthy.high, bbox.top), bottom = at(healthy.low, bbox.top + bbox.height);
-      ctx.fillStyle = faded(css("--good"), 0.09);
-      ctx.fillRect(bbox.left, top, bbox.width, bottom - top);
-      ctx.strokeStyle = faded(css("--good"), 0.55);
-      ctx.setLineDash([3, 4]);
-      for (const value of [healthy.low, healthy.high]) {
-        if (!Number.isFinite(value) || (logY && value <= 0)) continue;
-        const y = Math.round(u.valToPos(value, "y", true)) + 0.5;
-        ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-      }
-    }
-    if (zero && !logY) {
-      const y = Math.round(u.valToPos(0, "y", true)) + 0.5;
-      ctx.setLineDash([]);
-      ctx.strokeStyle = css("--muted");
-      ctx.beginPath(); ctx.moveTo(bbox.left, y); ctx.lineTo(bbox.left + bbox.width, y); ctx.stroke();
-    }
-    ctx.restore();
-  }
-
-  // How many seeds there are at each x: a row for every condition, the stronger the more.
-  strip(u) {
-    const {counts} = this.options;
-    if (!counts) return;
-    const scale = devicePixelRatio || 1, {ctx, bbox} = u;
-    const most = Math.max(1, ...counts.flatMap((each) => each.n));
-    ctx.save();
-    counts.forEach((each, row) => {
-      const y = bbox.top + bbox.height + (2 + row * STRIP) * scale;
-      for (let i = 0; i < each.x.length;) {
-        let j = i;
-        while (j + 1 < each.x.length && each.n[j + 1] === each.n[i]) j += 1;
-        const from = Math.max(bbox.left, u.valToPos(each.x[i], "x", true));
-        const to = Math.min(bbox.left + bbox.width, u.valToPos(each.x[Math.min(j + 1, each.x.length - 1)], "x", true));
-        ctx.fillStyle = ink(each.index, 0.12 + 0.88 * each.n[i] / most);
-        if (to > from) ctx.fillRect(from, y, to - from, (STRIP - 1) * scale);
-        i = j + 1;
-      }
-    });
-    ctx.restore();
-  }
-
-  // Where the points in sight lie: every x at which some line has a value.
+  /**
+   * Return every x in sight at which some line has a value.
+   * @returns {number[]}
+   */
   places() {
-    const [x, ...columns] = this.data, {min, max} = this.chart.scales.x;
-    return x.filter((at, i) => at >= min && at <= max && columns.some((column) => column[i] !== null && column[i] !== undefined));
+    if (!this.data || !this.chart) return [];
+    const [x, ...columns] = this.data;
+    const {min, max} = this.chart.scales.x;
+    return x.filter((at, i) => at >= min && at <= max && columns.some((column) => isValue(column[i])));
   }
 
-  // The cursor of this chart, and of those that follow it, at x; null takes it away.
+  // Put the cursor of this chart, and of those that follow it, at x; null takes it away.
   hold(x) {
     this.held = x;
     if (!this.chart) return;
@@ -201,23 +253,27 @@ export class Plot {
   moved(u) {
     const {onCursor} = this.options;
     if (!onCursor) return;
-    const inside = u.cursor.left >= 0 && u.cursor.left <= u.over.clientWidth;
-    const own = u.cursor.event && u.cursor.event.type !== undefined && u.over.matches(":hover");
-    onCursor(inside ? u.posToVal(u.cursor.left, "x") : null, inside && own ? u.posToVal(u.cursor.top, "y") : null);
+    const {left, top, event} = u.cursor;
+    const inside = left >= 0 && left <= u.over.clientWidth;
+    const own = event && event.type !== undefined && u.over.matches(":hover");
+    onCursor(inside ? u.posToVal(left, "x") : null, inside && own ? u.posToVal(top, "y") : null);
   }
 
-  selected(u) {
-    const {left, width} = u.select;
-    if (width < 6) return;
-    const range = [u.posToVal(left, "x"), u.posToVal(left + width, "x")];
-    u.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
-    if (this.options.onZoom && u.over.matches(":hover")) this.options.onZoom(range);
+  // Zoom to what the pointer was dragged over. uPlot's own selection follows the pointer a frame late, so that the end
+  // of a quick drag is missing from it.
+  dragged(fromX, toX) {
+    const {chart, options} = this;
+    if (!chart || !options.onZoom || Math.abs(toX - fromX) < LEAST_DRAG) return;
+    const {left, width} = chart.over.getBoundingClientRect();
+    const ends = [fromX, toX].map((x) => Math.min(width, Math.max(0, x - left))).sort((a, b) => a - b);
+    options.onZoom(ends.map((x) => chart.posToVal(x, "x")));
   }
 
   resize() {
     const width = Math.floor(this.root.clientWidth);
-    if (!this.chart) { if (width && this.data) this.build(); return; }
-    if (width && width !== this.chart.width) this.chart.setSize({width, height: this.chart.height});
+    if (!width) return;
+    if (!this.chart) this.build();
+    else if (width !== this.chart.width) this.chart.setSize({width, height: this.chart.height});
   }
 
   stop() {

@@ -1,10 +1,15 @@
 // Charts as files: the numbers as CSV, the picture as SVG or PNG with colours of its own.
 
 import {css} from "../colours.js";
-import {download, el, say, svg} from "../dom.js";
+import {Menu} from "../components/inputs.js";
+import {download, say} from "../lib/browser.js";
+import {html} from "../lib/html.js";
 
+/** @typedef {{title: string, csv: () => string, picture: () => SVGSVGElement}} Saved what a chart gives to be saved */
+
+const SVG = "http://www.w3.org/2000/svg";
 // What a picture takes from the page's style, where it is a file of its own.
-const WORN = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-weight"];
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "font-size", "font-weight"];
 
 function fileName(title, ending) {
   return `${title.replace(/[^\w.+-]+/g, "_").slice(0, 80)}.${ending}`;
@@ -14,57 +19,92 @@ function text(picture) {
   return new XMLSerializer().serializeToString(picture);
 }
 
-async function savePng(title, picture) {
-  const size = picture.viewBox.baseVal, image = new Image();
+/**
+ * Return the picture as a PNG of twice its size.
+ * @returns {Promise<Blob>}
+ */
+async function png(picture) {
+  const size = picture.viewBox.baseVal;
+  const image = new Image();
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text(picture))}`;
-  try { await image.decode(); } catch (error) { say("The browser cannot draw this picture"); return; }
-  const canvas = el("canvas", {width: 2 * size.width, height: 2 * size.height});
-  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  canvas.toBlob((blob) => download(fileName(title, "png"), blob), "image/png");
-}
-
-const KINDS = [
-  ["CSV", ({title, csv}) => download(fileName(title, "csv"), new Blob([csv()], {type: "text/csv"}))],
-  ["PNG", ({title, picture}) => savePng(title, picture())],
-  ["SVG", ({title, picture}) => download(fileName(title, "svg"), new Blob([text(picture())], {type: "image/svg+xml"}))],
-];
-
-// The menu that saves a chart: get() gives {title, csv(): text, picture(): an SVG element that stands alone}.
-export function saveMenu(get) {
-  const menu = el("details", {class: "menu"}, el("summary", {title: "save", "aria-label": "save this chart"}, "⤓"),
-    el("div", null, KINDS.map(([kind, run]) => el("button", {type: "button", on: {click: () => { menu.open = false; run(get()); }}}, kind))));
-  menu.addEventListener("focusout", (event) => { if (!menu.contains(event.relatedTarget)) menu.open = false; });
-  return menu;
-}
-
-// A picture of the page as one that stands alone: a file knows nothing of the page's style.
-export function painted(picture) {
-  const copy = picture.cloneNode(true), real = [...picture.querySelectorAll("*")], {width, height} = picture.viewBox.baseVal;
-  const root = {xmlns: "http://www.w3.org/2000/svg", width, height, "font-family": "system-ui, sans-serif", "font-size": getComputedStyle(picture).fontSize};
-  for (const [name, value] of Object.entries(root)) copy.setAttribute(name, value);
-  copy.removeAttribute("class");
-  [...copy.querySelectorAll("*")].forEach((each, i) => {
-    each.removeAttribute("class");
-    if (/^(title|defs|pattern)$/.test(each.tagName)) return;
-    const style = getComputedStyle(real[i]);
-    for (const name of WORN) each.setAttribute(name, style.getPropertyValue(name));
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  Object.assign(canvas, {width: 2 * size.width, height: 2 * size.height});
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return new Promise((done, failed) => {
+    canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error("no picture"))), "image/png");
   });
-  copy.prepend(svg("rect", {width: "100%", height: "100%", fill: css("--raised")}));
+}
+
+async function savePng({title, picture}) {
+  try {
+    download(fileName(title, "png"), await png(picture()));
+  } catch (error) {
+    say("The browser cannot draw this picture");
+  }
+}
+
+async function copyPng({picture}) {
+  try {
+    await navigator.clipboard.write([new ClipboardItem({"image/png": png(picture())})]);
+    say("Picture copied");
+  } catch (error) {
+    say("The browser does not allow copying pictures");
+  }
+}
+
+/**
+ * The menu that saves a chart.
+ * @param {{get: () => Saved}} props
+ */
+export function SaveMenu({get}) {
+  const save = (ending, content, type) => download(fileName(get().title, ending), new Blob([content], {type}));
+  /** @type {[string, () => void][]} */
+  const items = [
+    ["CSV", () => save("csv", get().csv(), "text/csv")],
+    ["PNG", () => savePng(get())],
+    ["SVG", () => save("svg", text(get().picture()), "image/svg+xml")],
+    ["copy as PNG", () => copyPng(get())],
+  ];
+  return html`<${Menu} label="save this chart" text="⤓" items=${items} />`;
+}
+
+// Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.
+export function painted(picture) {
+  const copy = /** @type {SVGSVGElement} */ (picture.cloneNode(true));
+  const originals = [...picture.querySelectorAll("*")];
+  const {width, height} = picture.viewBox.baseVal;
+  const size = getComputedStyle(picture).fontSize;
+  const root = {xmlns: SVG, width, height, "font-family": "system-ui, sans-serif", "font-size": size};
+  for (const [name, value] of Object.entries(root)) copy.setAttribute(name, String(value));
+  copy.removeAttribute("class");
+  [...copy.querySelectorAll("*")].forEach((element, i) => {
+    element.removeAttribute("class");
+    if (/^(title|defs|pattern)$/.test(element.tagName)) return;
+    const style = getComputedStyle(originals[i]);
+    for (const name of STYLES) element.setAttribute(name, style.getPropertyValue(name));
+  });
+  const background = document.createElementNS(SVG, "rect");
+  background.setAttribute("width", "100%");
+  background.setAttribute("height", "100%");
+  background.setAttribute("fill", css("--raised"));
+  copy.prepend(background);
   return copy;
 }
 
 function cell(value) {
   if (value === null || value === undefined) return "";
   const words = String(value);
-  return /[",\n\r]/.test(words) ? `"${words.replace(/"/g, '""')}"` : words;
+  // A spreadsheet would run a name that begins so as a formula.
+  const safe = typeof value === "string" && /^[=+\-@\t]/.test(value) ? `'${words}` : words;
+  return /[",\n\r]/.test(safe) ? `"${safe.replace(/"/g, '""')}"` : safe;
 }
 
-// A spreadsheet would run a name that begins so as a formula.
-function word(value) {
-  return cell(typeof value === "string" && /^[=+\-@\t]/.test(value) ? `'${value}` : value);
-}
-
-// Rows of numbers and names under these headings.
+/**
+ * Return CSV: rows of numbers and names under these headings.
+ * @param {unknown[][]} rows
+ */
 export function table(heads, rows) {
-  return [heads, ...rows].map((row) => `${row.map(word).join(",")}\n`).join("");
+  return [heads, ...rows].map((row) => `${row.map(cell).join(",")}\n`).join("");
 }

@@ -1,67 +1,120 @@
-// One campaign: what it found, in a sentence and as a picture; curves; cost; how many more seeds; its runs.
+// One campaign: what came of it, in a sentence and as a picture; curves; cost; how many more seeds; its runs.
 
-import {get, gone, newest} from "../api.js";
-import {el, failed, loading, notRecorded, put, spaced} from "../dom.js";
-import {ago, hours, plural} from "../format.js";
-import {curves} from "./campaign_curves.js";
-import {costs, forests, runsTable, seeds, traces, verdicts} from "./campaign_parts.js";
-import {step} from "../keys.js";
+import {Condition} from "../components/marks.js";
+import {Answered, NotRecorded} from "../components/states.js";
+import {DataTable} from "../components/table.js";
+import {ago, count, duration, hours, plural} from "../format.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {html} from "../lib/html.js";
+import {EVERY_KIND} from "../lib/live.js";
+import {go, link} from "../router.js";
+import {Outcome, Warnings} from "./campaign_banner.js";
+import {Curves} from "./campaign_curves.js";
+import {Costs, Forests, Seeds} from "./campaign_parts.js";
 
 const MOST_WORKERS = 8;
 
-// On which workers, where there are several; of many the first ones.
-function where(workers) {
+export function Campaign() {
+  const {place} = useAddress();
+  const answer = useAnswer("campaign", {at: place}, {kinds: EVERY_KIND, wait: 2500});
+  return html`<${Answered} of=${answer}>
+    ${(body) => html`
+      <${Head} body=${body} />
+      <${Outcome} body=${body} />
+      <${Warnings} comparison=${body.comparison} />
+      <${Forests} body=${body} />
+      <${NotRecorded} items=${body.summary.missing} />
+      <${Curves} campaign=${body} />
+      <div class="two"><${Costs} body=${body} /><${Seeds} power=${body.power} /></div>
+      <${Runs} runs=${body.runs} />
+      <${Checksums} sums=${body.checksums} />
+    `}
+  <//>`;
+}
+
+// Return on which workers the runs train, where there are several; of many the first ones.
+function workerWords(workers) {
+  if (!workers.length) return "";
   const more = workers.length - MOST_WORKERS;
-  return workers.length ? ` on ${workers.slice(0, MOST_WORKERS).join(", ")}${more > 0 ? ` and ${plural(more, "more worker")}` : ""}` : "";
+  const names = workers.slice(0, MOST_WORKERS).join(", ");
+  return `on ${names}${more > 0 ? ` and ${plural(more, "more worker")}` : ""}`;
 }
 
-function head(body) {
-  const {summary} = body;
-  const {runs} = summary;
-  const facts = [plural((summary.conditions || []).length, "condition"), `${runs.done} of ${plural(runs.planned, "run")} done`,
-    runs.running ? `${runs.running} running${where(summary.workers || [])}` : "", runs.failed ? `${runs.failed} failed` : "",
-    summary.device_hours ? `${hours(summary.device_hours)} of device time` : "", summary.updated ? `changed ${ago(summary.updated)}` : "", body.fresh === false ? "being compared anew …" : ""];
-  return el("div", {class: "title"}, el("h1", null, summary.name, el("span", {class: `pill ${summary.state}`}, summary.state)),
-    el("p", {class: "muted"}, facts.filter(Boolean).join(" · ")));
+/** @param {{body: any}} props */
+function Head({body: {summary, fresh}}) {
+  const {conditions, workers, left_s, device_hours, updated} = summary;
+  const facts = [
+    plural((conditions || []).length, "condition"),
+    workerWords(workers || []),
+    left_s ? `about ${duration(left_s)} left` : "",
+    device_hours ? `${hours(device_hours)} of device time` : "",
+    updated ? `changed ${ago(updated)}` : "",
+    fresh === false ? "being compared anew …" : "",
+  ];
+  return html`<div class="title">
+    <h1>${summary.name}</h1>
+    <p class="muted">${facts.filter(Boolean).join(" · ")}</p>
+  </div>`;
 }
 
-export function campaign(root, state, frame) {
-  const {patch} = frame, next = newest();
-  let plots = null, body = null;
-  const top = el("div", null, loading("Reading the campaign …"));
-  const middle = el("div"), bottom = el("div");
-  put(root, top, middle, bottom);
+/** @type {import("../components/table.js").Column[]} */
+const COLUMNS = [
+  {key: "condition", title: "condition", cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`},
+  {key: "seed", title: "seed", number: true, cell: (run) => run.seed},
+  {key: "state", title: "state", cell: (run) => html`<${RunState} run=${run} />`},
+  {key: "steps", title: "steps", number: true, cell: (run) => html`<${RunSteps} run=${run} />`},
+  {
+    key: "changed",
+    title: "changed",
+    cell: ({age_s}) => html`<span class="muted">${typeof age_s === "number" ? `${duration(age_s)} ago` : "–"}</span>`,
+  },
+  {key: "links", title: "look at", cell: (run) => html`<${RunLinks} run=${run} />`},
+];
 
-  function draw() {
-    put(top, head(body), verdicts(body), forests(body),
-      notRecorded(body.summary.missing));
-    put(bottom, el("div", {class: "two"}, costs(body), seeds(body)), runsTable(body), traces(body));
-  }
+/** @param {{runs: any[]}} props */
+function Runs({runs}) {
+  const rows = [...runs].sort((a, b) => a.index - b.index || a.seed - b.seed);
+  const open = (run) => go(link("metrics", run.place));
+  const keyOf = (run) => run.place;
+  const table = html`<${DataTable} columns=${COLUMNS} rows=${rows} keyOf=${keyOf} label="runs" noun="run" onOpen=${open} />`;
+  return html`<section id="runs"><h2>Runs</h2>${table}</section>`;
+}
 
-  async function read() {
-    try {
-      body = await get("campaign", {at: state.place}, next());
-      draw();
-      if (plots) { plots.about(body); return; }
-      plots = curves(state, body, patch);
-      put(middle, plots.root);
-    } catch (error) {
-      if (gone(error)) return;
-      if (!body) put(top, failed(error, read)); else console.warn(error);
-    }
-  }
-  read();
-  const again = spaced(read, 2500);
-  return {
-    title: "Campaign",
-    update(to) { state = to; if (plots) plots.update(to); },
-    changed(event) {
-      const what = event.what || [];
-      if (plots && (what.includes("metrics") || what.includes("evals"))) plots.changed();
-      again();
-    },
-    stop() { next.stop(); again.stop(); if (plots) plots.stop(); },
-    keys: {j: ["next run", () => step("#runs a.open", 1)], k: ["previous run", () => step("#runs a.open", -1)],
-      Escape: ["all of the x axis again", () => plots && plots.whole()], l: ["next metric", () => plots && plots.move(1)], h: ["previous metric", () => plots && plots.move(-1)]},
+/** @param {{run: any}} props */
+function RunState({run: {state, reason, worker}}) {
+  return html`<span class=${`pill flush ${state}`}>${state}</span>
+    ${reason && html`<span class="small bad reason">${reason}</span>`}
+    ${worker && html`<span class="small muted reason">worker ${worker}</span>`}`;
+}
+
+/** @param {{run: any}} props */
+function RunSteps({run: {run_id, state, step, max_steps}}) {
+  const label = `steps of ${run_id}`;
+  const bar = state === "running" && max_steps;
+  return html`${count(step)}${max_steps ? ` of ${count(max_steps)}` : ""}
+    ${bar && html`<progress max=${max_steps} value=${step} aria-label=${label} />`}`;
+}
+
+/** @param {{run: any}} props */
+function RunLinks({run: {place, run_id}}) {
+  return html`<span class="links">
+    <a href=${link("metrics", place)} aria-label=${`metrics of ${run_id}`}>metrics</a>
+    <a href=${link("timeline", place)} aria-label=${`timeline of ${run_id}`}>timeline</a>
+    <a href=${link("notes", place)} aria-label=${`notes and log of ${run_id}`}>log</a>
+  </span>`;
+}
+
+/** @param {{sums: Record<string, any>}} props */
+function Checksums({sums}) {
+  const known = Object.entries(sums || {}).filter(([, value]) => value);
+  if (!known.length) return null;
+  const each = (value) => {
+    if (typeof value === "string") return html`<code title=${value}>${value.slice(0, 16)}</code>`;
+    const runs = Object.entries(value).map(([run, sum]) => `${run}: ${sum}`);
+    return html`<b class="warn" title=${runs.join("\n")}>differs between runs</b>`;
   };
+  return html`<p class="muted small sums">
+    ${known.map(([name, value]) => html`<span key=${name}>${name.replace(/_/g, " ")} ${each(value)}</span>`)}
+  </p>`;
 }

@@ -1,78 +1,178 @@
-// What was said: the prompt's messages, turns, and what tools and environments answered. Texts only, long ones folded.
+// What was said: the prompt's messages, turns, and what tools and environments answered. Long texts are folded.
 
-import {button, el} from "../dom.js";
 import {NOTHING, number, plural} from "../format.js";
+import {createContext, html, useContext, useState} from "../lib/html.js";
 
-const LONG = 4000, TOOL = 1200;
+const LONG = 4000;
+const TOOL = 1200;
+const MOST_MARKS = 500;
+
+/** What is searched for: every text below marks it. */
+export const Search = createContext("");
 
 function textOf(content) {
-  return typeof content === "string" ? content : content === null || content === undefined ? "" : JSON.stringify(content, null, 2);
+  if (typeof content === "string") return content;
+  return content === null || content === undefined ? "" : JSON.stringify(content, null, 2);
 }
 
-// A text of any length: beyond `most` characters the rest comes on request.
-export function longText(text, most = LONG, css = "said") {
-  const all = textOf(text), box = el("div", {class: css, dir: "auto"});
-  if (all.length <= most * 1.2) { box.append(el("span", null, all)); return box; }
-  const rest = all.length - most;
-  const more = button(`show ${rest} further characters`, () => { box.replaceChildren(el("span", null, all)); });
-  box.append(el("span", null, `${all.slice(0, most)} …`), el("div", null, more));
-  return box;
+/** The text with every place of `search` marked, whatever the case. @param {{text: string, search?: string}} props */
+export function Marked({text, search}) {
+  if (!search) return text;
+  const [all, wanted] = [text.toLowerCase(), search.toLowerCase()];
+  const parts = [];
+  let begin = 0;
+  for (let at = all.indexOf(wanted); at >= 0 && parts.length < 2 * MOST_MARKS; at = all.indexOf(wanted, begin)) {
+    const end = at + wanted.length;
+    parts.push(text.slice(begin, at), html`<mark>${text.slice(at, end)}</mark>`);
+    begin = end;
+  }
+  return [...parts, text.slice(begin)];
 }
 
-export function message({role, content, name, ...more}, css = "") {
-  const tool = role === "tool" || role === "environment";
+/**
+ * A text of any length: what lies beyond `most` characters comes on request.
+ * @param {{text: any, most?: number, class?: string}} props
+ */
+export function LongText({text, most = LONG, class: name = "said"}) {
+  const [isOpen, setOpen] = useState(false);
+  const search = useContext(Search);
+  const all = textOf(text);
+  const isWhole = isOpen || all.length <= most * 1.2;
+  const rest = html`<div>
+    <button type="button" onClick=${() => setOpen(true)}>show ${all.length - most} further characters</button>
+  </div>`;
+  return html`<div class=${name} dir="auto">
+    <span><${Marked} text=${isWhole ? all : `${all.slice(0, most)} …`} search=${search} /></span>${!isWhole && rest}
+  </div>`;
+}
+
+/** @param {{message: any}} props */
+function Message({message: {role, content, name, ...more}}) {
+  const isTool = role === "tool" || role === "environment";
   const extra = Object.entries(more).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return el("div", {class: `message ${css} ${tool ? "tool" : ""}`}, el("div", {class: "role"}, role || "message", name ? ` ${name}` : ""),
-    el("div", {class: "body"}, longText(content, tool ? TOOL : LONG), extra.map(([key, value]) => el("div", {class: "small muted"}, `${key}: ${textOf(value)}`.slice(0, 2000)))));
+  const line = ([key, value]) =>
+    html`<div class="small muted" key=${key}>${`${key}: ${textOf(value)}`.slice(0, 2000)}</div>`;
+  return html`<div class=${`message ${isTool ? "tool" : ""}`}>
+    <div class="role">${role || "message"}${name ? ` ${name}` : ""}</div>
+    <div class="body"><${LongText} text=${content} most=${isTool ? TOOL : LONG} />${extra.map(line)}</div>
+  </div>`;
 }
 
 function pairs(values) {
-  return Object.entries(values || {}).filter(([, value]) => value !== null && value !== undefined)
-    .map(([key, value]) => `${key} ${typeof value === "number" ? number(value) : textOf(value).slice(0, 300)}`);
+  const there = Object.entries(values || {}).filter(([, value]) => value !== null && value !== undefined);
+  return there.map(([key, value]) => [key, typeof value === "number" ? number(value) : textOf(value).slice(0, 300)]);
 }
 
-function turnHead(turn, k, turns, advantage) {
-  const parts = [turns > 1 ? `turn ${k + 1}` : "answer", plural(turn.tokens ?? 0, "token"), turn.stop_reason && turn.stop_reason !== "stop" ? `ended: ${turn.stop_reason}` : null,
-    turn.reward === null || turn.reward === undefined ? null : `reward ${number(turn.reward)}`, advantage === null || advantage === undefined ? null : `advantage ${number(advantage)}`, ...pairs(turn.metrics)];
-  return el("div", {class: "role"}, parts.filter(Boolean).join(" · "));
+function isKnown(value) {
+  return value !== null && value !== undefined;
 }
 
-// The prompt of an answer of /api/rollout or of a side of /api/prompt.
-export function promptOf({messages, reference}) {
-  return el("div", {class: "promptbox"}, messages && messages.length ? messages.map((each) => message(each)) : el("p", {class: "muted small"}, "The prompt is not recorded for this step."),
-    reference === null || reference === undefined || reference === "" ? null : el("div", {class: "message"}, el("div", {class: "role"}, "reference"), el("div", {class: "body"}, longText(reference))));
+function turnWords(turn, k, turns, advantage) {
+  const parts = [
+    turns > 1 ? `turn ${k + 1}` : "answer",
+    plural(turn.tokens ?? 0, "token"),
+    turn.stop_reason && turn.stop_reason !== "stop" && `ended: ${turn.stop_reason}`,
+    isKnown(turn.reward) && `reward ${number(turn.reward)}`,
+    isKnown(advantage) && `advantage ${number(advantage)}`,
+    ...pairs(turn.metrics).map((pair) => pair.join(" ")),
+  ];
+  return parts.filter(Boolean).join(" · ");
 }
 
-// The turns; body(turn, k) gives what stands for a turn's text, such as its tokens.
-export function turnsOf(line, body) {
-  const {turns} = line;
-  return turns.map((turn, k) => [
-    turn.fresh ? el("p", {class: "muted small"}, "The conversation was written anew before this turn:") : null,
-    (turn.messages || []).map((each) => message(each)),
-    el("div", {class: "message answer"}, turnHead(turn, k, turns.length, (line.turn_advantages || [])[k]),
-      el("div", {class: "body"}, body ? body(turn, k) : turn.text === "" ? el("p", {class: "muted"}, "(an empty text)") : longText(turn.text),
-        Object.keys(turn.logs || {}).length ? el("details", {class: "small"}, el("summary", {class: "muted"}, "logs of this turn"), el("div", {class: "said"}, JSON.stringify(turn.logs, null, 1).slice(0, 20000))) : null))]);
+/** The prompt of an answer of /api/rollout or of a side of /api/prompt. @param {{prompt: any}} props */
+export function PromptBox({prompt: {messages, reference}}) {
+  const none = html`<p class="muted small">The prompt is not recorded for this step.</p>`;
+  const expected = html`<div class="message">
+    <div class="role">reference</div><div class="body"><${LongText} text=${reference} /></div>
+  </div>`;
+  return html`<div class="promptbox">
+    ${messages && messages.length ? messages.map((each, i) => html`<${Message} key=${i} message=${each} />`) : none}
+    ${isKnown(reference) && reference !== "" && expected}
+  </div>`;
 }
 
-// Reward, advantage and how it ended, in one row; what is wrong comes in words.
-export function outcome(line) {
+const EMPTY_TEXT = html`<p class="muted">(an empty text)</p>`;
+
+/** @param {{turn: any, k: number, line: any, body?: any}} props */
+function Turn({turn, k, line, body}) {
+  const logs = Object.keys(turn.logs || {}).length > 0;
+  return html`${turn.fresh && html`<p class="muted small">The conversation was written anew before this turn:</p>`}
+    ${(turn.messages || []).map((each, i) => html`<${Message} key=${i} message=${each} />`)}
+    <div class="message answer">
+      <div class="role">${turnWords(turn, k, line.turns.length, (line.turn_advantages || [])[k])}</div>
+      <div class="body">
+        ${body || (turn.text === "" ? EMPTY_TEXT : html`<${LongText} text=${turn.text} />`)}
+        ${logs && html`<${Logs} logs=${turn.logs} />`}
+      </div>
+    </div>`;
+}
+
+/** @param {{logs: any}} props */
+function Logs({logs}) {
+  return html`<details class="small">
+    <summary class="muted">logs of this turn</summary>
+    <div class="said">${JSON.stringify(logs, null, 1).slice(0, 20000)}</div>
+  </details>`;
+}
+
+/**
+ * The turns of a rollout; `body(turn, k)` gives what stands for a turn's text, such as its tokens.
+ * @param {{line: any, body?: (turn: any, k: number) => any}} props
+ */
+export function Turns({line, body}) {
+  return line.turns.map(
+    (turn, k) => html`<${Turn} key=${k} turn=${turn} k=${k} line=${line} body=${body && body(turn, k)} />`,
+  );
+}
+
+/** Reward, advantage and how a rollout ended, in one row. @param {{line: any}} props */
+export function Outcome({line}) {
   const total = line.turns.reduce((sum, turn) => sum + (turn.tokens || 0), 0);
-  const fact = (name, value) => el("div", null, el("dt", null, name), el("dd", null, value));
-  return el("dl", {class: "facts outcome"}, fact("reward", line.reward === null ? NOTHING : number(line.reward)), fact("correct", line.correct ? "✓ yes" : "✗ no"),
-    line.advantage === null || line.advantage === undefined ? null : fact("advantage", number(line.advantage)), fact("tokens", String(total)),
-    line.turns.length > 1 ? fact("turns", String(line.turns.length)) : null, fact("ended", [line.stop_reason, line.ended].filter((each, i, all) => each && all.indexOf(each) === i).join(", ") || NOTHING),
-    line.discarded ? fact("discarded", line.discarded) : null, line.error ? fact("error", el("span", {class: "bad"}, line.error)) : null,
-    line.tool_errors ? fact("tool errors", String(line.tool_errors)) : null, line.age ? fact("age", plural(line.age, "version")) : null,
-    pairs(line.metrics).map((text) => { const [key, ...value] = text.split(" "); return ["correct", "reward"].includes(key) ? null : fact(key, value.join(" ")); }));
+  const ends = [...new Set([line.stop_reason, line.ended])].filter(Boolean).join(", ");
+  const facts = [
+    ["reward", line.reward === null ? NOTHING : number(line.reward)],
+    ["correct", line.correct ? "✓ yes" : "✗ no"],
+    isKnown(line.advantage) && ["advantage", number(line.advantage)],
+    ["tokens", total],
+    line.turns.length > 1 && ["turns", line.turns.length],
+    ["ended", ends || NOTHING],
+    line.discarded && ["discarded", line.discarded],
+    line.error && ["error", html`<span class="bad">${line.error}</span>`],
+    line.tool_errors && ["tool errors", line.tool_errors],
+    line.age && ["age", plural(line.age, "version")],
+    ...pairs(line.metrics).filter(([key]) => key !== "correct" && key !== "reward"),
+  ];
+  return html`<dl class="facts outcome">
+    ${facts.filter(Boolean).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
+  </dl>`;
 }
 
-// The samples of a group as buttons with their rewards: ✓ right, ✗ wrong, ? not graded.
-export function strip(samples, chosen, pick, title) {
-  return el("span", {class: "strip", role: "group", "aria-label": title}, samples.map((each, k) => {
-    const sign = each.reward === null ? "?" : each.correct ? "✓" : "✗";
-    const words = [`sample ${each.sample ?? k}`, `reward ${each.reward === null ? "none" : number(each.reward)}`, each.correct ? "correct" : "not correct",
-      each.advantage === null || each.advantage === undefined ? null : `advantage ${number(each.advantage)}`, each.length ? plural(each.length, "token") : null].filter(Boolean).join(", ");
-    return button(sign, () => pick(each.index), {class: `bead ${each.reward === null ? "none" : each.correct ? "right" : "false"}`, title: words, "aria-label": words,
-      "aria-pressed": String(each.index === chosen)});
-  }));
+/**
+ * The samples of a group as buttons with their rewards: ✓ correct, ✗ not, ? not graded.
+ * @param {{samples: any[], chosen: number | null, onPick: (index: number) => void, label: string}} props
+ */
+export function Strip({samples, chosen, onPick, label}) {
+  const bead = (each, k) => {
+    const isGraded = each.reward !== null;
+    const words = [
+      `sample ${each.sample ?? k}`,
+      `reward ${isGraded ? number(each.reward) : "none"}`,
+      each.correct ? "correct" : "not correct",
+      isKnown(each.advantage) && `advantage ${number(each.advantage)}`,
+      each.length && plural(each.length, "token"),
+    ];
+    const text = words.filter(Boolean).join(", ");
+    return html`<button
+      type="button"
+      key=${each.index}
+      class=${`bead ${isGraded ? (each.correct ? "right" : "false") : "none"}`}
+      title=${text}
+      aria-label=${text}
+      aria-pressed=${String(each.index === chosen)}
+      onClick=${() => onPick(each.index)}
+    >
+      ${isGraded ? (each.correct ? "✓" : "✗") : "?"}
+    </button>`;
+  };
+  return html`<span class="strip" role="group" aria-label=${label}>${samples.map(bead)}</span>`;
 }

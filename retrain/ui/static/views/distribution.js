@@ -1,107 +1,169 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
-import {get, gone, newest} from "../api.js";
-import {axis} from "../charts/forest.js";
-import {painted, saveMenu, table} from "../charts/save.js";
-import {button, choice, el, failed, keepingFocus, later, loading, put, svg} from "../dom.js";
+import {SaveMenu, painted, table} from "../charts/save.js";
+import {linearTicks} from "../charts/ticks.js";
+import {Choice} from "../components/inputs.js";
+import {Answered} from "../components/states.js";
 import {number, plural, tickText} from "../format.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {later} from "../lib/browser.js";
+import {html, useEffect, useMemo, useRef} from "../lib/html.js";
 import {nameOf} from "../names.js";
 
-export function histogram(bins, {label, xTitle, width = 520, height = 230}) {
-  const bottom = height - 38, most = Math.max(1, ...bins.map((each) => each.count));
-  const x = axis(bins.flatMap((each) => [each.low, each.high]), 34, width - 10, 6), y = (n) => bottom - n / most * (bottom - 12);
-  return svg("svg", {class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label},
-    [0, Math.ceil(most / 2), most].map((n) => [svg("line", {class: "grid", x1: 34, x2: width - 10, y1: y(n), y2: y(n)}), svg("text", {x: 28, y: y(n) + 4, "text-anchor": "end"}, String(n))]),
-    bins.map((each) => each.count ? svg("rect", {x: x(each.low) + 0.5, width: Math.max(1, x(each.high) - x(each.low) - 1), y: y(each.count), height: bottom - y(each.count), fill: "var(--c1)", rx: 1},
-      svg("title", null, `${plural(each.count, "rollout")} from ${number(each.low)} to ${number(each.high)}`)) : null),
-    x.ticks.map((tick) => svg("text", {x: x(tick), y: bottom + 16, "text-anchor": "middle"}, tickText(tick, x.step, ""))),
-    svg("text", {x: width / 2, y: height - 4, "text-anchor": "middle"}, xTitle));
+/** @typedef {{edges: number[], counts: number[], step: number, names: string[]}} AtStep */
+
+const WIDTH = 520;
+const HEIGHT = 230;
+const BOTTOM = HEIGHT - 38;
+const TOP = 12;
+const RIGHT = WIDTH - 10;
+const SIZE = {class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, height: HEIGHT, role: "img"};
+
+/** @param {{at: AtStep, name: string, picture: {current: any}}} props */
+function Histogram({at: {edges, counts, step}, name, picture}) {
+  const left = 34;
+  const [low, high] = edges.length ? [edges[0], edges[edges.length - 1]] : [0, 1];
+  const most = Math.max(1, ...counts);
+  const x = (value) => left + ((value - low) / (high - low || 1)) * (RIGHT - left);
+  const y = (n) => BOTTOM - (n / most) * (BOTTOM - TOP);
+  const total = counts.reduce((sum, n) => sum + n, 0);
+  const row = (n) => html`<line class="grid" x1=${left} x2=${RIGHT} y1=${y(n)} y2=${y(n)} />
+    <text x="28" y=${y(n) + 4} text-anchor="end">${n}</text>`;
+  const bar = (n, i) => {
+    const width = Math.max(1, x(edges[i + 1]) - x(edges[i]) - 1);
+    const words = `${plural(n, "rollout")} from ${number(edges[i])} to ${number(edges[i + 1])}`;
+    const size = {x: x(edges[i]) + 0.5, y: y(n), width, height: BOTTOM - y(n)};
+    return n > 0 && html`<rect ...${size} fill="var(--c1)" rx="1"><title>${words}</title></rect>`;
+  };
+  const ticks = linearTicks(low, high, 6);
+  const tick = (value) =>
+    html`<text x=${x(value)} y=${BOTTOM + 16} text-anchor="middle">${tickText(value, ticks.step, "")}</text>`;
+  return html`<svg ...${SIZE} ref=${picture} aria-label=${`${name} at step ${step} over ${plural(total, "rollout")}`}>
+    ${[...new Set([0, Math.ceil(most / 2), most])].map(row)} ${counts.map(bar)} ${ticks.ticks.map(tick)}
+    <text x=${WIDTH / 2} y=${HEIGHT - 4} text-anchor="middle">${name}</text>
+  </svg>`;
 }
 
-// Columns of shares: the darker, the more of the step's rollouts. A click goes to the step.
-function heat({steps, edges, counts}, {label, chosen, onStep, width = 520, height = 230}) {
-  const left = 52, bottom = height - 38, wide = (width - left - 10) / Math.max(1, steps.length), tall = (bottom - 12) / Math.max(1, edges.length - 1);
-  const x = axis([steps[0] || 0, steps[steps.length - 1] || 1], left + wide / 2, width - 10 - wide / 2, 6);
-  const most = Math.max(0.01, ...counts.map((row) => Math.max(...row) / Math.max(1, row.reduce((a, b) => a + b, 0))));
-  const step = (edges.length - 1) / 4, parts = [];
-  for (let i = 0; i <= 4; i += 1) parts.push(svg("text", {x: left - 6, y: bottom - i * step * tall + 4, "text-anchor": "end"}, number(edges[Math.round(i * step)])));
-  counts.forEach((row, i) => {
-    const total = Math.max(1, row.reduce((a, b) => a + b, 0));
-    row.forEach((n, j) => { if (n) parts.push(svg("rect", {x: left + i * wide, y: bottom - (j + 1) * tall, width: wide + 0.2, height: tall + 0.2, fill: "var(--c1)", "fill-opacity": Math.sqrt(n / total / most).toFixed(3)})); });
-    parts.push(svg("rect", {x: left + i * wide, y: 12, width: wide, height: bottom - 12, fill: "transparent", class: steps[i] === chosen ? "column on" : "column", on: {click: () => onStep(steps[i])}},
-      svg("title", null, `step ${steps[i]}`)));
+/**
+ * Columns of shares: the darker, the larger a share of the step's rollouts. A click goes to the step.
+ * @param {{over: {steps: number[], edges: number[], counts: number[][]}, name: string, chosen: number,
+ *   onStep: (step: number) => void}} props
+ */
+function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
+  const left = 52;
+  const wide = (RIGHT - left) / Math.max(1, steps.length);
+  const tall = (BOTTOM - TOP) / Math.max(1, edges.length - 1);
+  const shares = counts.map((row) => {
+    const total = Math.max(
+      1,
+      row.reduce((sum, n) => sum + n, 0),
+    );
+    return row.map((n) => n / total);
   });
+  const most = Math.max(0.01, ...shares.flat());
+  const cell = (share, i, j) => {
+    const place = {x: left + i * wide, y: BOTTOM - (j + 1) * tall, width: wide + 0.2, height: tall + 0.2};
+    return (
+      share > 0 && html`<rect ...${place} fill="var(--c1)" fill-opacity=${Math.sqrt(share / most).toFixed(3)} />`
+    );
+  };
+  const column = (step, i) => {
+    const place = {x: left + i * wide, y: TOP, width: wide, height: BOTTOM - TOP};
+    const style = step === chosen ? "column on" : "column";
+    return html`${shares[i].map((share, j) => cell(share, i, j))}
+      <rect ...${place} fill="transparent" class=${style} onClick=${() => onStep(step)}><title>step ${step}</title></rect>`;
+  };
+  const label = (i) => {
+    const edge = Math.round((i * (edges.length - 1)) / 4);
+    return html`<text x=${left - 6} y=${BOTTOM - edge * tall + 4} text-anchor="end">${number(edges[edge])}</text>`;
+  };
   const every = Math.max(1, Math.ceil(steps.length / 8));
-  steps.forEach((each, i) => { if (i % every === 0) parts.push(svg("text", {x: left + (i + 0.5) * wide, y: bottom + 16, "text-anchor": "middle"}, String(each))); });
-  return svg("svg", {class: "chart", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label}, parts, svg("text", {x: (left + width) / 2, y: height - 4, "text-anchor": "middle"}, "step"));
+  const tick = (step, i) =>
+    i % every === 0 && html`<text x=${left + (i + 0.5) * wide} y=${BOTTOM + 16} text-anchor="middle">${step}</text>`;
+  return html`<svg ...${SIZE} aria-label=${`${name} over steps`}>
+    ${steps.map(column)} ${[0, 1, 2, 3, 4].map(label)} ${steps.map(tick)}
+    <text x=${(left + WIDTH) / 2} y=${HEIGHT - 4} text-anchor="middle">step</text>
+  </svg>`;
 }
 
-// query() gives the address's; patch changes it.
-export function distribution(place, query, patch) {
-  const next = newest(), nextOver = newest();
-  let runs = null, at = null, over = null, asked = "", whole = "";
-  const body = el("div", {class: "two"}, loading()), tools = el("div", {class: "tools"});
-  const root = el("section", {class: "card wide"}, el("div", {class: "head"}, el("h2", null, "Distribution"), button("Close", () => patch({hist: null, run: null, step: null}))), tools, body);
-  const slide = later((value) => patch({step: value}, {replace: true}), 60);
+/** @param {{steps: number[], step: number}} props */
+function StepSlider({steps, step}) {
+  const {patch} = useAddress();
+  const newest = useRef(patch);
+  newest.current = patch;
+  const slide = useMemo(() => later((value) => newest.current({step: value}, {replace: true}), 60), []);
+  useEffect(() => slide.stop, []);
+  const value = Math.max(
+    0,
+    steps.findLastIndex((each) => each <= step),
+  );
+  return html`<label class="tick">
+      step ${step}
+      <input
+        type="range"
+        min="0"
+        max=${Math.max(0, steps.length - 1)}
+        value=${value}
+        aria-label="step"
+        onInput=${(event) => slide(steps[event.target.value])}
+      />
+    </label>
+    <span class="muted small">h and l step back and forward</span>`;
+}
 
-  // Steps that the slider reaches: those that the picture over all steps shows, and the one in view.
-  function steps() {
-    return over && over.steps.length ? over.steps : at ? [at.step] : [];
-  }
-
-  function draw() {
-    const {hist} = query(), shown = at.step, all = steps();
-    root.querySelector("h2").textContent = `Distribution of ${hist}`;
-    const range = el("input", {type: "range", min: 0, max: Math.max(0, all.length - 1), "aria-label": "step", on: {input: () => slide(all[range.value])}});
-    range.value = Math.max(0, all.findLastIndex((each) => each <= shown));
-    const total = at.bins.reduce((sum, each) => sum + each.count, 0);
-    const first = histogram(at.bins, {label: `${hist} at step ${shown} over ${plural(total, "rollout")}`, xTitle: hist});
-    const bins = () => table([`${hist} from`, "to", "rollouts"], at.bins.map((each) => [each.low, each.high, each.count]));
-    keepingFocus(tools, () => put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, nameOf(each.place)]), run(), (value) => patch({run: value, step: null})) : null,
-      at.names ? choice("what", at.names.map((each) => [each, each]), hist, (value) => patch({hist: value})) : null,
-      el("label", {class: "tick"}, `step ${shown}`, range), el("span", {class: "muted small"}, "h and l step back and forward"),
-      saveMenu(() => ({title: `${hist} step ${shown}`, csv: bins, picture: () => painted(first)}))));
-    put(body, el("div", null, el("h3", null, `At step ${shown}`, el("small", null, plural(total, "rollout"))), first),
-      over ? el("div", null, el("h3", null, "Over steps", el("small", null, "the darker, the larger a share of the step's rollouts; a click goes to the step")),
-        heat(over, {label: `${hist} over steps`, chosen: shown, onStep: (step) => patch({step})})) : null);
-  }
-
-  function run() {
-    return query().run || (runs.length ? runs[0].place : place);
-  }
-
-  async function read() {
-    const {hist, step} = query(), now = JSON.stringify([hist, step, query().run]);
-    if (!hist || now === asked) return;
-    asked = now;
-    const signal = next();
-    try {
-      runs = runs || (await get("columns", {at: place, key: "step", x: "step", points: 2}, signal)).runs;
-      const found = await get("histogram", {at: run(), metric: hist, step}, signal);
-      if (whole !== `${run()} ${hist}`) over = null;
-      at = {...found, bins: found.counts.map((count, i) => ({low: found.edges[i], high: found.edges[i + 1], count}))};
-      draw();
-      readOver();
-    } catch (error) {
-      if (gone(error)) return;
-      asked = "";
-      put(body, failed(error, read));
-    }
-  }
-
-  // The picture over all steps, of a run and what is counted of it; without it, one step alone is shown.
-  async function readOver() {
-    const wanted = `${run()} ${query().hist}`;
-    if (wanted === whole) return;
-    whole = wanted;
-    try {
-      over = await get("histogram", {at: run(), metric: query().hist, over: "steps"}, nextOver());
-      draw();
-    } catch (error) { if (whole === wanted) whole = ""; }
-  }
-  read();
-  return {root, update: read, stop() { next.stop(); nextOver.stop(); slide.stop(); }, move(by) {
-    const all = steps(), i = at ? all.findLastIndex((each) => each <= at.step) : -1;
-    if (i >= 0 && all[i + by] !== undefined) patch({step: all[i + by]}, {replace: true});
-  }};
+/**
+ * @param {{place: string, runs: {place: string}[], mover: {current: ((by: number) => void) | null}}} props `mover` gets
+ *   what the keys for an earlier and a later step call
+ */
+export function Distribution({place, runs, mover}) {
+  const {query, patch} = useAddress();
+  const {hist: name, step} = query;
+  const picture = useRef(null);
+  const run = query.run || (runs.length ? runs[0].place : place);
+  const answer = useAnswer("histogram", {at: run, metric: name, step});
+  const {data: at} = answer;
+  const whole = useAnswer("histogram", {at: run, metric: name, over: "steps"});
+  const over = whole.about === whole.question ? whole.data : null;
+  const steps = over && over.steps.length ? over.steps : at ? [at.step] : [];
+  mover.current = (by) => {
+    const next = at && steps[steps.findLastIndex((each) => each <= at.step) + by];
+    if (next !== null && next !== undefined) patch({step: next}, {replace: true});
+  };
+  useEffect(() => () => void (mover.current = null), []);
+  const saved = () => {
+    const rows = at.counts.map((count, i) => [at.edges[i], at.edges[i + 1], count]);
+    const csv = () => table([`${name} from`, "to", "rollouts"], rows);
+    return {title: `${name} step ${at.step}`, csv, picture: () => painted(picture.current)};
+  };
+  const content = () => {
+    const total = at.counts.reduce((sum, n) => sum + n, 0);
+    const runOptions = runs.map((each) => [each.place, nameOf(each.place)]);
+    const names = at.names.map((each) => [each, each]);
+    const chooseRun = (value) => patch({run: value, step: null});
+    return html`<div class="tools">
+        ${runs.length > 1 && html`<${Choice} label="run" options=${runOptions} value=${run} onChoose=${chooseRun} />`}
+        <${Choice} label="what" options=${names} value=${name} onChoose=${(hist) => patch({hist})} />
+        <${StepSlider} steps=${steps} step=${at.step} />
+        <${SaveMenu} get=${saved} />
+      </div>
+      <div class="two">
+        <div>
+          <h3>At step ${at.step}<small>${plural(total, "rollout")}</small></h3>
+          <${Histogram} at=${at} name=${name} picture=${picture} />
+        </div>
+        ${
+          over &&
+          html`<div>
+            <h3>Over steps<small>the darker, the larger a share of the step's rollouts; a click goes to the step</small></h3>
+            <${Heat} over=${over} name=${name} chosen=${at.step} onStep=${(to) => patch({step: to})} />
+          </div>`
+        }
+      </div>`;
+  };
+  const close = () => patch({hist: null, run: null, step: null});
+  return html`<div class="histplace"><section class="card wide">
+    <div class="head"><h2>Distribution of ${name}</h2><button type="button" onClick=${close}>Close</button></div>
+    <${Answered} of=${answer}>${content}<//>
+  </section></div>`;
 }

@@ -1,122 +1,201 @@
 // What the adapters learnt, by singular values: energy by rank, over checkpoints, per module; overlap between seeds.
 
-import {get, gone, newest} from "../api.js";
-import {Card} from "../charts/card.js";
-import {choice, el, failed, keepingFocus, loading, nothing, put, spaced} from "../dom.js";
+import {Chart} from "../components/chart.js";
+import {Choice} from "../components/inputs.js";
+import {Answered, Empty} from "../components/states.js";
 import {amount, number, percent, plural} from "../format.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
 import {link} from "../router.js";
 
 const KEPT = 0.95;
+const RANKS = [1, 2, 4, 8, 16, 32, 64];
+// No event names a checkpoint: while runs go on, their adapters are looked for again, but not often.
+const AGAIN = {kinds: ["metrics", "evals", "state"], wait: 10000};
+const BY_RANK = "share of the change's energy in its first directions, mean of the modules";
+const BY_STEP = "energy in the first directions, by how many of them";
 
-function byRank(runs) {
-  return runs.map((run) => ({name: runName(run), index: run.index || 0, kind: runs.length > 4 ? "run" : "mean", x: run.energy.map((_, i) => i + 1), y: run.energy}));
+/** @typedef {import("../charts/data.js").Line} Line */
+
+export function Lora() {
+  const {place} = useAddress();
+  const answer = useAnswer("lora", {at: place}, AGAIN);
+  return html`<div class="title">
+      <h1>LoRA</h1>
+      <p class="muted">what the adapters learnt, by singular values</p>
+    </div>
+    <${Answered} of=${answer}>
+      ${(body) =>
+        body.runs.some((run) => run.modules.length)
+          ? html`<${Adapters} body=${body} />`
+          : html`<${Empty} title="No adapter to look at">
+              These runs keep no LoRA adapter yet: it is written with checkpoints and at the end.
+            <//>`}
+    <//>`;
 }
 
-function overSteps(run) {
+/** @param {{body: any}} props */
+function Adapters({body}) {
+  const {query, patch} = useAddress();
+  const runs = body.runs.filter((run) => run.modules.length);
+  const first = runs.find((run) => run.place === query.run) || runs[0];
+  // Checkpoints are read of one run at a time.
+  const several = body.runs.length > 1;
+  const whole = useAnswer("lora", several ? {at: first.place} : null, AGAIN);
+  const run = (whole.about === whole.question && whole.data && whole.data.runs[0]) || first;
+  const options = runs.map((each) => [each.place, runName(each)]);
+  const choose = (value) => patch({run: value});
+  return html`<div class="tools">
+      ${runs.length > 1 && html`<${Choice} label="run" options=${options} value=${run.place} onChoose=${choose} />`}
+      <a href=${link("lora", run.place)}>${runName(run)}, step ${run.step ?? "?"}</a>
+      ${body.left_out > 0 && html`<span class="muted">${plural(body.left_out, "further run")} not read</span>`}
+    </div>
+    <${Energies} runs=${runs} run=${run} />
+    <${Overlap} pairs=${body.overlap || []} runs=${runs} directions=${body.directions} />
+    ${(body.squeeze || []).map((table, i) => html`<${Squeezed} table=${table} key=${i} />`)}
+    <${Modules} run=${run} />`;
+}
+
+/** @returns {Line[]} */
+function linesByRank(runs) {
+  const kind = runs.length > 4 ? "run" : "mean";
+  const ranks = (run) => run.energy.map((_, i) => i + 1);
+  return runs.map((run) => ({name: runName(run), index: run.index || 0, kind, x: ranks(run), y: run.energy}));
+}
+
+/** @returns {Line[]} */
+function linesByStep(run) {
   const checkpoints = (run.checkpoints || []).filter((each) => each.step !== null);
-  const most = Math.max(0, ...checkpoints.map((each) => each.energy.length)), ranks = [1, 2, 4, 8, 16, 32, 64].filter((rank) => rank < most);
-  return ranks.map((rank, i) => ({name: `rank ${rank}`, index: i, kind: "mean", x: checkpoints.map((each) => each.step), y: checkpoints.map((each) => each.energy[rank - 1] ?? null)}));
+  const most = Math.max(0, ...checkpoints.map((each) => each.energy.length));
+  const x = checkpoints.map((each) => each.step);
+  const energies = (rank) => checkpoints.map((each) => each.energy[rank - 1] ?? null);
+  const ranks = RANKS.filter((rank) => rank < most);
+  return ranks.map((rank, i) => ({name: `rank ${rank}`, index: i, kind: "mean", x, y: energies(rank)}));
 }
 
-function ranksFor(energy) {
-  const at = energy.findIndex((share) => share >= KEPT);
-  return at < 0 ? null : at + 1;
+/** @param {{runs: any[], run: any}} props */
+function Energies({runs, run}) {
+  const byRank = useMemo(() => linesByRank(runs), [JSON.stringify(runs.map((each) => [each.place, each.energy]))]);
+  const byStep = useMemo(() => linesByStep(run), [run]);
+  const shared = {level: "h2", height: 280, share: true, unit: "%"};
+  return html`<div class="two">
+    <${Chart} title="Energy by rank" words=${BY_RANK} x="rank" group="rank" lines=${byRank} ...${shared} />
+    <${Chart}
+      title="Over checkpoints"
+      words=${BY_STEP}
+      x="step"
+      group="checkpoints"
+      lines=${byStep}
+      emptyWords="No checkpoints to compare"
+      ...${shared}
+    />
+  </div>`;
 }
 
-// A cell whose tint says how much; the number says it too.
-function tinted(value, most, text) {
-  return el("td", {class: "number tint", style: {"--much": `${Math.round(45 * Math.max(0, Math.min(1, (value || 0) / (most || 1))))}%`}}, text);
+/**
+ * A cell whose tint says how much; the number says it too.
+ * @param {{value: number | null, most: number, children?: any}} props
+ */
+function Tinted({value, most, children}) {
+  const much = Math.round(45 * Math.max(0, Math.min(1, (value || 0) / (most || 1))));
+  return html`<td class="number tint" style=${{"--much": `${much}%`}}>${children}</td>`;
 }
 
-function heads(first, others) {
-  return el("thead", null, el("tr", null, first ? el("th", {scope: "col"}, first) : el("td"), others.map((words) => el("th", {scope: "col", class: "number"}, words))));
+/**
+ * A table with a name and numbers in each row.
+ * @param {{first?: string, heads: string[], class?: string, children?: any}} props
+ */
+function NumberTable({first, heads, class: name = "tight", children}) {
+  return html`<table class=${name}>
+    <thead>
+      <tr>
+        ${first ? html`<th scope="col">${first}</th>` : html`<td />`}
+        ${heads.map((text) => html`<th scope="col" class="number" key=${text}>${text}</th>`)}
+      </tr>
+    </thead>
+    <tbody>
+      ${children}
+    </tbody>
+  </table>`;
 }
 
-function modules(run) {
-  if (!run.modules.length) return null;
-  const rows = run.modules.map((each) => ({...each, ranks: ranksFor(each.energy)}));
-  const norms = Math.max(...rows.map((row) => row.norm)), ranks = Math.max(...rows.map((row) => row.ranks || 0));
-  return el("section", null, el("h2", null, "Modules", el("small", null, `${runName(run)}: size of the change, and how many ranks hold ${100 * KEPT} % of its energy`)),
-    el("div", {class: "scroll tall", tabindex: "0", role: "region", "aria-label": "modules"}, el("table", {class: "tight"}, heads("module", ["norm", `ranks for ${100 * KEPT} %`, "first direction"]),
-      el("tbody", null, rows.map((row) => el("tr", null, el("th", {scope: "row"}, el("code", null, row.name)), tinted(row.norm, norms, number(row.norm)), tinted(row.ranks, ranks, String(row.ranks ?? "–")),
-        el("td", {class: "number"}, percent(row.energy[0]))))))));
+/** @param {{run: any}} props */
+function Modules({run}) {
+  const ranksFor = (energy) => energy.findIndex((share) => share >= KEPT) + 1 || null;
+  const rows = run.modules.map((module) => ({...module, ranks: ranksFor(module.energy)}));
+  const norms = Math.max(...rows.map((row) => row.norm));
+  const ranks = Math.max(...rows.map((row) => row.ranks || 0));
+  const head = `ranks for ${100 * KEPT} %`;
+  const row = (module) =>
+    html`<tr key=${module.name}>
+      <th scope="row"><code>${module.name}</code></th>
+      <${Tinted} value=${module.norm} most=${norms}>${number(module.norm)}<//>
+      <${Tinted} value=${module.ranks} most=${ranks}>${module.ranks ?? "–"}<//>
+      <td class="number">${percent(module.energy[0])}</td>
+    </tr>`;
+  const words = `${runName(run)}: size of the change, and how many ranks hold ${100 * KEPT} % of its energy`;
+  return html`<section>
+    <h2>Modules <small>${words}</small></h2>
+    <div class="scroll tall" tabindex="0" role="region" aria-label="modules">
+      <${NumberTable} first="module" heads=${["norm", head, "first direction"]}>${rows.map(row)}<//>
+    </div>
+  </section>`;
 }
 
-function overlap(pairs, runs, directions) {
-  if (!pairs || !pairs.length) return null;
+/** @param {{pairs: any[], runs: any[], directions: number}} props */
+function Overlap({pairs, runs, directions}) {
+  if (!pairs.length) return null;
   const shown = runs.filter((run) => pairs.some((pair) => pair.a === run.place || pair.b === run.place));
-  const find = (a, b) => pairs.find((pair) => (pair.a === a && pair.b === b) || (pair.a === b && pair.b === a));
+  const byPlaces = new Map(
+    pairs.flatMap((pair) => [
+      [`${pair.a} ${pair.b}`, pair],
+      [`${pair.b} ${pair.a}`, pair],
+    ]),
+  );
   const chance = pairs.reduce((sum, pair) => sum + pair.chance, 0) / pairs.length;
-  return el("section", null, el("h2", null, "Overlap of directions between runs", el("small", null, `mean over modules of the first ${plural(directions, "direction")}; 1: the same; by chance ${number(chance, 2)}`)),
-    el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "overlap"}, el("table", {class: "tight matrix"}, heads("", shown.map(runName)),
-      el("tbody", null, shown.map((a) => el("tr", null, el("th", {scope: "row"}, runName(a)), shown.map((b) => {
-        const pair = find(a.place, b.place);
-        return pair ? tinted(pair.overlap, 1, pair.overlap.toFixed(3)) : el("td", {class: "number muted"}, a === b ? "1" : "–");
-      })))))));
-}
-
-// What `retrain squeeze` found: what a smaller rank keeps, and what it still solves.
-function squeezed(table) {
-  const rows = table.rows || [];
-  if (!rows.length) return null;
-  const solved = table.verified ? new Map([table.verified.full, ...table.verified.ranks].map((row) => [row.rank, row])) : null;
-  return el("section", null, el("h2", null, "A smaller rank", el("small", null, `${table.run_id || ""} ${table.recommended_rank ? `rank ${table.recommended_rank} of ${table.source_rank} is recommended` : ""}`)),
-    el("div", {class: "scroll"}, el("table", {class: "tight"}, heads("rank", ["energy, mean", "worst module", "weight error", ...(solved ? ["held-out accuracy"] : [])]),
-      el("tbody", null, rows.map((row) => el("tr", null, el("th", {scope: "row"}, String(row.rank)), el("td", {class: "number"}, percent(row.mean_variance)), el("td", {class: "number"}, percent(row.min_variance)),
-        el("td", {class: "number"}, percent(row.relative_error)), solved ? el("td", {class: "number"}, solved.has(row.rank) ? amount(solved.get(row.rank).accuracy, true) : "–") : null))))));
-}
-
-export function lora(root, state, frame) {
-  const {patch} = frame, next = newest();
-  let query = state.query, body = null, seen = "", took = 0;
-  const tools = el("div", {class: "tools"}), place = el("div", null, loading("Reading the adapters …"));
-  put(root, el("div", {class: "title"}, el("h1", null, "LoRA"), el("p", {class: "muted"}, "what the adapters learnt, by singular values")), tools, place);
-  const rank = new Card({title: "Energy by rank", words: "share of the change's energy in its first directions, mean of the modules", level: "h2", height: 280, x: "rank", group: "rank", share: true, unit: "%"});
-  const steps = new Card({title: "Over checkpoints", words: "energy in the first directions, by how many of them", level: "h2", height: 280, x: "step", group: "checkpoints", share: true, unit: "%", emptyWords: "No checkpoints to compare"});
-
-  function draw(whole) {
-    const runs = body.runs.filter((run) => run.modules.length);
-    if (!runs.length) { put(place, nothing("No adapter to look at", "These runs keep no LoRA adapter yet: it is written with checkpoints and at the end.")); return; }
-    const run = (whole && whole.runs[0]) || runs.find((each) => each.place === query.run) || runs[0];
-    keepingFocus(tools, () => put(tools, runs.length > 1 ? choice("run", runs.map((each) => [each.place, runName(each)]), run.place, (value) => patch({run: value})) : null,
-      el("a", {href: link("lora", run.place)}, `${runName(run)}, step ${run.step ?? "?"}`), body.left_out ? el("span", {class: "muted"}, `${plural(body.left_out, "further run")} not read`) : null));
-    if (!place.contains(rank.root)) put(place, el("div", {class: "two"}, rank.root, steps.root), el("div"), el("div"), el("div"));
-    rank.set(byRank(runs), {});
-    steps.set(overSteps(run), {});
-    put(place.children[1], overlap(body.overlap, runs, body.directions));
-    put(place.children[2], (body.squeeze || []).map(squeezed));
-    put(place.children[3], modules(run));
-  }
-
-  // `anew`: adapters may have been written since; what is shown stays until all of it is read.
-  async function read(anew = false) {
-    const signal = next(), start = performance.now();
-    try {
-      const found = body && !anew ? body : await get("lora", {at: state.place}, signal);
-      if (!anew) { body = found; draw(null); }
-      // Checkpoints are read of one run at a time.
-      const runs = found.runs.filter((run) => run.modules.length), run = runs.find((each) => each.place === query.run) || runs[0];
-      const whole = run && found.runs.length > 1 ? await get("lora", {at: run.place}, signal) : null;
-      body = found;
-      const now = JSON.stringify([found, whole]);
-      if (now !== seen) draw(whole);
-      seen = now;
-      took = performance.now() - start;
-    } catch (error) {
-      if (gone(error) || (anew && body)) return;
-      seen = "";
-      put(place, failed(error, () => read()));
-    }
-  }
-  read();
-  // No event names a checkpoint: a campaign whose runs go on is looked at again, the less often the longer it takes.
-  const again = spaced(() => read(true), () => Math.max(10000, 20 * took));
-  return {
-    title: "LoRA",
-    update(to) { query = to.query; read(); },
-    changed({what}) { if ((what || []).some((each) => each === "metrics" || each === "evals" || each === "state")) again(); },
-    stop() { next.stop(); again.stop(); rank.stop(); steps.stop(); },
-    keys: {},
+  const cell = (a, b) => {
+    const pair = byPlaces.get(`${a.place} ${b.place}`);
+    if (!pair) return html`<td class="number muted" key=${b.place}>${a === b ? "1" : "–"}</td>`;
+    return html`<${Tinted} value=${pair.overlap} most=${1} key=${b.place}>${pair.overlap.toFixed(3)}<//>`;
   };
+  const row = (a) =>
+    html`<tr key=${a.place}>
+      <th scope="row">${runName(a)}</th>
+      ${shown.map((b) => cell(a, b))}
+    </tr>`;
+  const counted = plural(directions, "direction");
+  return html`<section>
+    <h2>
+      Overlap of directions between runs
+      <small>mean over modules of the first ${counted}; 1: the same; by chance ${number(chance, 2)}</small>
+    </h2>
+    <div class="scroll" tabindex="0" role="region" aria-label="overlap">
+      <${NumberTable} class="tight matrix" heads=${shown.map(runName)}>${shown.map(row)}<//>
+    </div>
+  </section>`;
+}
+
+/**
+ * What `retrain squeeze` found: what a smaller rank keeps, and what it still solves.
+ * @param {{table: any}} props
+ */
+function Squeezed({table: {rows = [], verified, run_id: id, recommended_rank: best, source_rank: from}}) {
+  if (!rows.length) return null;
+  const solved = verified && new Map([verified.full, ...verified.ranks].map((row) => [row.rank, row.accuracy]));
+  const accuracy = (rank) => (solved.has(rank) ? amount(solved.get(rank), true) : "–");
+  const row = (each) =>
+    html`<tr key=${each.rank}>
+      <th scope="row">${each.rank}</th>
+      <td class="number">${percent(each.mean_variance)}</td>
+      <td class="number">${percent(each.min_variance)}</td>
+      <td class="number">${percent(each.relative_error)}</td>
+      ${solved && html`<td class="number">${accuracy(each.rank)}</td>`}
+    </tr>`;
+  const heads = ["energy, mean", "worst module", "weight error", ...(solved ? ["held-out accuracy"] : [])];
+  return html`<section>
+    <h2>A smaller rank <small>${id} ${best && `rank ${best} of ${from} is recommended`}</small></h2>
+    <div class="scroll"><${NumberTable} first="rank" heads=${heads}>${rows.map(row)}<//></div>
+  </section>`;
 }

@@ -1,129 +1,173 @@
-// What was remarked about the runs, and the log of a run from its end backwards; both with search.
+// What was noted about the runs, and the log of a run from its end backwards; both with search.
 
-import {get, gone, newest} from "../api.js";
-import {button, choice, el, failed, keepingFocus, later, loading, nothing, put, spaced} from "../dom.js";
+import {get, gone} from "../api.js";
+import {Choice, SearchField} from "../components/inputs.js";
+import {Answered, Failed} from "../components/states.js";
 import {plural} from "../format.js";
-import {step} from "../keys.js";
+import {step, useKeys} from "../keys.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {html, useEffect, useLayoutEffect, useRef, useState} from "../lib/html.js";
+import {EVERY_KIND, useChanges} from "../lib/live.js";
 import {runName} from "../names.js";
 import {link} from "../router.js";
 
-const LEVELS = [["", "all notes"], ["warning", "warnings"], ["info", "info"]];
+/** @type {[string, string][]} */
+const LEVELS = [
+  ["", "all notes"],
+  ["warning", "warnings"],
+  ["info", "info"],
+];
+const MOST_NOTES = 300;
+const MOST_LINES = 5000;
 
-function noteRow(note) {
-  return el("li", {class: `note ${note.level}`, tabindex: "-1"},
-    el("div", {class: "head"}, el("b", {class: note.level === "warning" ? "warn" : ""}, note.text),
-      el("span", {class: "muted small"}, el("a", {href: link("metrics", note.place), class: "quiet"}, note.run || note.place), `, step ${note.step}`)),
-    note.remedy ? el("div", {class: "muted"}, note.remedy) : null);
+export function Notes() {
+  const {place, query, patch} = useAddress();
+  useKeys({j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]});
+  return html`<div class="title"><h1>Notes and logs</h1></div>
+    <div class="tools">
+      <${SearchField}
+        label="search notes and log"
+        value=${query.q || ""}
+        onSearch=${(q) => patch({q: q || null}, {replace: true})}
+      />
+      <${Choice}
+        label="level"
+        options=${LEVELS}
+        value=${query.level || ""}
+        onChoose=${(level) => patch({level: level || null})}
+      />
+    </div>
+    <section><h2>Notes</h2><${NoteList} place=${place} search=${query.q} level=${query.level} /></section>
+    <section><h2>Log</h2><${Log} place=${place} search=${query.q} /></section>`;
 }
 
-function lineClass(level) {
-  return {warning: "warn", error: "bad", critical: "bad"}[(level || "").toLowerCase()] || "";
+/** @param {{place: string, search?: string, level?: string}} props */
+function NoteList({place, search, level}) {
+  const answer = useAnswer("notes", {at: place, search, level}, {kinds: ["notes"], wait: 3000});
+  return html`<${Answered} of=${answer}>
+    ${({notes, total}) => {
+      if (!notes.length) {
+        const reason = search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
+        return html`<p class="muted">${reason}</p>`;
+      }
+      const rest = total - MOST_NOTES;
+      return html`<ul class="notes">
+          ${notes.slice(0, MOST_NOTES).map((note, i) => html`<${Note} key=${i} note=${note} />`)}
+        </ul>
+        ${rest > 0 && html`<p class="muted">${plural(rest, "further note")}: search for them.</p>`}`;
+    }}
+  <//>`;
 }
 
-// The parts of a text with what was searched for marked; a search that is no expression is taken literally.
-function marked(text, search) {
-  if (!search) return [text];
-  const at = text.toLowerCase().indexOf(search.toLowerCase());
-  if (at < 0) return [text];
-  return [text.slice(0, at), el("mark", null, text.slice(at, at + search.length)), text.slice(at + search.length)];
+/** @param {{note: any}} props */
+function Note({note}) {
+  return html`<li class=${`note ${note.level}`} tabindex="-1">
+    <div class="head">
+      <b class=${note.level === "warning" ? "warn" : null}>${note.text}</b>
+      <span class="muted small">
+        <a href=${link("metrics", note.place)} class="quiet">${note.run || note.place}</a>, step ${note.step}
+      </span>
+    </div>
+    ${note.remedy && html`<div class="muted">${note.remedy}</div>`}
+  </li>`;
 }
 
-export function notes(root, state, frame) {
-  const {patch} = frame, nextNotes = newest(), nextLog = newest(), nextEnd = newest(), nextRuns = newest();
-  let query = state.query, runs = null, before = null, lines = [], asked = "", shown = null;
-  const search = el("input", {type: "search", placeholder: "search notes and log", "aria-label": "search notes and log", value: query.q || "",
-    on: {input: later(() => patch({q: search.value || null}, {replace: true}), 200)}});
-  const tools = el("div", {class: "tools"}), list = el("div", null, loading()), logHead = el("div", {class: "tools"});
-  const log = el("div", {class: "log", tabindex: "0", role: "log", "aria-label": "run.log"}), older = el("div", {class: "older"});
-  put(root, el("div", {class: "title"}, el("h1", null, "Notes and logs")), tools, el("section", null, el("h2", null, "Notes"), list),
-    el("section", null, el("h2", null, "Log"), logHead, older, log));
+/** @typedef {{text: string, level: string, byte: number}} Line */
 
-  function run() {
-    return query.run || (runs && runs.length ? runs[0].place : state.place);
-  }
+/** @type {{lines: Line[], before: number | null, error: any}} */
+const NO_LINES = {lines: [], before: null, error: null};
 
-  function drawTools() {
-    keepingFocus(tools, () => tools.replaceChildren(search, choice("level", LEVELS, query.level || "", (value) => patch({level: value || null}))));
-    keepingFocus(logHead, () => put(logHead, runs && runs.length > 1 ? choice("run", runs.map((each) => [each.place, `${runName(each)} (${each.state})`]), run(), (value) => patch({run: value})) : null,
-      el("span", {class: "muted small"}, "newest lines at the end")));
-  }
-
-  async function readNotes() {
+/**
+ * The lines of a log from its end; `read(byte)` adds the page before that byte.
+ * @param {string | null} at
+ */
+function useLog(at, search) {
+  const [log, setLog] = useState({...NO_LINES, known: false});
+  const controller = useRef(new AbortController());
+  const read = async (/** @type {number | undefined} */ before = undefined) => {
+    const {signal} = controller.current;
     try {
-      const body = await get("notes", {at: state.place, search: query.q, level: query.level}, nextNotes());
-      const rows = body.notes;
-      put(list, rows.length ? el("ul", {class: "notes"}, rows.slice(0, 300).map(noteRow))
-        : el("p", {class: "muted"}, query.q || query.level ? "None matches the search." : "Nothing odd was noticed in these runs."),
-      body.total > 300 ? el("p", {class: "muted"}, `${plural(body.total - 300, "further note")}: search for them.`) : null);
+      const body = await get("log", {at, search, before}, signal);
+      setLog((old) => {
+        const byByte = new Map([...old.lines, ...body.lines].map((line) => [line.byte, line]));
+        const lines = [...byByte.values()].sort((a, b) => a.byte - b.byte);
+        const kept = before === undefined ? lines.slice(-MOST_LINES) : lines;
+        return {
+          lines: kept,
+          before: old.known && before === undefined ? old.before : body.before,
+          error: null,
+          known: true,
+        };
+      });
     } catch (error) {
-      if (!gone(error)) put(list, failed(error, readNotes));
+      if (!gone(error) && !signal.aborted) setLog((old) => ({...old, error}));
     }
-  }
-
-  function drawLog(keep) {
-    const top = log.scrollTop, end = log.scrollHeight - top - log.clientHeight < 30 || !keep;
-    put(log, lines.length ? lines.map(({text, level}) => el("div", {class: lineClass(level)}, marked(text, query.q))) : el("p", {class: "state"}, query.q ? "No line matches." : "The log is empty."));
-    put(older, before !== null && before !== undefined ? button("Older lines", () => readLog(before)) : null);
-    log.scrollTop = end ? log.scrollHeight : top;
-  }
-
-  async function readLog(at) {
-    nextEnd.stop();
-    asked = JSON.stringify([run(), query.q]);
-    try {
-      const body = await get("log", {at: run(), search: query.q, before: at}, nextLog());
-      const height = log.scrollHeight;
-      lines = at === undefined ? body.lines : [...body.lines, ...lines];
-      before = body.before;
-      shown = asked;
-      drawLog(at !== undefined);
-      if (at !== undefined) log.scrollTop = log.scrollHeight - height;
-    } catch (error) {
-      if (gone(error)) return;
-      asked = "";
-      put(log, failed(error, () => readLog(at)));
-    }
-  }
-
-  // New lines at the end: the newest page is read, and what is known already is left as it is.
-  async function readEnd() {
-    if (!asked) readLog();
-    if (shown !== asked) return;
-    try {
-      const body = await get("log", {at: run(), search: query.q}, nextEnd());
-      const last = lines.length ? lines[lines.length - 1].byte : -1, fresh = body.lines.filter((line) => line.byte > last);
-      if (!fresh.length) return;
-      lines = [...lines, ...fresh].slice(-5000);
-      drawLog(true);
-    } catch (error) { if (!gone(error)) console.warn(error); }
-  }
-
-  async function start() {
-    try {
-      const {runs: all} = await get("campaign", {at: state.place}, nextRuns());
-      runs = all && all.length ? all : null;
-    } catch (error) {
-      if (gone(error)) return;
-      runs = null;
-    }
-    drawTools();
-    readLog();
-  }
-  drawTools();
-  readNotes();
-  start();
-  const soon = spaced(readEnd, 2000), notesSoon = spaced(readNotes, 3000);
-  return {
-    title: "Notes and logs",
-    update(to) {
-      query = to.query;
-      if (document.activeElement !== search) search.value = query.q || "";
-      drawTools();
-      readNotes();
-      if (asked !== JSON.stringify([run(), query.q])) readLog();
-    },
-    changed(event) { soon(); if (!event.what || event.what.includes("notes")) notesSoon(); },
-    stop() { [nextNotes, nextLog, nextEnd, nextRuns].forEach((each) => each.stop()); soon.stop(); notesSoon.stop(); },
-    keys: {j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]},
   };
+  useEffect(() => {
+    controller.current = new AbortController();
+    setLog({...NO_LINES, known: false});
+    if (at !== null) read();
+    return () => controller.current.abort();
+  }, [at, search]);
+  useChanges(at === null ? null : EVERY_KIND, read);
+  return {...log, read};
+}
+
+/** @param {{place: string, search?: string}} props */
+function Log({place, search}) {
+  const {query, patch} = useAddress();
+  const campaign = useAnswer("campaign", {at: place});
+  const runs = (campaign.data && campaign.data.runs) || [];
+  const first = runs.length ? runs[0].place : place;
+  const at = query.run || (campaign.data || campaign.error ? first : null);
+  const {lines, before, error, known, read} = useLog(at, search);
+  const options = runs.map((run) => [run.place, `${runName(run)} (${run.state})`]);
+  const choose = (run) => patch({run});
+  return html`<div class="tools">
+      ${runs.length > 1 && html`<${Choice} label="run" options=${options} value=${at} onChoose=${choose} />`}
+      <span class="muted small">newest lines at the end</span>
+    </div>
+    <div class="older">
+      ${before !== null && html`<button type="button" onClick=${() => read(before)}>Older lines</button>`}
+    </div>
+    ${
+      error && !known
+        ? html`<${Failed} error=${error} retry=${() => read()} />`
+        : html`<${LogLines} lines=${lines} search=${search} known=${known} />`
+    }`;
+}
+
+/** @param {{lines: Line[], search?: string, known: boolean}} props */
+function LogLines({lines, search, known}) {
+  const root = useRef(/** @type {HTMLElement | null} */ (null));
+  const first = useRef(Infinity);
+  // Measured before the new lines are drawn: the end stays in sight, and older lines push nothing away.
+  const element = root.current;
+  const fromEnd = element ? element.scrollHeight - element.scrollTop : 0;
+  const atEnd = !element || fromEnd - element.clientHeight < 30;
+  useLayoutEffect(() => {
+    const drawn = /** @type {HTMLElement} */ (root.current);
+    const start = lines.length ? lines[0].byte : Infinity;
+    if (atEnd) drawn.scrollTop = drawn.scrollHeight;
+    else if (start < first.current) drawn.scrollTop = drawn.scrollHeight - fromEnd;
+    first.current = start;
+  }, [lines]);
+  const colours = /** @type {Record<string, string>} */ ({warning: "warn", error: "bad", critical: "bad"});
+  const rows = lines.map(
+    ({text, level, byte}) =>
+      html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}>${marked(text, search)}</div>`,
+  );
+  const empty = html`<p class="state">${search ? "No line matches." : "The log is empty."}</p>`;
+  return html`<div class="log" ref=${root} tabindex="0" role="log" aria-label="run.log">
+    ${lines.length || !known ? rows : empty}
+  </div>`;
+}
+
+// The text with the first place of what was searched for marked.
+function marked(text, search) {
+  const at = search ? text.toLowerCase().indexOf(search.toLowerCase()) : -1;
+  if (!search || at < 0) return text;
+  const end = at + search.length;
+  return html`${text.slice(0, at)}<mark>${text.slice(at, end)}</mark>${text.slice(end)}`;
 }

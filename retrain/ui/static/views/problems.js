@@ -1,147 +1,357 @@
 // Problems: held-out problems by condition, before and after training, and how one of them evolved.
 
-import {Card} from "../charts/card.js";
-import {get, gone, newest} from "../api.js";
-import {name as conditionName} from "../colours.js";
-import {button, choice, el, failed, keepingFocus, later, loading, nothing, put, spaced} from "../dom.js";
-import {NOTHING, percent, plural, shortened} from "../format.js";
+import {colour} from "../colours.js";
+import {Chart} from "../components/chart.js";
+import {Choice, SearchField} from "../components/inputs.js";
+import {Condition, Rate} from "../components/marks.js";
+import {Answered, Empty, Failed, Loading} from "../components/states.js";
+import {DataTable} from "../components/table.js";
+import {difference, number, plural, shortened} from "../format.js";
+import {useKeys} from "../keys.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {html, useEffect, useMemo, useRef} from "../lib/html.js";
 import {runName} from "../names.js";
-import {link} from "../router.js";
-import {longText} from "./conversation.js";
-import {family} from "./reading.js";
+import {go, link} from "../router.js";
+import {LongText, Marked} from "./conversation.js";
+import {Chips, Pager, useRuns} from "./reading.js";
 
 const PAGE = 100;
-const SORTS = [["differ", "conditions differ most"], ["worse", "got worse"], ["better", "got better"], ["hard", "hardest"], ["problem", "as they come"]];
+const RANGE = {min: 0, max: 1};
+/** @type {[string, string][]} */
+const SORTS = [
+  ["differ", "conditions differ most"],
+  ["worse", "got worse"],
+  ["better", "got better"],
+  ["hard", "hardest"],
+  ["problem", "as they come"],
+];
+const THAN = /** @type {Record<string, string>} */ ({
+  before: "worse than before",
+  baseline: "worse than the baseline",
+});
 
-// A solve rate as a tinted box; the number says it too.
-function rate(value) {
-  return el("span", {class: `rate ${value === null ? "none" : `r${Math.round(10 * value)}`}`}, value === null ? NOTHING : percent(value, 0));
+/**
+ * @typedef {{rate: number | null, n: number, low: number | null, high: number | null}} RateOf as the server computes it
+ * @typedef {{label: string, index: number}} Shown a condition and its colour
+ */
+
+/** Two rates with their intervals, before above after. @param {{before: RateOf, after: RateOf, index: number}} props */
+function Intervals({before, after, index}) {
+  const x = (share) => 3 + 54 * share;
+  const bar = ({rate, low, high}, y, paint) =>
+    rate !== null &&
+    html`<line x1=${x(low)} x2=${x(high)} y1=${y} y2=${y} stroke=${paint} stroke-width="2" />
+      <circle cx=${x(rate)} cy=${y} r="2.6" fill=${paint} />`;
+  return html`<svg class="intervals" viewBox="0 0 60 18" width="60" height="18" aria-hidden="true">
+    <line class="grid" x1="3" x2="57" y1="9" y2="9" />${bar(before, 5, "var(--muted)")}${bar(after, 13, colour(index))}
+  </svg>`;
 }
 
-function cell({before, after, answers}) {
-  const change = before === null || after === null ? 0 : after - before;
-  const words = change > 0 ? `better by ${percent(change, 0)}` : change < 0 ? `worse by ${percent(-change, 0)}` : before === null || after === null ? "not known at both ends" : "unchanged";
-  return el("td", {class: "rates", title: `${plural(answers, "answer")} after training; ${words}`}, rate(before), el("span", {class: "to", "aria-label": "to"}, "→"), rate(after),
-    el("span", {class: `way ${change > 0 ? "good" : change < 0 ? "bad" : "muted"}`, role: "img", "aria-label": words}, change > 0 ? "▲" : change < 0 ? "▼" : "·"));
+/** @param {{rate: RateOf}} props */
+function RateText({rate: {rate, n, low, high}}) {
+  return html`<${Rate} value=${rate} n=${n} low=${low} high=${high} />`;
 }
 
-export function problems(root, state, frame) {
-  const {patch} = frame;
-  let query = state.query, body = null, runs = [], asked = "", askedOne = "", stopped = false, card = null, wanted = null;
-  const next = newest(), nextOne = newest();
-  const title = el("div", {class: "title"}, el("h1", null, "Problems"), el("p", {class: "muted"})), knobs = el("span", {class: "knobs"});
-  const search = el("input", {type: "search", placeholder: "search in problems", "aria-label": "search in problems", value: query.text || "", on: {input: later(() => patch({text: search.value || null, first: null}, {replace: true}), 250)}});
-  const tools = el("div", {class: "tools"}, search, knobs), list = el("section", {class: "list", "aria-label": "problems"}, loading("Reading the evaluations …")), beside = el("aside", {class: "beside", "aria-label": "the chosen problem"});
-  const panes = el("div", {class: "panes"}, list, beside);
-  put(root, title, tools, panes);
-
-  function first() { return Math.max(0, Number(query.first) || 0); }
-  function indexOf(label) { const run = runs.find((each) => each.label === label); return run ? run.index : body.conditions.indexOf(label); }
-  // Which evaluations a condition is told by, and of which runs.
-  function taken(label) {
-    const {before, after, of, runs: count} = body.taken[label], all = (steps) => steps.join(", ");
-    return `step ${all(before)}${after.length ? ` → ${all(after)}` : ", none after it"}${of === "all" ? `; ${plural(count, "unfinished run")}` : ""}`;
+/**
+ * What the tests over seeds say of a problem under a condition.
+ * @param {{tests: Record<string, any>, canShow: boolean}} props `canShow`: whether they can show anything at all
+ */
+function Tests({tests, canShow}) {
+  const sentence = ([against, {change, n, p, holm}]) =>
+    `${difference(change, true)} points, ${THAN[against]}: p ${number(p, 2)} over ${plural(n, "run")}, ` +
+    `${number(holm, 2)} corrected for all problems`;
+  const all = Object.entries(tests);
+  const worse = all.filter(([, test]) => test.worse);
+  if (worse.length) {
+    return worse.map(
+      (each) => html`<span class="pill failed" key=${each[0]} title=${sentence(each)}>
+        ▼ ${THAN[each[0]]}, p ${number(each[1].holm, 2)}
+      </span>`,
+    );
   }
-  function url(id) { return link("problems", state.place, {...query, id}); }
+  const fell = all.filter(([, test]) => test.change < 0);
+  if (!fell.length || !canShow) return null;
+  const least = Math.min(...fell.map(([, test]) => test.p));
+  return html`<small class="muted" title=${fell.map(sentence).join("; ")}>p ${number(least, 2)}</small>`;
+}
 
-  function drawTools() {
-    keepingFocus(knobs, () => put(knobs, body.sets.length > 1 ? choice("held-out set", body.sets.map((each) => [each, each]), body.set, (value) => patch({set: value, first: null, id: null, tag: null})) : null,
-      choice("sort", SORTS, query.sort || "differ", (value) => patch({sort: value === "differ" ? null : value, first: null})),
-      body.tags.length ? choice("tag", [["", "any tag"], ...body.tags.map((each) => [each, each])], query.tag || "", (value) => patch({tag: value || null, first: null})) : null,
-      el("span", {class: "legendline", "aria-hidden": "true"}, "solved: ", [0, 0.25, 0.5, 0.75, 1].map(rate))));
+/** @param {{cell: any, index: number, canShow: boolean}} props */
+function Change({cell: {rates, tests}, index, canShow}) {
+  return html`<div class="change">
+    <${Intervals} ...${rates} index=${index} />
+    <${RateText} rate=${rates.before} />
+    <span class="to"><span class="muted">→</span> <${RateText} rate=${rates.after} /></span>
+    <${Tests} tests=${tests} canShow=${canShow} />
+  </div>`;
+}
+
+export function Problems() {
+  const {place, query, patch} = useAddress();
+  const {family} = useRuns(place);
+  const {set, sort, tag, text} = query;
+  const first = Math.max(0, Number(query.first) || 0);
+  const question = {at: place, set, sort, tag, text, first, count: PAGE};
+  const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
+  const {data} = answer;
+  const isCurrent = answer.about === answer.question;
+  const conditions = useMemo(() => {
+    const labels = data ? data.conditions : [];
+    const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
+    return labels.map((label) => ({label, index: indexOf(label)}));
+  }, [data, family]);
+  useProblemKeys({data, isCurrent, first, query, patch, family, place});
+  const title = (words) => html`<div class="title"><h1>Problems</h1><p class="muted">${words}</p></div>`;
+  if (data === null || (answer.error && !isCurrent)) {
+    const {error, retry} = answer;
+    return html`${title("")}${error ? html`<${Failed} error=${error} retry=${retry} />` : html`<${Loading} />`}`;
   }
-
-  function drawList() {
-    put(title, el("h1", null, "Problems"), el("p", {class: "muted"}, [body.set, plural(body.total, "problem"), plural(body.conditions.length, "condition")].join(" · ")));
-    const to = (at) => patch({first: at || null});
-    const pager = body.total <= PAGE && !first() ? null : el("div", {class: "tools"}, button("← previous", () => to(Math.max(0, first() - PAGE)), {disabled: first() === 0}),
-      el("span", {class: "small"}, `${first() + 1} to ${first() + body.problems.length} of ${body.total}`), button("next →", () => to(first() + PAGE), {disabled: first() + PAGE >= body.total}));
-    put(list, body.problems.length ? el("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": "solve rates"}, el("table", {class: "tight wide matrixtable"},
-      el("thead", null, el("tr", null, el("th", {scope: "col"}, "problem"), body.conditions.map((label) => el("th", {scope: "col"}, conditionName(label, indexOf(label)), el("small", null, taken(label)))))),
-      el("tbody", null, body.problems.map((each) => el("tr", {"data-id": each.id}, el("th", {scope: "row"}, el("a", {class: "quiet", href: url(each.id), title: each.id, dir: "auto"}, shortened(each.prompt || each.id, 130)), each.tags.map((tag) => [" ", el("span", {class: "chip"}, tag)])),
-        body.conditions.map((label) => cell(each.rates[label]))))))) : nothing("No problem passes these filters", "Take the tag or the words of the search away."), pager);
-    mark(false);
+  if (!data.sets.length) {
+    const hint =
+      "Held-out problems appear here with the first evaluation ([evaluation] problems, [training] eval_every).";
+    return html`${title("")}<${Empty} title="No evaluation yet">${hint}<//>`;
   }
+  const words = [data.set, plural(data.total, "problem"), plural(conditions.length, "condition")].join(" · ");
+  const pages = {first, page: PAGE, shown: data.problems.length, total: data.total};
+  return html`${title(words)}<${Tools} data=${data} /><${Judgement} data=${data} />
+    <div class=${`panes ${query.id === undefined ? "" : "opened"}`}>
+      <section class="list" aria-label="problems">
+        <${List} data=${data} conditions=${conditions} />
+        <${Pager} ...${pages} onFirst=${(to) => patch({first: to})} />
+      </section>
+      <aside class="beside" aria-label="the chosen problem">
+        ${query.id !== undefined && html`<${Problem} set=${data.set} conditions=${conditions} family=${family} />`}
+      </aside>
+    </div>`;
+}
 
-  function mark(scroll) {
-    for (const row of list.querySelectorAll("tr[data-id]")) {
-      const on = row.dataset.id === query.id;
-      row.classList.toggle("on", on);
-      if (on) { row.setAttribute("aria-current", "true"); if (scroll) row.scrollIntoView({block: "nearest"}); } else row.removeAttribute("aria-current");
+/** The keys; at the end of a page j leads to the first problem of the next. */
+function useProblemKeys({data, isCurrent, first, query, patch, family, place}) {
+  const wanted = useRef(0);
+  const rows = data ? data.problems : [];
+  useEffect(() => {
+    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
+    if (wanted.current && isCurrent && row) patch({id: row.id}, {replace: true});
+    if (isCurrent) wanted.current = 0;
+  }, [data, isCurrent]);
+  useEffect(() => {
+    const row = query.id === undefined ? null : document.querySelector(`tr[data-key="${CSS.escape(query.id)}"]`);
+    if (row) row.scrollIntoView({block: "nearest"});
+  }, [query.id]);
+  const move = (by) => () => {
+    const at = rows.findIndex((each) => each.id === query.id);
+    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
+    const start = first + by * PAGE;
+    if (row) patch({id: row.id}, {replace: query.id !== undefined});
+    else if (data && start >= 0 && start < data.total) {
+      wanted.current = by;
+      patch({first: start || null});
     }
-    panes.classList.toggle("opened", query.id !== undefined);
-  }
-
-  function drawOne(found) {
-    const lines = Object.entries(found.conditions).map(([label, points]) => ({name: label, index: indexOf(label), kind: "mean", sparse: true, x: points.map((each) => each.step), y: points.map((each) => each.rate)}));
-    if (card) card.stop();
-    card = new Card({title: "Solve rate", words: "over the answers of all seeds, by condition", height: 220, x: "step", unit: "%", share: true, range: {min: 0, max: 1}, full: true, counts: null});
-    const of = (label) => runs.find((run) => run.place === state.place && run.label === label) || runs.find((run) => run.label === label), labels = Object.keys(found.conditions), same = {split: `eval/${found.set}`, problem: found.problem, order: query.sort};
-    const pairs = labels.length > 1 ? labels.slice(1).map((label) => [`${labels[0]} and ${label}`, of(labels[0]), of(label), {}]) : [];
-    const changes = labels.map((label) => { const points = found.conditions[label]; return [`${label}: step ${points[0].step} and ${points[points.length - 1].step}`, of(label), of(label), {step_a: points[0].step, step_b: points[points.length - 1].step}]; });
-    put(beside, el("div", {class: "head"}, el("h2", null, shortened(found.problem, 120), found.tags.length ? el("small", null, found.tags.join(" · ")) : null), button("Close", () => patch({id: null}))),
-      found.prompt ? longText(found.prompt, 3000, "said promptshort") : null, card.root,
-      el("h3", null, "Same prompt, side by side"), el("ul", {class: "plain"}, [...pairs, ...changes].filter(([, a, b]) => a && b).map(([words, a, b, more]) => el("li", null, el("a", {href: link("prompt", state.place, {a: a.place, b: b.place, ...same, ...more})}, words)))),
-      el("h3", null, "All answers"), el("ul", {class: "plain"}, labels.map(of).filter(Boolean).map((run) => el("li", null, el("a", {href: link("rollouts", run.place, {split: same.split, problem: found.problem})}, runName(run))))),
-      el("details", null, el("summary", {class: "muted small"}, "as a table"), el("table", {class: "tight"}, el("thead", null, el("tr", null, ["condition", "step", "solved", "answers"].map((words) => el("th", {scope: "col"}, words)))),
-        el("tbody", null, labels.map((label) => found.conditions[label].map((each) => el("tr", null, el("td", null, label), el("td", {class: "number"}, String(each.step)), el("td", {class: "number"}, percent(each.rate, 0)), el("td", {class: "number"}, String(each.answers)))))))));
-    card.set(lines, {});
-  }
-
-  async function readOne() {
-    if (query.id === undefined) { nextOne.stop(); askedOne = ""; if (card) card.stop(); card = null; put(beside); return; }
-    const key = JSON.stringify([body.set, query.id]);
-    if (key === askedOne) return;
-    askedOne = key;
-    try {
-      const found = await get("problem", {at: state.place, set: body.set, id: query.id}, nextOne());
-      if (!stopped) drawOne(found);
-    } catch (error) {
-      if (!stopped && !gone(error)) { askedOne = ""; put(beside, failed(error, readOne)); }
-    }
-  }
-
-  async function read(force) {
-    const question = {at: state.place, set: query.set, sort: query.sort, tag: query.tag, text: query.text, first: first(), count: PAGE}, key = JSON.stringify(question);
-    try {
-      if (key !== asked || force) {
-        asked = key;
-        const [found, all] = await Promise.all([get("problems", question, next()), family(state.place)]);
-        if (stopped) return;
-        body = found;
-        runs = all;
-        if (!body.sets.length) { put(title, el("h1", null, "Problems")); put(list, nothing("No evaluation yet", "Held-out problems appear here with the first evaluation ([evaluation] problems, [training] eval_every).")); tools.hidden = true; return; }
-        tools.hidden = false;
-        if (document.activeElement !== search) search.value = query.text || "";
-        drawTools();
-        drawList();
-        if (wanted !== null && body.problems.length) { const row = body.problems[wanted > 0 ? 0 : body.problems.length - 1]; wanted = null; patch({id: row.id}, {replace: true}); return; }
-      } else if (body) mark(true);
-    } catch (error) {
-      if (stopped || gone(error)) return;
-      asked = "";
-      put(list, failed(error, () => read(true)));
-      return;
-    }
-    if (body && body.sets.length) readOne();
-  }
-
-  function move(by) {
-    if (!body || !body.problems.length) return;
-    const at = body.problems.findIndex((each) => each.id === query.id), to = at < 0 ? (by > 0 ? 0 : body.problems.length - 1) : at + by;
-    if (body.problems[to]) { patch({id: body.problems[to].id}, {replace: query.id !== undefined}); return; }
-    const start = first() + by * PAGE;
-    if (start >= 0 && start < body.total) { wanted = by; patch({first: start || null}); }
-  }
-
-  const grow = spaced(() => { askedOne = ""; read(true); }, 3000);
-  read();
-  return {
-    title: "Problems",
-    update(to) { query = to.query; read(); },
-    changed(event) { if ((event.what || []).includes("evals")) grow(); },
-    stop() { stopped = true; next.stop(); nextOne.stop(); grow.stop(); if (card) card.stop(); },
-    keys: {j: ["next problem", () => move(1)], k: ["previous problem", () => move(-1)], d: ["compare the answers (Same prompt)", () => { const anchor = beside.querySelector("ul a"); if (anchor) anchor.click(); }],
-      s: ["next order", () => { const all = SORTS.map(([key]) => key), at = all.indexOf(query.sort || "differ"); patch({sort: all[(at + 1) % all.length], first: null}); }], Escape: ["close the problem", () => patch({id: null})]},
   };
+  const compare = () => {
+    if (!data || query.id === undefined) return;
+    const [pair] = pairsOf({labels: data.conditions, steps: data.steps, family, place});
+    const {words, ...sides} = pair || {words: ""};
+    const about = {split: `eval/${data.set}`, problem: query.id, order: query.sort};
+    if (words) go(link("prompt", place, {...about, ...sides}));
+  };
+  const sorts = SORTS.map(([key]) => key);
+  const next = sorts[(sorts.indexOf(query.sort || "differ") + 1) % sorts.length];
+  useKeys({
+    j: ["next problem", move(1)],
+    k: ["previous problem", move(-1)],
+    d: ["compare the answers (Same prompt)", compare],
+    s: ["next order", () => patch({sort: next, first: null})],
+    Escape: ["close the problem", () => patch({id: null})],
+  });
+}
+
+/** @param {{data: any}} props */
+function Tools({data: {sets, set, tags, of_tag: ofTag}}) {
+  const {query, patch} = useAddress();
+  const choose = (key) => (value) => patch({[key]: value || null, first: null});
+  const same = sets.map((each) => [each, each]);
+  const tagged = [["", "any tag"], ...tags.map((each) => [each, `${each} (${ofTag[each]})`])];
+  const other = (value) => patch({set: value, first: null, id: null, tag: null});
+  return html`<div class="tools">
+    <${SearchField}
+      label="search in problems"
+      value=${query.text || ""}
+      wait=${250}
+      onSearch=${(text) => patch({text: text || null, first: null}, {replace: true})}
+    />
+    ${sets.length > 1 && html`<${Choice} label="held-out set" options=${same} value=${set} onChoose=${other} />`}
+    <${Choice}
+      label="sort"
+      options=${SORTS}
+      value=${query.sort || "differ"}
+      onChoose=${(value) => choose("sort")(value === "differ" ? null : value)}
+    />
+    ${
+      tags.length > 0 &&
+      html`<${Choice} label="tag" options=${tagged} value=${query.tag || ""} onChoose=${choose("tag")} />`
+    }
+  </div>`;
+}
+
+/** Whether problems got worse, as tested over seeds, and what these tests can show. @param {{data: any}} props */
+function Judgement({data: {tests, few, of_tag: ofTag, overall}}) {
+  const worse = tests.reduce((sum, test) => sum + test.worse, 0);
+  const canShow = tests.some((test) => test.can_show);
+  const many = Math.max(0, ...Object.values(overall).map((each) => each.after.n || each.before.n));
+  const head = worse
+    ? "Some problems got worse"
+    : canShow
+      ? "No problem got worse beyond chance"
+      : "Too few runs to tell whether a problem got worse";
+  return html`<details class="judgement small" open=${worse > 0}>
+    <summary><b>${head}</b>${few && html` · ${plural(many, "problem")}: too few for a percentage over all`}</summary>
+    <ul class="plain">${tests.map(({label, against, words}) => html`<li key=${label + against}>${words}</li>`)}</ul>
+    <p class="muted">
+      Each rate stands with its 95 % interval (Wilson) and its number of answers. p is of the exact test over seeds that
+      the problem got worse.
+    </p>
+  </details>`;
+}
+
+/** In a column's head: at which steps, of which runs, and all problems together. @param {{data: any, label: string}} props */
+function Taken({data: {taken, overall, few}, label}) {
+  const {before, after, of, runs} = taken[label];
+  const later = after.length ? ` → ${after.join(", ")}` : ", none after it";
+  const unfinished = of === "all" ? `; ${plural(runs, "unfinished run")}` : "";
+  const ends = overall[label];
+  const all = html`<span class="all">
+    all: <${RateText} rate=${ends.before} /> ${"→ "}<${RateText} rate=${ends.after} />
+  </span>`;
+  return html`<small>step ${before.join(", ")}${later}${unfinished}</small>${!few && all}`;
+}
+
+/** @param {{data: any, conditions: Shown[]}} props */
+function List({data, conditions}) {
+  const {query, patch, linkTo} = useAddress();
+  if (!data.problems.length) {
+    return html`<${Empty} title="No problem passes these filters">Take the tag or the words of the search away.<//>`;
+  }
+  const name = ({id, prompt, tags}) =>
+    html`<a class="quiet" href=${linkTo({id})} title=${id} dir="auto"
+        ><${Marked} text=${shortened(prompt || id, 130)} search=${query.text} /></a
+      ><${Chips} tags=${tags} />`;
+  const canShow = (label) => data.tests.some((test) => test.label === label && test.can_show);
+  const column = ({label, index}) => ({
+    key: `of ${label}`,
+    title: html`<${Condition} index=${index}>${label}<//><${Taken} data=${data} label=${label} />`,
+    cell: (row) => html`<${Change} cell=${row.rates[label]} index=${index} canShow=${canShow(label)} />`,
+  });
+  return html`<${DataTable}
+    class="tight wide matrixtable"
+    label="solve rates"
+    columns=${[{key: "problem", title: "problem", cell: name}, ...conditions.map(column)]}
+    rows=${data.problems}
+    keyOf=${(row) => row.id}
+    onOpen=${(row) => patch({id: row.id})}
+    selected=${(row) => row.id === query.id}
+  />`;
+}
+
+/**
+ * Return what can stand side by side: the first condition and every other, then each at its first and last step.
+ * @param {{labels: string[], steps: Record<string, number[]>, family: any[], place: string}} options
+ */
+function pairsOf({labels, steps, family, place}) {
+  const run = (label) => runOf(family, place, label);
+  const others = labels
+    .slice(1)
+    .map((label) => ({words: `${labels[0]} and ${label}`, a: run(labels[0]), b: run(label)}));
+  const changes = labels.map((label) => {
+    const [before, after] = steps[label];
+    const both = {a: run(label), b: run(label), step_a: before, step_b: after};
+    return {words: `${label}: step ${before} and ${after}`, ...both};
+  });
+  return [...others, ...changes]
+    .filter(({a, b}) => a && b)
+    .map(({a, b, ...rest}) => ({...rest, a: a.place, b: b.place}));
+}
+
+function runOf(family, place, label) {
+  const own = family.filter((run) => run.label === label);
+  return own.find((run) => run.place === place) || own[0];
+}
+
+/** @param {{set: string, conditions: Shown[], family: any[]}} props */
+function Problem({set, conditions, family}) {
+  const {place, query, patch} = useAddress();
+  const answer = useAnswer("problem", {at: place, set, id: query.id}, {kinds: ["evals"], wait: 3000});
+  if (answer.error && answer.about !== answer.question) {
+    return html`<${Failed} error=${answer.error} retry=${answer.retry} />`;
+  }
+  return html`<${Answered} of=${answer}>
+    ${(found) =>
+      html`<div class="head">
+          <h2>${shortened(found.problem, 120)}<small>${found.tags.join(" · ")}</small></h2>
+          <button type="button" onClick=${() => patch({id: null})}>Close</button>
+        </div>
+        ${found.prompt && html`<${LongText} text=${found.prompt} most=${3000} class="said promptshort" />`}
+        <${Evolution} found=${found} conditions=${conditions} family=${family} />`}
+  <//>`;
+}
+
+/** @param {{found: any, conditions: Shown[], family: any[]}} props */
+function Evolution({found, conditions, family}) {
+  const {place, query} = useAddress();
+  const split = `eval/${found.set}`;
+  const labels = Object.keys(found.conditions);
+  const lines = useMemo(() => {
+    const indexOf = (label) => (conditions.find((each) => each.label === label) || {index: 0}).index;
+    return labels.map((label) => {
+      const column = (key) => found.conditions[label].map((each) => each[key]);
+      const [x, y, low, high] = ["step", "rate", "low", "high"].map(column);
+      return {name: label, index: indexOf(label), kind: "mean", sparse: true, x, y, low, high};
+    });
+  }, [found, conditions]);
+  const counts = useMemo(() => {
+    const answers = (name) => found.conditions[name].map((each) => each.n);
+    return lines.map(({name, index, x}) => ({index, x, n: answers(name)}));
+  }, [lines]);
+  const ends = (points) => [points[0].step, points[points.length - 1].step];
+  const steps = Object.fromEntries(labels.map((label) => [label, ends(found.conditions[label])]));
+  const answersAt = (run, step) => link("rollouts", run, {split, problem: found.problem, iteration: step});
+  const run = (label) => runOf(family, place, label);
+  // The condition whose rate lies nearest to where the chart was clicked.
+  const open = (step, y) => {
+    const far = ({x, y: rates}) => (x.includes(step) ? Math.abs(rates[x.indexOf(step)] - y) : Infinity);
+    const nearest = lines.reduce((best, line) => (far(line) < far(best) ? line : best));
+    const own = run(nearest.name);
+    if (own) go(answersAt(own.place, step));
+  };
+  const options = {x: "step", unit: "%", share: true, height: 220, full: true, range: RANGE, counts};
+  const words = "over the answers of all seeds, with 95 % intervals; a click opens the answers of a step";
+  const compared = ({words: text, ...sides}) => {
+    const about = {split, problem: found.problem, order: query.sort};
+    return html`<li key=${text}><a href=${link("prompt", place, {...sides, ...about})}>${text}</a></li>`;
+  };
+  const answers = (each) =>
+    html`<li key=${each.place}><a href=${answersAt(each.place, null)}>${runName(each)}</a></li>`;
+  return html`<${Chart} title="Solve rate" words=${words} lines=${lines} ...${options} onStep=${open} />
+    <h3>Same prompt, side by side</h3>
+    <ul class="plain">${pairsOf({labels, steps, family, place}).map(compared)}</ul>
+    <h3>All answers</h3>
+    <ul class="plain">${labels.map(run).filter(Boolean).map(answers)}</ul>
+    <${RatesTable} found=${found} href=${(label, step) => run(label) && answersAt(run(label).place, step)} />`;
+}
+
+/** @param {{found: any, href: (label: string, step: number) => string | undefined}} props */
+function RatesTable({found, href}) {
+  const row = (label) => (each) =>
+    html`<tr key=${`${label} ${each.step}`}>
+      <td>${label}</td>
+      <td class="number"><a href=${href(label, each.step)}>${each.step}</a></td>
+      <td><${RateText} rate=${each} /></td>
+    </tr>`;
+  return html`<details>
+    <summary class="muted small">as a table</summary>
+    <table class="tight">
+      <thead><tr><th scope="col">condition</th><th scope="col">step</th><th scope="col">solved</th></tr></thead>
+      <tbody>${Object.entries(found.conditions).map(([label, points]) => points.map(row(label)))}</tbody>
+    </table>
+  </details>`;
 }

@@ -1,51 +1,90 @@
-// One number of a rollout along its tokens: a line (the extremes of each place where tokens are many), turns, the chosen.
+// One number of a rollout along its tokens: a line, where turns begin, the chosen token.
 
-import {el, svg} from "../dom.js";
 import {number} from "../format.js";
+import {html, useMemo} from "../lib/html.js";
 import {NUMBERS, written} from "./token_numbers.js";
 
-const WIDE = 1000, TALL = 100, MOST = 1000;
+const WIDE = 1000;
+const TALL = 100;
+const MOST = 1000;
 
+/**
+ * @typedef {import("./token_numbers.js").Values} Values
+ * @param {Values} values
+ */
 function extent(values) {
-  let low = Infinity, high = -Infinity, sum = 0;
-  for (const value of values) if (value !== null && Number.isFinite(value)) { low = Math.min(low, value); high = Math.max(high, value); sum += 1; }
-  return sum ? [low, high] : null;
+  const known = /** @type {number[]} */ (values.filter((value) => Number.isFinite(value)));
+  const least = (a, b) => Math.min(a, b);
+  const greatest = (a, b) => Math.max(a, b);
+  return known.length ? [known.reduce(least), known.reduce(greatest)] : null;
 }
 
-function line(values, x, y) {
-  const each = Math.max(1, Math.ceil(values.length / MOST));
-  let d = "", pen = false;
-  for (let i = 0; i < values.length; i += each) {
-    const part = each === 1 ? null : extent(values.slice(i, i + each));
-    const value = each === 1 ? values[i] : part && part[0];
-    if (value === null || value === undefined) { pen = false; continue; }
-    d += `${pen ? "L" : "M"}${x(i)} ${y(value)}`;
-    if (part && part[1] !== part[0]) d += `L${x(i)} ${y(part[1])}`;
-    else if (!pen) d += "h.01";
-    pen = true;
+// Of many tokens, each place of the line shows the least and the greatest.
+function linePath(values, x, y) {
+  const bin = Math.max(1, Math.ceil(values.length / MOST));
+  let path = "";
+  let isDown = false;
+  for (let i = 0; i < values.length; i += bin) {
+    const ends = extent(values.slice(i, i + bin));
+    if (ends) {
+      path += `${isDown ? "L" : "M"}${x(i)} ${y(ends[0])}`;
+      if (ends[1] !== ends[0]) path += `L${x(i)} ${y(ends[1])}`;
+      else if (!isDown) path += "h.01";
+    }
+    isDown = ends !== null;
   }
-  return d;
+  return path;
 }
 
-// {root, mark(i)}: `starts` are the numbers of the turns' first tokens, `pick(i)` is called with the token clicked.
-export function profile(name, values, {starts = [], pick, point}) {
-  const about = NUMBERS[name], [low, high] = extent(values) || [0, 1];
-  const bottom = about.kind === "range" || about.kind === "which" ? low : Math.min(0, low), top = Math.max(about.kind === "flag" ? 1 : 0, high);
-  const room = top - bottom || 1, n = values.length;
-  const x = (i) => ((i + 0.5) / n * WIDE).toFixed(1), y = (value) => (TALL - 3 - (value - bottom) / room * (TALL - 6)).toFixed(1);
-  const cursor = svg("line", {class: "cursor", y1: 0, y2: TALL, x1: -9, x2: -9}), hover = svg("line", {class: "hover", y1: 0, y2: TALL, x1: -9, x2: -9});
-  const at = Math.max(0, values.indexOf(high)), sentence = `${about.title} over ${n} tokens, from ${written(name, low)} to ${written(name, high)}, highest at token ${at}`;
-  const picture = svg("svg", {viewBox: `0 0 ${WIDE} ${TALL}`, preserveAspectRatio: "none", role: "img", "aria-label": sentence},
-    bottom < 0 && top > 0 ? svg("line", {class: "zero", x1: 0, x2: WIDE, y1: y(0), y2: y(0)}) : null,
-    starts.slice(1).map((first) => svg("line", {class: "turnline", x1: (first / n * WIDE).toFixed(1), x2: (first / n * WIDE).toFixed(1), y1: 0, y2: TALL})),
-    svg("path", {class: "along", d: line(values, x, y)}), hover, cursor);
-  const token = (event) => { const box = picture.getBoundingClientRect(); return Math.max(0, Math.min(n - 1, Math.floor((event.clientX - box.left) / box.width * n))); };
-  picture.addEventListener("click", (event) => pick(token(event)));
-  picture.addEventListener("pointermove", (event) => point(token(event)));
-  picture.addEventListener("pointerleave", () => point(null));
-  const place = (which, i) => { const where = i === null ? -9 : x(i); which.setAttribute("x1", where); which.setAttribute("x2", where); };
-  const root = el("figure", {class: "profile"}, el("figcaption", null, el("b", null, about.title), el("span", {class: "muted"}, ` along the ${n} tokens${starts.length > 1 ? `, ${starts.length} turns` : ""}`)),
-    el("div", {class: "frame"}, el("span", {class: "tick top"}, number(top)), el("span", {class: "tick"}, number(bottom)), picture),
-    el("div", {class: "ends"}, el("span", null, "0"), el("span", null, String(n - 1))));
-  return {root, mark: (i) => place(cursor, i), point: (i) => place(hover, i)};
+/** @param {Values} values */
+function profileOf(name, values) {
+  const {kind} = NUMBERS[name];
+  const [low, high] = extent(values) || [0, 1];
+  const isFree = kind === "range" || kind === "which";
+  const bottom = isFree ? low : Math.min(0, low);
+  const top = Math.max(kind === "flag" ? 1 : 0, high);
+  const x = (i) => (((i + 0.5) / values.length) * WIDE).toFixed(1);
+  const y = (value) => (TALL - 3 - ((value - bottom) / (top - bottom || 1)) * (TALL - 6)).toFixed(1);
+  const highest = Math.max(0, values.indexOf(high));
+  const ends = `from ${written(name, low)} to ${written(name, high)}, highest at token ${highest}`;
+  return {bottom, top, ends, path: linePath(values, x, y), zero: bottom < 0 && top > 0 ? y(0) : null, x};
+}
+
+/**
+ * @param {{name: string, values: Values, starts: number[], chosen: number | null, pointed: number | null,
+ *   onPick: (i: number) => void, onPoint: (i: number | null) => void}} props
+ */
+export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}) {
+  const {bottom, top, ends, path, zero, x} = useMemo(() => profileOf(name, values), [name, values]);
+  const many = values.length;
+  const token = (event) => {
+    const box = event.currentTarget.getBoundingClientRect();
+    return Math.max(0, Math.min(many - 1, Math.floor(((event.clientX - box.left) / box.width) * many)));
+  };
+  const upright = (css, at) => html`<line class=${css} x1=${at} x2=${at} y1="0" y2=${TALL} />`;
+  const turns = starts.slice(1).map((first) => upright("turnline", ((first / many) * WIDE).toFixed(1)));
+  const {title} = NUMBERS[name];
+  return html`<figure class="profile">
+    <figcaption>
+      <b>${title}</b>
+      <span class="muted"> along the ${many} tokens${starts.length > 1 ? `, ${starts.length} turns` : ""}</span>
+    </figcaption>
+    <div class="frame">
+      <span class="tick top">${number(top)}</span><span class="tick">${number(bottom)}</span>
+      <svg
+        viewBox=${`0 0 ${WIDE} ${TALL}`}
+        preserveAspectRatio="none"
+        role="img"
+        aria-label=${`${title} over ${many} tokens, ${ends}`}
+        onClick=${(event) => onPick(token(event))}
+        onPointerMove=${(event) => onPoint(token(event))}
+        onPointerLeave=${() => onPoint(null)}
+      >
+        ${zero !== null && html`<line class="zero" x1="0" x2=${WIDE} y1=${zero} y2=${zero} />`}${turns}
+        <path class="along" d=${path} />
+        ${pointed !== null && upright("hover", x(pointed))}${chosen !== null && upright("cursor", x(chosen))}
+      </svg>
+    </div>
+    <div class="ends"><span>0</span><span>${many - 1}</span></div>
+  </figure>`;
 }

@@ -1,86 +1,202 @@
-// What the pages of texts and tokens share: the runs of a place, and a slider over steps.
+// What the views of texts and tokens share: the runs of a place, what a run has sampled, a slider over its steps.
 
-import {get} from "../api.js";
-import {choice, el, later} from "../dom.js";
+import {Choice} from "../components/inputs.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {later} from "../lib/browser.js";
+import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {runName} from "../names.js";
 import {campaignOf} from "../places.js";
-import {link} from "../router.js";
+import {go, link} from "../router.js";
 
-const known = new Map();
+/**
+ * @typedef {{place: string, run_id: string, label: string, index: number, seed: number | null}} Run
+ * @typedef {{iteration: number, split: string, recorded: boolean}} Iteration
+ */
 
-// The runs below a place: [{place, run_id, label, index, seed}]; read once for a while, as they hardly change.
-export function runsOf(place) {
-  const kept = known.get(place);
-  if (kept && performance.now() - kept.at < 20000) return kept.runs;
-  const runs = get("campaign", {at: place}).then((body) => body.runs);
-  known.set(place, {at: performance.now(), runs});
-  runs.catch(() => known.delete(place));
-  return runs;
+/**
+ * Return the runs of the campaign that holds a place (`family`), those at or below the place (`runs`), and the
+ * campaign's place (`home`, null until it is known). `known` says whether the runs have been read.
+ */
+export function useRuns(place) {
+  const [home, setHome] = useState(/** @type {string | null} */ (null));
+  useEffect(() => {
+    let left = false;
+    campaignOf(place).then((found) => left || setHome(found));
+    return () => {
+      left = true;
+    };
+  }, [place]);
+  const {data, error, retry} = useAnswer("campaign", home === null ? null : {at: home, wait_ms: 0});
+  /** @type {Run[]} */
+  const family = data ? data.runs : [];
+  const runs = family.filter((run) => run.place === place || run.place.startsWith(`${place}/`));
+  return {home, family, runs, known: data !== null, error, retry};
 }
 
-// The runs of the campaign that holds a place.
-export async function family(place) {
-  return runsOf(await campaignOf(place));
+/**
+ * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to
+ * a split that it has. `ready` says whether there is something to ask for.
+ */
+export function useSampled() {
+  const {place, query, patch} = useAddress();
+  const {runs, family, known, error, retry} = useRuns(place);
+  const run = query.run || (runs.length && !runs.some((each) => each.place === place) ? runs[0].place : place);
+  const split = query.split || "train";
+  const answer = useAnswer("iterations", known ? {at: run} : null, {kinds: ["metrics", "evals"], wait: 3000});
+  const listed = answer.data !== null && answer.about === answer.question;
+  /** @type {Iteration[]} */
+  const every = answer.data ? answer.data.iterations : [];
+  const iterations = every.filter((each) => each.split === split);
+  const other = listed && every.length && !iterations.length ? every[0].split : null;
+  useEffect(() => {
+    if (other !== null) patch({split: other, iteration: null, index: null}, {replace: true});
+  }, [other]);
+  return {
+    ...{runs, family, run, split, iterations},
+    splits: [...new Set(every.map((each) => each.split))],
+    ready: listed && iterations.length > 0,
+    empty: listed && !every.length,
+    error: error || answer.error,
+    retry: error ? retry : answer.retry,
+  };
 }
 
-// Where a rollout of `run` stands beside the same prompt elsewhere: under another condition, else at another step; null: nowhere.
-export function promptLink(kin, place, run, {split, iteration}, problem, sample) {
-  if (new Set(kin.map((each) => each.label)).size > 1) return link("prompt", place, {a: run, b: partner(kin, run), split, step_a: iteration, step_b: iteration, problem, sample: sample || null});
-  return split === "train" ? null : link("prompt", place, {a: run, b: run, split, step_b: iteration, problem, sample: sample || null});
+/**
+ * `useAnswer` about an iteration. The answer about the newest one is kept when the address comes to name that
+ * iteration, as it does once something in it is chosen.
+ * @param {string} name
+ * @param {Record<string, any> | null} params
+ * @param {{kinds?: string[] | null, wait?: number}} [options]
+ */
+export function useIterationAnswer(name, params, options) {
+  const asked = useRef(/** @type {Record<string, any> | null} */ (null));
+  const given = useRef(/** @type {number | null} */ (null));
+  const rest = (values) => JSON.stringify({...values, iteration: undefined});
+  const isSame = params && asked.current && rest(params) === rest(asked.current);
+  if (!isSame || String(given.current) !== params.iteration) asked.current = params;
+  const answer = useAnswer(name, asked.current, options);
+  const isCurrent = answer.data !== null && answer.about === answer.question;
+  given.current = isCurrent ? answer.data.about.iteration : null;
+  return {...answer, isCurrent};
 }
 
-// The run to set beside another: the same seed of another condition; else itself.
+/** Return the run to set beside another: the same seed of another condition, else itself. @param {Run[]} runs */
 export function partner(runs, place) {
   const own = runs.find((run) => run.place === place);
   const others = runs.filter((run) => own && run.label !== own.label);
-  return (others.find((run) => run.seed === own.seed) || others[0] || {place}).place;
+  const twin = others.find((run) => own && run.seed === own.seed) || others[0];
+  return twin ? twin.place : place;
 }
 
-export function runChoice(label, runs, value, choose) {
-  const options = runs.map((run) => [run.place, runName(run)]);
+/**
+ * Return a link to the same prompt under another condition, else at another step; null where there is neither.
+ * @param {{family: Run[], place: string, run: string, about: any, problem: any, sample: number}} rollout
+ */
+export function promptLink({family, place, run, about: {split, iteration}, problem, sample}) {
+  const same = {split, problem, sample: sample || null, step_b: iteration};
+  if (new Set(family.map((each) => each.label)).size > 1) {
+    return link("prompt", place, {a: run, b: partner(family, run), ...same, step_a: iteration});
+  }
+  return split === "train" ? null : link("prompt", place, {a: run, b: run, ...same});
+}
+
+/** @param {{label: string, runs: Run[], value: string, onChoose: (run: string) => void}} props */
+export function RunChoice({label, runs, value, onChoose}) {
+  const options = runs.map((run) => /** @type {[string, string]} */ ([run.place, runName(run)]));
   if (value && !runs.some((run) => run.place === value)) options.push([value, value]);
-  return choice(label, options, value, choose);
+  return html`<${Choice} label=${label} options=${options} value=${value} onChoose=${onChoose} />`;
 }
 
-// A slider over the steps that there are, with its step as text; `pick` is called once it rests for a moment.
-export class Steps {
-  constructor(label, pick) {
-    this.steps = [];
-    this.at = 0;
-    this.out = el("output", {class: "stepno"});
-    this.range = el("input", {type: "range", min: 0, max: 0, "aria-label": label, on: {input: () => { this.at = Number(this.range.value); this.write(); this.send(); }}});
-    this.send = later(() => pick(this.steps[this.at]), 70);
-    this.root = el("span", {class: "steps"}, this.range, this.out);
-  }
-
-  set(steps, step) {
-    this.steps = steps;
-    this.at = Math.max(0, steps.indexOf(step));
-    this.range.max = Math.max(0, steps.length - 1);
-    this.range.value = this.at;
-    this.range.disabled = steps.length < 2;
-    this.write();
-  }
-
-  write() {
-    const words = `step ${this.steps[this.at] ?? "–"}`;
-    this.out.textContent = words;
-    this.range.setAttribute("aria-valuetext", `${words}, ${this.at + 1} of ${this.steps.length}`);
-  }
-
-  // The step that lies `by` further, or null at an end.
-  beside(by) {
-    return this.steps[this.at + by] ?? null;
-  }
+/** @param {{splits: string[], value: string, onChoose: (split: string) => void}} props */
+export function SplitChoice({splits, value, onChoose}) {
+  if (splits.length < 2) return null;
+  const options = splits.map((each) => [each, splitName(each)]);
+  return html`<${Choice} label="split" options=${options} value=${value} onChoose=${onChoose} />`;
 }
 
-// A name in `most` characters: its end tells names apart more often than its beginning.
+/**
+ * A slider over the steps that there are; `onStep` is called once it rests for a moment.
+ * @param {{label: string, steps: number[], step: number | null, onStep: (step: number) => void}} props
+ */
+export function Steps({label, steps, step, onStep}) {
+  const [moved, setMoved] = useState(/** @type {number | null} */ (null));
+  const newest = useRef(onStep);
+  newest.current = onStep;
+  const send = useMemo(() => later((to) => newest.current(to), 70), []);
+  useEffect(() => send.stop, []);
+  useEffect(() => setMoved(null), [step]);
+  const at = moved === null ? Math.max(0, step === null ? 0 : steps.indexOf(step)) : moved;
+  const text = `step ${steps[at] ?? "–"}`;
+  const slide = (event) => {
+    const to = Number(event.target.value);
+    setMoved(to);
+    send(steps[to]);
+  };
+  return html`<span class="steps">
+    <input
+      type="range"
+      min="0"
+      max=${Math.max(0, steps.length - 1)}
+      value=${at}
+      disabled=${steps.length < 2}
+      aria-label=${label}
+      aria-valuetext=${`${text}, ${at + 1} of ${steps.length}`}
+      onInput=${slide}
+    />
+    <output class="stepno">${text}</output>
+  </span>`;
+}
+
+/**
+ * Return what a click on a chart over steps does: it opens the rollouts behind the line next to the click, of the run
+ * or of the first run of the condition. Null for charts over anything else than steps.
+ * @param {{metric: string, x: string, lines: import("../charts/data.js").Line[] | null, runs: any[]}} chart
+ */
+export function openRollouts({metric, x, lines, runs}) {
+  if (x !== "step" || !lines || !runs.length) return null;
+  const [first, set] = metric.split("/");
+  const split = first === "eval" && set ? `eval/${set}` : null;
+  return (step, y) => {
+    const far = (line) => {
+      const value = line.y[line.x.indexOf(step)];
+      return value === null || value === undefined ? Infinity : Math.abs(value - y);
+    };
+    const {index, name} = lines.reduce((best, line) => (far(line) < far(best) ? line : best));
+    const own = runs.filter((run) => run.index === index);
+    const run = own.find((each) => name.endsWith(` ${each.seed}`)) || own[0] || runs[0];
+    go(link("rollouts", run.place, {split, iteration: step}));
+  };
+}
+
+// Return the step that lies `by` further; null at an end.
+export function stepBeside(steps, step, by) {
+  return steps[steps.indexOf(step) + by] ?? null;
+}
+
+/** @param {{first: number, page: number, shown: number, total: number, onFirst: (first: number | null) => void}} props */
+export function Pager({first, page, shown, total, onFirst}) {
+  if (total <= page && !first) return null;
+  const to = (at) => () => onFirst(at > 0 ? at : null);
+  return html`<div class="tools">
+    <button type="button" disabled=${first === 0} onClick=${to(first - page)}>← previous</button>
+    <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
+    <button type="button" disabled=${first + page >= total} onClick=${to(first + page)}>next →</button>
+  </div>`;
+}
+
+// Shorten a name in its middle: its end tells names apart more often than its beginning.
 export function shortName(name, most) {
-  const text = String(name), head = Math.floor(most / 3);
+  const text = String(name);
+  const head = Math.floor(most / 3);
   return text.length <= most ? text : `${text.slice(0, head)}…${text.slice(head + 1 - most)}`;
 }
 
-// "train" and "eval/heldout" as words.
 export function splitName(split) {
   return split.startsWith("eval/") ? `held out: ${split.slice(5)}` : split;
+}
+
+/** @param {{tags?: string[]}} props */
+export function Chips({tags}) {
+  return (tags || []).map((tag) => html` <span class="chip" key=${tag}>${tag}</span>`);
 }

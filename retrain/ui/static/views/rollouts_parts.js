@@ -1,99 +1,306 @@
-// Parts of the Rollouts page: the histogram of rewards to click, groups as strips, filters, and the table.
+// Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
-import {button, choice, el, later, svg} from "../dom.js";
+import {SearchField} from "../components/inputs.js";
+import {DataTable} from "../components/table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
-import {strip} from "./conversation.js";
+import {later} from "../lib/browser.js";
+import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {Marked, Strip} from "./conversation.js";
 import {shortName} from "./reading.js";
 
-export const SORTS = {index: "as sampled", reward: "reward", advantage: "advantage", length: "length", turns: "turns", errors: "tool errors"};
-export const FILTERS = ["reward_min", "reward_max", "length_min", "length_max", "group", "problem", "tag", "stop", "kept", "text", "errors"];
+export const FILTERS = [
+  ...["reward_min", "reward_max", "length_min", "length_max", "group", "problem", "tag", "stop", "kept", "text"],
+  "errors",
+];
+const WIDE = 560;
+const TALL = 96;
+const MOST_GROUPS = 120;
 
-// Bars of {ends, counts, at, absent}: each a button that shows only its rollouts; pick(low, high) or pick(null) to take it back.
-export function rewards({ends, counts, at, absent}, chosen, pick) {
-  const most = Math.max(1, ...counts), wide = 560, tall = 96, room = wide / Math.max(1, counts.length);
-  const bars = counts.map((n, i) => {
-    const low = at ? at[i] : ends[i], high = at ? at[i] : ends[i + 1];
-    const on = chosen && Number(chosen[0]) === low && Number(chosen[1]) === high;
-    const words = `${plural(n, "rollout")} with reward ${at ? number(low) : `${number(low)} to ${number(high)}`}`;
-    const act = () => pick(on ? null : [low, high]);
-    const size = n ? Math.max(2, n / most * tall) : 0;
-    return svg("g", {class: `bin ${on ? "on" : ""}`, role: "button", tabindex: "0", "aria-pressed": String(Boolean(on)), "aria-label": words,
-      on: {click: act, keydown: (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); event.stopPropagation(); act(); } }}},
-    svg("title", null, words), svg("rect", {class: "hit", x: i * room, y: 0, width: room, height: tall + 18}),
-    svg("rect", {class: "bar", x: i * room + Math.min(2, room * 0.1), y: tall + 16 - size, width: Math.max(1, room - Math.min(4, room * 0.2)), height: size}),
-    counts.length <= 12 ? svg("text", {x: (i + 0.5) * room, y: tall + 12 - size, "text-anchor": "middle"}, String(n)) : null);
+/** @typedef {Record<string, string>} Query */
+/** @typedef {{ends: number[], counts: number[], at: number[] | null, absent: number}} Histogram */
+
+/**
+ * @param {{low: number, high: number, n: number, words: string, x: number, room: number, size: number, isOn: boolean,
+ *   isNamed: boolean, onPick: (ends: number[] | null) => void}} props
+ */
+function RewardBar({low, high, n, words, x, room, size, isOn, isNamed, onPick}) {
+  const pick = () => onPick(isOn ? null : [low, high]);
+  const press = (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    event.stopPropagation();
+    pick();
+  };
+  const [left, width] = [x + Math.min(2, room * 0.1), Math.max(1, room - Math.min(4, room * 0.2))];
+  return html`<g
+    class=${`bin ${isOn ? "on" : ""}`}
+    role="button"
+    tabindex="0"
+    aria-pressed=${String(isOn)}
+    aria-label=${words}
+    onClick=${pick}
+    onKeyDown=${press}
+  >
+    <title>${words}</title>
+    <rect class="hit" x=${x} y="0" width=${room} height=${TALL + 18} />
+    <rect class="bar" x=${left} y=${TALL + 16 - size} width=${width} height=${size} />
+    ${isNamed && html`<text x=${x + room / 2} y=${TALL + 12 - size} text-anchor="middle">${n}</text>`}
+  </g>`;
+}
+
+/**
+ * Return the ticks below the bars: [x, anchor, value].
+ * @param {Histogram} histogram
+ * @returns {[number, string, number][]}
+ */
+function rewardTicks({ends, counts, at}, room) {
+  if (at && at.length <= 12) return at.map((value, i) => [(i + 0.5) * room, "middle", value]);
+  const last = at ? counts.length - 1 : counts.length;
+  const anchors = ["start", "middle", "middle", "middle", "end"];
+  return anchors.map((anchor, k) => {
+    const i = Math.round((k / 4) * last);
+    return [Math.min(WIDE, (i + (at ? 0.5 : 0)) * room), anchor, at ? at[i] : ends[i]];
   });
-  const label = (i) => number(at ? at[i] : i === counts.length ? ends[i] : ends[i]);
-  const ticks = at && at.length <= 12 ? at.map((_, i) => svg("text", {x: (i + 0.5) * room, y: tall + 32, "text-anchor": "middle"}, label(i)))
-    : counts.length ? [0, 1, 2, 3, 4].map((k) => Math.round(k / 4 * (at ? counts.length - 1 : counts.length))).map((i, k) => svg("text", {x: Math.min(wide, (i + (at ? 0.5 : 0)) * room), y: tall + 32, "text-anchor": ["start", "middle", "middle", "middle", "end"][k]}, label(i))) : null;
-  return el("div", {class: "rewards"}, el("h2", null, "Rewards", el("small", null, "choose a bar to see only its rollouts", absent ? ` · ${absent} without a reward` : "")),
-    counts.length ? svg("svg", {class: "chart", viewBox: `0 0 ${wide} ${tall + 38}`, role: "group", "aria-label": "histogram of rewards"}, svg("line", {class: "grid", x1: 0, x2: wide, y1: tall + 16.5, y2: tall + 16.5}), bars, ticks)
-      : el("p", {class: "muted"}, "No rollout of this step has a reward."));
 }
 
-const MANY = 120;
-
-// Groups as strips of their samples, the first ones of many; a group's name shows only its rollouts.
-export function groups(list, {group, index, pickGroup, pickSample}) {
-  return el("div", {class: "groupsbox"}, el("h2", null, "Groups", el("small", null, `${plural(list.length, "group")}: ✓ correct, ✗ not, ? not graded; struck through: discarded`)),
-    el("div", {class: "groups", tabindex: "0", role: "region", "aria-label": "groups"}, list.slice(0, MANY).map((each) => el("div", {class: `grouprow ${each.discarded ? "dropped" : ""}`},
-      button(shortName(each.problem_id ?? each.group, 24), () => pickGroup(each.group === group ? null : each.group),
-        {class: "bare", "aria-pressed": String(each.group === group), title: `group ${each.group}: ${each.problem_id}${each.discarded ? `, discarded: ${each.discarded}` : ""}${each.tags.length ? `, ${each.tags.join(", ")}` : ""}`}),
-      strip(each.samples, index, pickSample, `samples of group ${each.group}`),
-      each.discarded ? el("span", {class: "small muted"}, each.discarded) : null)),
-    list.length > MANY ? el("p", {class: "small muted"}, `and ${list.length - MANY} further groups: g goes through all of them`) : null));
+/**
+ * The rewards of a step: each bar is a button that shows only its rollouts.
+ * @param {{histogram: Histogram, chosen: (string | undefined)[], onPick: (ends: number[] | null) => void}} props
+ */
+export function Rewards({histogram, chosen, onPick}) {
+  const {ends, counts, at, absent} = histogram;
+  const most = Math.max(1, ...counts);
+  const room = WIDE / Math.max(1, counts.length);
+  const bar = (n, i) => {
+    const [low, high] = at ? [at[i], at[i]] : [ends[i], ends[i + 1]];
+    const isOn = Number(chosen[0]) === low && Number(chosen[1]) === high;
+    const words = `${plural(n, "rollout")} with reward ${at ? number(low) : `${number(low)} to ${number(high)}`}`;
+    const size = n ? Math.max(2, (n / most) * TALL) : 0;
+    const place = {low, high, n, words, x: i * room, room, size, isOn, isNamed: counts.length <= 12};
+    return html`<${RewardBar} key=${i} ...${place} onPick=${onPick} />`;
+  };
+  const tick = ([x, anchor, value], i) =>
+    html`<text key=${i} x=${x} y=${TALL + 32} text-anchor=${anchor}>${number(value)}</text>`;
+  const base = TALL + 16.5;
+  const picture = html`<svg
+    class="chart"
+    viewBox=${`0 0 ${WIDE} ${TALL + 38}`}
+    role="group"
+    aria-label="histogram of rewards"
+  >
+    <line class="grid" x1="0" x2=${WIDE} y1=${base} y2=${base} />
+    ${counts.map(bar)}${rewardTicks(histogram, room).map(tick)}
+  </svg>`;
+  const rest = absent ? ` · ${absent} without a reward` : "";
+  return html`<div class="rewards">
+    <h2>Rewards<small>choose a bar to see only its rollouts${rest}</small></h2>
+    ${counts.length ? picture : html`<p class="muted">No rollout of this step has a reward.</p>`}
+  </div>`;
 }
 
-function typed(label, key, query, set, {wide, kind = "text", hint} = {}) {
-  const field = el("input", {type: kind, value: query[key] || "", placeholder: hint || "", "aria-label": label, class: wide ? "wide" : "narrow", inputmode: kind === "text" && !wide ? "decimal" : null,
-    on: {input: later(() => {
-      const wrong = !wide && field.value && !Number.isFinite(Number(field.value));
-      field.classList.toggle("wrong", Boolean(wrong));
-      if (!wrong) set({[key]: field.value || null, first: null}, {replace: true});
-    }, 250)}});
-  return field;
+/**
+ * Groups as strips of their samples, the first ones of many; a group's name shows only its rollouts.
+ * @param {{groups: any[], group: number | null, index: number | null, onGroup: (group: number | null) => void,
+ *   onSample: (index: number) => void}} props
+ */
+export function Groups({groups, group, index, onGroup, onSample}) {
+  const row = (each) => {
+    const tags = each.tags.length ? `, ${each.tags.join(", ")}` : "";
+    const dropped = each.discarded ? `, discarded: ${each.discarded}` : "";
+    const isOn = each.group === group;
+    return html`<div class=${`grouprow ${each.discarded ? "dropped" : ""}`} key=${each.group}>
+      <button
+        type="button"
+        class="bare"
+        aria-pressed=${String(isOn)}
+        title=${`group ${each.group}: ${each.problem_id}${dropped}${tags}`}
+        onClick=${() => onGroup(isOn ? null : each.group)}
+      >
+        ${shortName(each.problem_id ?? each.group, 24)}
+      </button>
+      <${Strip}
+        samples=${each.samples}
+        chosen=${index}
+        onPick=${onSample}
+        label=${`samples of group ${each.group}`}
+      />
+      ${each.discarded && html`<span class="small muted">${each.discarded}</span>`}
+    </div>`;
+  };
+  const rest = groups.length - MOST_GROUPS;
+  const hint = `${plural(groups.length, "group")}: ✓ correct, ✗ not, ? not graded; struck through: discarded`;
+  return html`<div class="groupsbox">
+    <h2>Groups<small>${hint}</small></h2>
+    <div class="groups" tabindex="0" role="region" aria-label="groups">
+      ${groups.slice(0, MOST_GROUPS).map(row)}
+      ${rest > 0 && html`<p class="small muted">and ${rest} further groups: g goes through all of them</p>`}
+    </div>
+  </div>`;
 }
 
-// The row of filters. It is drawn once; `write` brings what the URL says into it.
-export function filters(set) {
-  const fields = {text: typed("search in the texts", "text", {}, set, {wide: true, kind: "search", hint: "search in the texts"})};
-  for (const [key, hint] of [["reward_min", "from"], ["reward_max", "to"], ["length_min", "from"], ["length_max", "to"]]) fields[key] = typed(key.replace("_min", " at least").replace("_max", " at most"), key, {}, set, {hint});
-  const changing = el("span", {class: "knobs"}), clear = button("Clear filters", () => set(Object.fromEntries([...FILTERS, "first"].map((key) => [key, null]))));
-  const root = el("div", {class: "tools filters"}, fields.text, el("span", {class: "range"}, "reward ", fields.reward_min, fields.reward_max), el("span", {class: "range"}, "tokens ", fields.length_min, fields.length_max), changing, clear);
-  function write(query, body) {
-    for (const [key, field] of Object.entries(fields)) if (document.activeElement !== field) field.value = query[key] || "";
-    const pick = (label, key, options) => (options.length ? choice(label, [["", `any ${label}`], ...options], query[key] || "", (value) => set({[key]: value || null, first: null})) : null);
-    changing.replaceChildren(...[pick("stop", "stop", body.stops.map((each) => [each, each])), pick("tag", "tag", body.tags.map((each) => [each, each])),
-      choice("trained on or discarded", [["", "all"], ["trained", "trained on"], ["discarded", "discarded"]], query.kept || "", (value) => set({kept: value || null, first: null})),
-      button("with errors", () => set({errors: query.errors === "1" ? null : 1, first: null}), {"aria-pressed": String(query.errors === "1"), title: "only those with a failed tool call or that could not be graded"}),
-      query.problem ? button(`problem ${shortened(query.problem, 30)} ×`, () => set({problem: null, first: null}), {"aria-label": "any problem"}) : null,
-      query.group !== undefined ? button(`group ${query.group} ×`, () => set({group: null, first: null}), {"aria-label": "any group"}) : null].filter(Boolean));
-    clear.hidden = !FILTERS.some((key) => query[key] !== undefined);
-  }
-  return {root, write};
+/**
+ * One end of a range; what is no number is marked and not asked for.
+ * @param {{label: string, hint: string, value: string, onChange: (text: string) => void}} props
+ */
+function NumberField({label, hint, value, onChange}) {
+  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
+  const newest = useRef(onChange);
+  newest.current = onChange;
+  const change = useMemo(
+    () =>
+      later(() => {
+        if (!field.current) return;
+        const text = field.current.value;
+        const isWrong = text !== "" && !Number.isFinite(Number(text));
+        field.current.classList.toggle("wrong", isWrong);
+        if (!isWrong) newest.current(text);
+      }, 250),
+    [],
+  );
+  useEffect(() => change.stop, []);
+  useEffect(() => {
+    if (field.current && document.activeElement !== field.current) field.current.value = value;
+  }, [value]);
+  return html`<input
+    ref=${field}
+    type="text"
+    inputmode="decimal"
+    class="narrow"
+    placeholder=${hint}
+    aria-label=${label}
+    onInput=${change}
+  />`;
 }
 
-function heading(key, words, query, set, css) {
-  const on = (query.sort || "index") === key, down = query.down === "1";
-  return el("th", {scope: "col", class: css, "aria-sort": on ? (down ? "descending" : "ascending") : null},
-    button(`${words}${on ? (down ? " ↓" : " ↑") : ""}`, () => set({sort: key === "index" ? null : key, down: on ? (down ? null : 1) : key === "index" ? null : 1, first: null}), {class: "bare", title: `sort by ${SORTS[key]}`}));
+/**
+ * @param {{query: Query, body: any, set: (changes: Record<string, any>, options?: {replace?: boolean}) => void}} props
+ *   `body` is the answer of /api/rollouts, null before the first
+ */
+export function Filters({query, body, set}) {
+  const change = (key) => (value) => set({[key]: value || null, first: null}, {replace: true});
+  const ends = (name, key) =>
+    html`<span class="range">
+      ${name}
+      <${NumberField} label=${`${key} at least`} hint="from" value=${query[`${key}_min`] || ""} onChange=${change(`${key}_min`)} />
+      <${NumberField} label=${`${key} at most`} hint="to" value=${query[`${key}_max`] || ""} onChange=${change(`${key}_max`)} />
+    </span>`;
+  const none = Object.fromEntries([...FILTERS, "first"].map((key) => [key, null]));
+  const isFiltered = FILTERS.some((key) => query[key] !== undefined);
+  return html`<div class="tools filters">
+    <${SearchField}
+      label="search prompts and answers"
+      value=${query.text || ""}
+      wait=${250}
+      onSearch=${change("text")}
+    />
+    ${ends("reward", "reward")}${ends("tokens", "length")}
+    ${body && html`<${Choices} query=${query} body=${body} set=${set} />`}
+    ${isFiltered && html`<button type="button" onClick=${() => set(none)}>Clear filters</button>`}
+  </div>`;
 }
 
-function ended(row) {
-  const words = [row.stop_reason, row.ended && row.ended !== "done" && row.ended !== row.stop_reason ? row.ended : null].filter(Boolean).join(", ");
-  return [words || NOTHING, row.discarded ? el("span", {class: "pill", title: `discarded: ${row.discarded}`}, `✂ ${row.discarded}`) : null, row.error ? el("span", {class: "pill failed", title: row.error}, shortened(row.error, 26)) : null,
-    row.tool_errors ? el("span", {class: "pill failed"}, plural(row.tool_errors, "tool error")) : null];
+/** @param {{query: Query, body: any, set: (changes: Record<string, any>) => void}} props */
+function Choices({query, body, set}) {
+  const select = (label, key, any, values) =>
+    values.length > 0 &&
+    html`<select
+      aria-label=${label}
+      value=${query[key] || ""}
+      onChange=${(event) => set({[key]: event.target.value || null, first: null})}
+    >
+      ${[["", any], ...values].map(
+        ([value, text]) =>
+          html`<option key=${value} value=${value} selected=${value === (query[key] || "")}>${text}</option>`,
+      )}
+    </select>`;
+  const same = (names) => names.map((name) => [name, name]);
+  const kept = [
+    ["trained", "trained on"],
+    ["discarded", "discarded"],
+  ];
+  const without = (key, text) =>
+    query[key] !== undefined &&
+    html`<button type="button" aria-label=${`any ${key}`} onClick=${() => set({[key]: null, first: null})}>
+      ${text} ×
+    </button>`;
+  const isWrong = query.errors === "1";
+  return html`${select("stop", "stop", "any stop", same(body.stops))}
+    ${select("tag", "tag", "any tag", same(body.tags))}
+    ${select("trained on or discarded", "kept", "all", kept)}
+    <button
+      type="button"
+      aria-pressed=${String(isWrong)}
+      title="only those with a failed tool call or that could not be graded"
+      onClick=${() => set({errors: isWrong ? null : 1, first: null})}
+    >
+      with errors
+    </button>
+    ${without("problem", `problem ${shortened(query.problem || "", 30)}`)}${without("group", `group ${query.group}`)}`;
 }
 
-// The table of rollouts; href(index) is where a row leads.
-export function table(rows, query, {set, href, index}) {
-  const turns = rows.some((row) => row.turns > 1);
-  return el("div", {class: "scroll"}, el("table", {class: "tight wide samples"},
-    el("thead", null, el("tr", null, heading("index", "rollout", query, set, ""), heading("reward", "reward", query, set, "number"), heading("advantage", "advantage", query, set, "number"), heading("length", "tokens", query, set, "number"),
-      turns ? heading("turns", "turns", query, set, "number") : null, heading("errors", "ended", query, set, ""), el("th", {scope: "col"}, "text"))),
-    el("tbody", null, rows.map((row) => el("tr", {class: row.index === index ? "on" : "", "data-index": row.index, "aria-current": row.index === index ? "true" : null},
-      el("th", {scope: "row"}, el("a", {class: "quiet", href: href(row.index)}, el("span", {class: "called"}, shortName(row.problem_id ?? row.group, 24)), el("span", {class: "muted"}, ` · ${row.sample}`))),
-      el("td", {class: "number"}, el("span", {class: row.reward === null ? "muted" : row.correct ? "good" : "bad", title: row.correct ? "correct" : "not correct"}, row.reward === null ? "?" : `${row.correct ? "✓" : "✗"} ${number(row.reward)}`)),
-      el("td", {class: "number"}, number(row.advantage)), el("td", {class: "number"}, String(row.length ?? NOTHING)), turns ? el("td", {class: "number"}, String(row.turns)) : null,
-      el("td", {class: "ended"}, ended(row)), el("td", {class: "excerpt"}, el("div", {dir: "auto"}, shortened(String(row.text).replace(/\s+/g, " "), 160))))))));
+/** Why a rollout ended, and what went wrong in it. @param {{row: any}} props */
+function Ended({row}) {
+  const {stop_reason: stop, ended, discarded, error, tool_errors: errors} = row;
+  const words = [stop, ended && ended !== "done" && ended !== stop ? ended : null].filter(Boolean).join(", ");
+  const failed = (text, hint) => html`<span class="pill failed" title=${hint}>${text}</span>`;
+  return html`${words || NOTHING}
+    ${discarded && html`<span class="pill" title=${`discarded: ${discarded}`}>✂ ${discarded}</span>`}
+    ${error && failed(shortened(error, 26), error)}${errors > 0 && failed(plural(errors, "tool error"))}`;
+}
+
+/** What stands of the text in the table; with a search, around what was found. @param {{row: any, search?: string}} props */
+function Excerpt({row, search}) {
+  const flat = (text) => String(text).replace(/\s+/g, " ");
+  const asked =
+    row.prompt && html`<div dir="auto"><b>prompt:</b> <${Marked} text=${flat(row.prompt)} search=${search} /></div>`;
+  return html`${asked}<div dir="auto"><${Marked} text=${flat(row.text)} search=${search} /></div>`;
+}
+
+/** Sorting by these is the server's; `value` says where missing values stand. */
+function columnsOf({turns, href, search}) {
+  const name = (row) =>
+    html`<a class="quiet" href=${href(row.index)}
+      ><span class="called">${shortName(row.problem_id ?? row.group, 24)}</span
+      ><span class="muted"> · ${row.sample}</span></a
+    >`;
+  const reward = ({reward: value, correct}) => {
+    if (value === null) return html`<span class="muted" title="not graded">?</span>`;
+    const words = correct ? "correct" : "not correct";
+    return html`<span class=${correct ? "good" : "bad"} title=${words}>${correct ? "✓" : "✗"} ${number(value)}</span>`;
+  };
+  const plain = (key, title) => ({key, title, number: true, value: (row) => row[key]});
+  const columns = [
+    {key: "index", title: "rollout", value: (row) => row.index, cell: name},
+    {...plain("reward", "reward"), cell: reward},
+    {...plain("advantage", "advantage"), cell: (row) => number(row.advantage)},
+    {...plain("length", "tokens"), cell: (row) => row.length ?? NOTHING},
+    turns && {...plain("turns", "turns"), cell: (row) => row.turns},
+    {
+      ...{key: "errors", title: "ended", value: (row) => row.tool_errors + Number(Boolean(row.error))},
+      cell: (row) => html`<${Ended} row=${row} />`,
+    },
+    {key: "text", title: "text", cell: (row) => html`<${Excerpt} row=${row} search=${search} />`},
+  ];
+  return /** @type {import("../components/table.js").Column[]} */ (columns.filter(Boolean));
+}
+
+/**
+ * @param {{rows: any[], query: Query, set: (changes: Record<string, any>) => void, index: number | null,
+ *   href: (index: number) => string, onOpen: (index: number) => void}} props
+ */
+export function Samples({rows, query, set, index, href, onOpen}) {
+  const columns = columnsOf({turns: rows.some((row) => row.turns > 1), href, search: query.text});
+  const sort = (key, down) => set({sort: key === "index" ? null : key, down: down ? 1 : null, first: null});
+  return html`<${DataTable}
+    class="tight wide samples"
+    label="rollouts"
+    columns=${columns}
+    rows=${rows}
+    keyOf=${(row) => String(row.index)}
+    sort=${query.sort || "index"}
+    down=${query.down === "1"}
+    onSort=${sort}
+    onOpen=${(row) => onOpen(row.index)}
+    selected=${(row) => row.index === index}
+  />`;
 }

@@ -1,0 +1,125 @@
+"""Readers of what other tools write: one file for each tool, one protocol.
+
+A directory is one run, or a folder of two runs or more, which are read as one campaign. Runs whose names differ in
+their seed alone are one condition; nothing is declared, so that there is no verdict.
+"""
+
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from retrain.files import stamp_of
+from retrain.records.schema.base import Row
+
+SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)  # The end of a run's name that says its seed
+MOST_RUNS = 1_000
+QUIET_S = 600.0  # Seconds without writes after which a run that nothing marks as ended counts as interrupted
+NO_VERDICT = (
+    "conditions that were declared, so there is no verdict: runs whose names differ in their seed alone are taken for "
+    "seeds of one condition"
+)
+
+FindFile = Callable[[Path, str], Path | None]
+"""Returns the file of a name below a directory; None where there is none, or it may not be read."""
+
+
+@dataclass(frozen=True)
+class ForeignRun:
+    """One run of another tool. ``max_steps`` is 0 where nothing says how many are planned; ``written`` is the Unix time
+    of the newest row."""
+
+    directory: Path
+    name: str
+    condition: str
+    seed: int | None
+    state: str
+    step: int
+    max_steps: int = 0
+    written: float | None = None
+
+
+class ForeignReader(ABC):
+    """Reads the runs of one tool. ``missing`` says what its files do not hold."""
+
+    tool: str
+    missing: Sequence[str]
+
+    @abstractmethod
+    def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
+        """Return the run that a directory is, or the runs in it; [] where it holds none, or a single one below it."""
+
+    @abstractmethod
+    def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
+        """Return the numbers of each step by key, in the order of the steps; None where they cannot be read now."""
+
+    def metrics_file(self, run: ForeignRun, find: FindFile) -> Path | None:
+        """Return a file with a row of numbers in each line, to read in place of ``rows``; None for other tools."""
+        return None
+
+    @abstractmethod
+    def config(self, run: ForeignRun, find: FindFile) -> Row:
+        """Return the run's settings, nested or flat."""
+
+    @abstractmethod
+    def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
+        """Return what changes when the run has other rows or settings."""
+
+
+class DirectoryReader(ForeignReader):
+    """Reads tools that write each run to a directory of its own."""
+
+    @abstractmethod
+    def newest(self, directory: Path, find: FindFile) -> Path | None:
+        """Return the file that grows with the run; None where the directory is none of the tool's runs."""
+
+    @abstractmethod
+    def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
+        """Return the steps done, the steps planned (0: unknown) and the seed that its settings name."""
+
+    def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
+        if self.newest(directory, find) is not None:
+            return [self._run(directory, find)]
+        inside = [path for path in _folders(directory) if self.newest(path, find) is not None]
+        return [self._run(path, find) for path in inside] if len(inside) > 1 else []
+
+    def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
+        path = self.newest(run.directory, find)
+        return path, stamp_of(path)
+
+    def _run(self, path: Path, find: FindFile) -> ForeignRun:
+        step, planned, own_seed = self.progress(path, find)
+        condition, seed = condition_and_seed(path.name)
+        newest = stamp_of(self.newest(path, find))
+        written = newest.written / 1e9 if newest else None
+        state = "done" if planned and step >= planned else "running" if is_recent(written) else "interrupted"
+        seed = own_seed if seed is None else seed
+        return ForeignRun(path, path.name, condition, seed, state, step, planned, written)
+
+
+def condition_and_seed(name: str) -> tuple[str, int | None]:
+    """Split the name of a run: ``grpo-seed2`` is seed 2 of the condition ``grpo``."""
+    match = SEED.search(name)
+    return (name[: match.start()] if match and match.start() else name), int(match[1]) if match else None
+
+
+def is_recent(written: float | None) -> bool:
+    """Return whether a run that was written then may still train."""
+    return written is not None and time.time() - written < QUIET_S
+
+
+def whole(value: object, default: int = 0) -> int:
+    """Return a whole number out of a file; ``default`` for what is none."""
+    return int(value) if isinstance(value, int | float) and abs(value) < 1e15 else default
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Return the first folders in a directory by name, without hidden ones and links, which may lead elsewhere."""
+    try:
+        names = sorted(entry.name for entry in directory.iterdir())[:MOST_RUNS]
+    except OSError:
+        return []
+    paths = (directory / name for name in names if not name.startswith("."))
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]

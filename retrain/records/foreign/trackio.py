@@ -1,0 +1,139 @@
+"""Runs of trackio: one SQLite file for each project, ``<project>.db``, as trackio 0.43 writes it.
+
+Table ``metrics`` has a row for each call of ``log``: run, step and a JSON object in which numbers that JSON lacks are
+texts; ``configs`` the settings of each run, with its group as ``_Group``. A file with a write-ahead log is read from a
+copy, so that nothing in the directory changes.
+"""
+
+import json
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Hashable, Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from retrain.files import stamp_of
+from retrain.records.foreign import NO_VERDICT, FindFile, ForeignReader, ForeignRun, condition_and_seed, is_recent
+from retrain.records.schema.base import Row
+
+LOG = "-wal"  # Ending of the write-ahead log
+MOST_FILES, TRIES = 64, 3
+_RUNS = "SELECT run_id, run_name, MAX(step), MAX(timestamp) FROM metrics GROUP BY run_id ORDER BY MIN(id)"
+
+
+class TrackioReader(ForeignReader):
+    tool = "trackio"
+    missing = (NO_VERDICT, "the number of steps planned, and whether a run has ended", "notes and spans of time")
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[Hashable, list[tuple[ForeignRun, str, Row]]]] = {}
+
+    def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
+        files = _databases(directory, find)
+        prefixed = len(files) > 1  # runs of several projects may have the same names
+        return [
+            ForeignRun(
+                directory, f"{path.stem}/{run.name}" if prefixed else run.name,
+                f"{path.stem}: {run.condition}" if prefixed else run.condition, run.seed,
+                "running" if is_recent(run.written) else "done", run.step, 0, run.written,
+            )
+            for path in files for run, _, _ in self._of(path)
+        ]  # fmt: skip
+
+    def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
+        path, run_id, _ = self._entry(run, find)
+        if path is None:
+            return None
+        rows: dict[int, Row] = {}
+        try:
+            with _opened(path) as database:
+                query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
+                for step, text in database.execute(query, (run_id,)):
+                    rows.setdefault(int(step), {}).update(_object(text))
+        except (sqlite3.Error, OSError, ValueError, TypeError):
+            return None
+        return [rows[step] | {"step": step} for step in sorted(rows)]
+
+    def config(self, run: ForeignRun, find: FindFile) -> Row:
+        return self._entry(run, find)[2]
+
+    def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
+        return tuple((path, _stamp(path)) for path in _databases(run.directory, find))
+
+    def _entry(self, run: ForeignRun, find: FindFile) -> tuple[Path | None, str, Row]:
+        files = _databases(run.directory, find)
+        for path in files:
+            for known, run_id, config in self._of(path):
+                if run.name == (f"{path.stem}/{known.name}" if len(files) > 1 else known.name):
+                    return path, run_id, config
+        return None, "", {}
+
+    def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
+        """Return the runs of a file with their ids and settings, read again where it has changed."""
+        stamp = _stamp(path)
+        if path not in self._known or self._known[path][0] != stamp:
+            with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
+                self._known[path] = stamp, list(_read_runs(path))
+        return self._known.setdefault(path, (stamp, []))[1]
+
+
+def _read_runs(path: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
+    with _opened(path) as database:
+        configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
+        taken: set[str] = set()
+        for run_id, run_name, step, written in database.execute(_RUNS):
+            name = str(run_name).replace("/", "_") or run_id
+            if name in taken:
+                name = f"{name}_{run_id[:8]}"
+            taken.add(name)
+            config = configs.get(run_id, {})
+            condition, seed = condition_and_seed(name)
+            seed = config["seed"] if seed is None and isinstance(config.get("seed"), int) else seed
+            condition = str(config.get("_Group") or condition)
+            at = datetime.fromisoformat(written).timestamp()
+            yield ForeignRun(path.parent, name, condition, seed, "done", int(step) + 1, 0, at), run_id, config
+
+
+def _databases(directory: Path, find: FindFile) -> list[Path]:
+    try:
+        names = sorted(entry.name for entry in directory.iterdir() if entry.name.endswith(".db"))[:MOST_FILES]
+    except OSError:
+        return []
+    return [path for name in names if (path := find(directory, name)) is not None]
+
+
+def _stamp(path: Path) -> Hashable:
+    return stamp_of(path), stamp_of(path.with_name(path.name + LOG))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    log = path.with_name(path.name + LOG)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"{path.as_uri()}?immutable=1"
+        if log.is_file() and not log.is_symlink() and log.stat().st_size:
+            address = _copied(path, log, Path(folder) / path.name).as_uri()
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            yield database
+
+
+def _copied(path: Path, log: Path, copy: Path) -> Path:
+    """Copy a file and then its log, which only grows until the file itself is written."""
+    for _ in range(TRIES):
+        before = stamp_of(path)
+        shutil.copyfile(path, copy)
+        with suppress(FileNotFoundError):
+            shutil.copyfile(log, copy.with_name(copy.name + LOG))
+        if stamp_of(path) == before:
+            return copy
+    raise sqlite3.OperationalError(f"{path} is being written")
+
+
+def _object(text: str | bytes) -> Row:
+    """Return the object of a JSON text; "NaN", "Infinity" and "-Infinity" become numbers."""
+    found: Any = json.loads(text)
+    texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+    return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}

@@ -1,0 +1,79 @@
+"""Runs of TRL and of transformers' Trainer: the ``log_history`` of ``trainer_state.json``.
+
+The newest state is that of the output directory itself, written when training has ended, or of the checkpoint with the
+largest number. Lines of one step become one row. With several evaluation sets the Trainer logs a line for each, and TRL
+names its own numbers alike in all of them (``eval_reward``): only ``eval_<set>_runtime`` tells the lines apart.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, whole
+from retrain.records.reader import read_object
+from retrain.records.schema.base import Row
+
+STATE = "trainer_state.json"
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
+SET = re.compile(r"eval_(.+)_runtime")
+
+
+class TrlReader(DirectoryReader):
+    tool = "trl"
+    missing = (
+        NO_VERDICT,
+        "numbers of every step: the Trainer logs every logging_steps, and writes them with a checkpoint",
+        "rollouts, token files, notes and spans of time",
+    )
+
+    def newest(self, directory: Path, find: FindFile) -> Path | None:
+        """Return the trainer's state that has gone furthest; a checkpoint alone is no run beside its own."""
+        if (own := find(directory, STATE)) is not None:
+            return own
+        try:
+            names = [name for entry in directory.iterdir() if CHECKPOINT.fullmatch(name := entry.name)]
+        except OSError:
+            return None
+        names.sort(key=lambda name: -int(name.partition("-")[2]))
+        return next((path for name in names if (path := find(directory, f"{name}/{STATE}")) is not None), None)
+
+    def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
+        state = read_object(self.newest(directory, find))
+        return whole(state.get("global_step")), whole(state.get("max_steps")), None
+
+    def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
+        state = read_object(self.newest(run.directory, find))
+        return _rows(state.get("log_history")) if state else None
+
+    def config(self, run: ForeignRun, find: FindFile) -> Row:
+        """Return what the configurations of the adapter and the model say; the arguments are pickled, and not read."""
+        newest = self.newest(run.directory, find)
+        state = {key: value for key, value in read_object(newest).items() if not isinstance(value, list | dict)}
+        folder = newest.parent if newest is not None else run.directory
+        parts = {name: read_object(find(folder, f"{name}.json")) for name in ("config", "adapter_config")}
+        return {"trainer_state": state, **{name: part for name, part in parts.items() if part}}
+
+
+def _rows(history: Any) -> list[Row]:
+    """Return what was logged by step; a line without a step belongs to the one before."""
+    rows: dict[int, Row] = {}
+    step = 0
+    for line in history if isinstance(history, list) else ():
+        if isinstance(line, dict):
+            step = whole(line.get("step"), step)
+            rows.setdefault(step, {}).update(_named_by_set(line))
+    return [rows[step] | {"step": step} for step in sorted(rows)]
+
+
+def _named_by_set(line: Mapping[str, Any]) -> Row:
+    """Return an evaluation with its set in all keys, as the Trainer names its own: ``eval_<set>_reward``."""
+    name = next((match[1] for key in line if (match := SET.fullmatch(key))), None)
+    if name is None:
+        return dict(line)
+
+    def named(key: str) -> str:
+        is_general = key.startswith("eval_") and not key.startswith(f"eval_{name}_")
+        return f"eval_{name}_{key.removeprefix('eval_')}" if is_general else key
+
+    return {named(key): value for key, value in line.items()}

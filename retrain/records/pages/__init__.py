@@ -1,0 +1,78 @@
+"""Self-contained HTML documents from templates: one file, no network, and text that cannot act.
+
+Templates, styles and scripts are those of the page (``retrain/ui``). Every value that a template writes is escaped and
+has its invisible characters replaced. The content security policy allows the page's own script by its hash and nothing
+else, so that even markup that slipped through could not run or load anything.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from retrain.files import dumps
+from retrain.records.pages.scripts import joined
+from retrain.records.text import escape, visible
+
+UI = Path(__file__).parents[2] / "ui"
+STATIC, TEMPLATES = UI / "static", UI / "templates"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{}'; base-uri 'none'; "
+    "form-action 'none'"
+)
+
+
+def document(template: str, *, styles: Sequence[str], script: str, made_by: str = "retrain", **values: Any) -> str:
+    """Return a whole document from a template that extends ``page.html``. ``styles`` and ``script`` are files of the
+    page, the script a module that is joined with those that it imports. ``title`` is among the values."""
+    code = _script(script)
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    ours = {
+        "policy": POLICY.format(digest),
+        "generator": generator(made_by),
+        "style": _styles(("base.css", "pages/page.css", *styles)),
+        "script": code,
+    }
+    return environment().get_template(template).render(ours | values)
+
+
+def generator(made_by: str) -> str:
+    """Return the element in a document's head that says who made it."""
+    return f'<meta name="generator" content="{escape(made_by)}">'
+
+
+@cache
+def environment() -> Any:
+    """Return the templates of the page, which escape every value; a name without a value is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, finalize=_finalize,
+    )  # fmt: skip
+    made.policies["json.dumps_function"] = lambda value, **options: dumps(value)
+    return made
+
+
+def _finalize(value: Any) -> Any:
+    """Return a value with its invisible characters replaced; markup, which only templates make, stays."""
+    return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+@cache
+def _styles(names: tuple[str, ...]) -> str:
+    return _inside("style", "".join((STATIC / name).read_text(encoding="utf-8") for name in names))
+
+
+@cache
+def _script(name: str) -> str:
+    return _inside("script", joined(STATIC, name))
+
+
+def _inside(element: str, text: str) -> str:
+    """Return the content of an element. Raises ValueError where it would end it."""
+    if f"</{element}" in text.lower() or "<!--" in text:
+        raise ValueError(f"the {element} of a page must not contain its own end tag or a comment opening")
+    return text

@@ -1,0 +1,140 @@
+"""``timeline.html``: where the wall clock of a run went, from ``timing_spans.jsonl`` alone.
+
+A table of the phases stands in the HTML; bars of the steps and the spans of each are drawn by the page's components
+from the spans that the page carries. No step boundary is recorded: a step lasts from the end of the one before to its
+own last span, and what no span names is ``other``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from retrain.files import write_text
+from retrain.records import text
+from retrain.records.catalogue import BESIDE
+from retrain.records.pages import document
+from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row
+from retrain.records.schema.layout import TIMELINE
+from retrain.records.text import percent
+
+PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
+"""Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
+SPANS_SHOWN = 20_000  # Spans that the page carries: of a longer run those of the last steps
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step on the clock: ``seconds`` by phase, ``other`` included."""
+
+    number: int
+    start: float
+    end: float
+    spans: tuple[tuple[str, float, float], ...]
+    seconds: dict[str, float]
+
+
+def write_timeline(directory: Path) -> Path | None:
+    """Write ``timeline.html`` beside ``timing_spans.jsonl``; None, and nothing written, while there is no span."""
+    steps = steps_of(RunReader(directory).spans())
+    if not steps:
+        return None
+    path = directory / TIMELINE
+    write_text(path, timeline_page(steps, directory.resolve().name), durable=False)
+    return path
+
+
+def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
+    """Return steps from the rows of ``timing_spans.jsonl``.
+
+    Spans of a row that begin before the step before has ended (its checkpoint and record, written down later) count
+    where they lie on the clock, and rollouts that were sampled beside earlier steps are shown, but are no part of the
+    step's time. A gap of a resumed run, in which no process worked, belongs to no step.
+    """
+    steps: list[StepTimes] = []
+    for row in rows:
+        named = ((str(s["name"]), float(s["wall_start"]), float(s["wall_end"])) for s in row["spans"])
+        spans = sorted((span for span in named if span[2] >= span[1]), key=lambda span: span[1])
+        in_step = [span for span in spans if span[0] != BESIDE]
+        if not in_step:
+            continue
+        start, end = in_step[0][1], max(span[2] for span in in_step)
+        before = steps[-1] if steps else None
+        if before is not None and 0 <= start - before.end < 1.0 + (before.end - before.start):
+            start = before.end
+        seconds: dict[str, float] = {}
+        for name, begin, stop in in_step:
+            seconds[name] = seconds.get(name, 0.0) + stop - begin
+        seconds["other"] = max(0.0, end - start - sum(seconds.values()))
+        steps.append(StepTimes(int(row["step"]), start, end, tuple(spans), seconds))
+    return steps
+
+
+def phases_of(steps: Sequence[StepTimes]) -> list[str]:
+    """Return the names of all phases that occur, in the order in which they are shown."""
+    names = {name for step in steps for name in step.seconds if name != "other"}
+    order = [*PHASES, *sorted(names - set(PHASES))]
+    return [*(name for name in order if name in names), "other"]
+
+
+def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, Any]:
+    """Return the steps for the page's components: seconds by phase, and spans as [lane, begin, end] in seconds since
+    the first of them; ``cut`` where there are more than ``most`` spans, of which the last are left out."""
+    if not steps:
+        return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}
+    phases = phases_of(steps)
+    lanes = list(dict.fromkeys([*(name for name in phases if name != "other"),
+                                *(span[0] for step in steps for span in step.spans)]))  # fmt: skip
+    origin = min(min(step.start, *(span[1] for span in step.spans)) for step in steps)
+    lane_of, left, shown = {name: i for i, name in enumerate(lanes)}, most, []
+    for step in steps:
+        spans = step.spans[: max(0, left)]
+        left -= len(spans)
+        shown.append({
+            "step": step.number, "start": round(step.start - origin, 4), "end": round(step.end - origin, 4),
+            "seconds": {name: round(value, 4) for name, value in step.seconds.items()},
+            "spans": [[lane_of[name], round(begin - origin, 4), round(end - origin, 4)]
+                      for name, begin, end in spans],
+        })  # fmt: skip
+    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": shown, "cut": left <= 0}
+
+
+def timeline_page(steps: Sequence[StepTimes], run: str) -> str:
+    lengths = [step.end - step.start for step in steps]
+    counts = accumulate(len(step.spans) for step in reversed(steps))
+    drawn = max(1, sum(count <= SPANS_SHOWN for count in counts))
+    numbers = [
+        ("steps", f"{len(steps):,}", ""),
+        ("in steps", duration(sum(lengths)), ""),
+        ("mean step", duration(sum(lengths) / len(steps)), ""),
+        ("longest step", duration(max(lengths)), ""),
+    ]
+    return document(
+        "timeline.html", styles=["charts.css", "pages/timeline.css"], script="pages/timeline.js",
+        title=f"Timeline · {run}", run=run, numbers=numbers, rows=_phase_rows(steps, sum(lengths)),
+        has_ahead=any(span[0] == BESIDE for step in steps for span in step.spans), left_out=len(steps) - drawn,
+        data=spans_json(steps[-drawn:], 2 * SPANS_SHOWN),
+    )  # fmt: skip
+
+
+def _phase_rows(steps: Sequence[StepTimes], total: float) -> list[list[str]]:
+    """Return a row for each phase: its time, its share of all steps, and the longest one."""
+    rows = []
+    for name in phases_of(steps):
+        seconds = [step.seconds.get(name, 0.0) for step in steps]
+        longest = max(seconds)
+        share = percent(sum(seconds) / total if total > 0 else 0.0, 1)
+        per_step, at = duration(sum(seconds) / len(steps)), steps[seconds.index(longest)].number
+        rows.append([name, duration(sum(seconds)), share, per_step, duration(longest), str(at)])
+    return rows
+
+
+def duration(seconds: float) -> str:
+    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
+    if 0 < seconds < 5e-5:
+        return "<0.1 ms"
+    if seconds < 0.9995:
+        return "0" if seconds == 0 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"
+    return f"{seconds:.1f} s" if seconds < 100 else text.duration(seconds)

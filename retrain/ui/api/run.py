@@ -1,0 +1,105 @@
+"""``/api/run``: a run in a few numbers, the command that launched it, and the steps that its charts mark."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.routing import Route
+
+from retrain.records.reader import Tail, read_object
+from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
+from retrain.ui.answers import Query, Refusal, json_route, plain
+from retrain.ui.banner import shown_path
+from retrain.ui.library import Library
+from retrain.ui.measured import points_of
+from retrain.ui.metrics import about, named
+from retrain.ui.numbers import AXES, Numbers, xs_of
+from retrain.ui.rates import evaluation_rate, rate_of
+from retrain.ui.sources import Run
+from retrain.verdicts.results import Measure
+
+TILES = {
+    "mean_reward": "reward", "eval/<name>/correct_rate": "held-out", "entropy": "entropy",
+    "completions/mean_length": "length", "max_token_hit_rate": "truncated", "perf/completion_tokens_per_s": "tokens/s",
+}  # fmt: skip
+"""The name that a metric of the catalogue has above the charts."""
+RESUMED = re.compile(rb"^[\d:. -]+info +continues at step (\d+)\r?$", re.MULTILINE)
+MOST_MARKS = 400  # Marks of a kind
+COMPLETIONS = "env/all/total_episodes"  # Those that the truncated share of a step counts
+LOG_BYTES = 4 << 20  # Bytes at the end of the log in which resumes are looked for
+
+
+def routes(library: Library) -> list[Route]:
+    def run(query: Query) -> dict[str, Any]:
+        found, x = library.run(query.text("at")), query.choice("x", AXES)
+        numbers = library.numbers(found)
+        return {"tiles": tiles_of(numbers), "command": command_of(library, found), "marks": marks_of(library, found, x)}
+
+    return [json_route("/api/run", run)]
+
+
+def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
+    """Return the last value of each of ``TILES`` with its step; of a rate also its interval and ``n``."""
+    tiles = []
+    for pattern, name in TILES.items():
+        for key in named(pattern, numbers.keys):
+            steps, values = points_of(numbers, key)
+            if not len(steps):
+                continue
+            tile = {"key": key, "name": name, "unit": about(key)["unit"], "value": plain(values[-1:])[0],
+                    "step": int(steps[-1])}  # fmt: skip
+            held_out = Measure(key=key).held_out
+            rows = [row for row in numbers.evaluations() if held_out is not None and row.get("name") == held_out]
+            if rows:
+                rate = evaluation_rate(rows[-1], str(held_out))
+                tile |= {"low": rate["low"], "high": rate["high"], "n": rate["n"] or None}
+                tile["name"] = name if held_out == "heldout" else f"{name}: {held_out}"
+            elif name == "truncated" and len(counts := points_of(numbers, COMPLETIONS)[1]):
+                rate = rate_of(values[-1] * counts[-1], int(counts[-1]))
+                tile |= {name: rate[name] for name in ("low", "high", "n")}
+            tiles.append(tile)
+    return tiles
+
+
+def command_of(library: Library, run: Run) -> str | None:
+    """Return the command that launched the run or its campaign; None of another tool's run."""
+    home = library.campaign(run.place)
+    plan = read_object(library.places.file(home.path, PLAN))
+    if not isinstance(plan.get("file"), str):
+        return None
+    path = Path(str(plan.get("folder") or "."), plan["file"])
+    sets = [word for text in plan.get("sets") or () for word in ("--set", str(text))]
+    return shlex.join(["retrain", "train", shown_path(path), "--out", shown_path(home.path), *sets])
+
+
+def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:
+    """Return {"x", "step", "kind"} of every evaluation, checkpoint and resume, in order; a step counts the updates
+    done."""
+    numbers = library.numbers(run, refresh=False)
+    checkpoints = library.file(run, CHECKPOINTS)
+    steps = {
+        "evaluation": [row.get("step") for row in numbers.evaluations()],
+        "checkpoint": [row.get("batch") for row in Tail(checkpoints).rows()[1]] if checkpoints else [],
+        "resume": _resumes(library.file(run, LOG)),
+    }
+    whole = {kind: sorted({step for step in each if isinstance(step, int)}) for kind, each in steps.items()}
+    known = sorted((step, kind) for kind, each in whole.items() for step in each[:: 1 + len(each) // MOST_MARKS])
+    if not known or not len(numbers):
+        return []
+    try:
+        places = plain(xs_of(numbers, x, np.array([step for step, _ in known], np.float64), updates=True))
+    except Refusal:  # a run that has no such axis
+        return []
+    return [{"x": place, "step": step, "kind": kind}
+            for place, (step, kind) in zip(places, known, strict=True) if place is not None]  # fmt: skip
+
+
+def _resumes(log: Path | None) -> list[int]:
+    if log is None:
+        return []
+    with open(log, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - LOG_BYTES))
+        return [int(step) for step in RESUMED.findall(file.read())]

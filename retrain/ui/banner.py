@@ -1,0 +1,79 @@
+"""A campaign's outcome in one banner: its state, its failures and how to go on, and the verdict in one sentence."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from retrain.errors import plural
+from retrain.records.reader import log_lines
+from retrain.records.schema.layout import LOG
+from retrain.ui.findings import verdict_of
+from retrain.ui.library import Library
+from retrain.ui.sources import Home, Run
+
+MOST_FAILURES = 20
+LOG_LINES = 400  # Last lines of a log in which the traceback is looked for
+TRACEBACK = "Traceback (most recent call last):"
+WORDS = {"done": "finished", "running": "in training", "pending": "not begun"}
+
+
+def banner_of(library: Library, home: Home, comparison: Mapping[str, Any] | None, why: str | None) -> dict[str, Any]:
+    """Return the banner of a campaign, or of a run of one: then the command is that of its campaign."""
+    failed = [run for run in home.runs if run.state == "failed"]
+    verdict = verdict_of(comparison)
+    return {
+        "state": "failed" if failed else home.state,
+        "words": state_words(home.runs),
+        "failed": [failure_of(library, run) for run in failed[:MOST_FAILURES]],
+        "resume": resume_command(library, home),
+        "verdict": verdict["sentence"] if verdict else None,
+        "why": None if verdict else why,
+    }
+
+
+def state_words(runs: Sequence[Run]) -> str:
+    """Return how many runs are in which state, failures first."""
+    states = [run.state for run in runs]
+    order = ("failed", "interrupted", "running", "pending", "stopped", "done")
+    counts = [f"{states.count(state)} {WORDS.get(state, state)}" for state in order if state in states]
+    return f"{plural(len(states), 'run')}: {', '.join(counts)}" if counts else "no runs"
+
+
+def failure_of(library: Library, run: Run) -> dict[str, Any]:
+    """Return a failed run with its reason, the last line of its traceback and the byte of the log where that begins."""
+    found = {"place": run.place, "run_id": run.run_id, "label": run.label, "seed": run.seed, "step": run.step,
+             "reason": run.reason, "line": (run.reason or "").partition("\n")[0], "log": None}  # fmt: skip
+    path = library.file(run, LOG)
+    if path is not None:
+        found["log"] = {"name": LOG, "byte": None}
+        with suppress(OSError):
+            lines = [(at, _message(text)) for at, text in log_lines(path, -1, "", LOG_LINES).lines]
+            begins = [place for place, (_, text) in enumerate(lines) if text == TRACEBACK]
+            if begins:
+                error = next((text for _, text in lines[begins[-1] + 1 :] if not text.startswith(" ")), None)
+                found |= {"line": error or found["line"], "log": {"name": LOG, "byte": lines[begins[-1]][0]}}
+    return found
+
+
+def _message(text: str) -> str:
+    """Return a line of a log without its date, time and level, which take 28 characters."""
+    return text[28:] if text[20:27].rstrip() in ("info", "warning", "error") else text
+
+
+def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
+    """Return {"command", "now"}: the command that continues failed and interrupted runs, and whether it can be typed
+    while nothing else trains them; None where nothing is left, or another tool trained them."""
+    campaign = library.campaign(home.place)
+    states = {run.state for run in campaign.runs}
+    is_running = "running" in states
+    if not campaign.manifest or states <= {"done", "stopped"} or (is_running and "failed" not in states):
+        return None
+    words = ["retrain", "resume", shown_path(campaign.path), *(["--retry-failed"] if "failed" in states else [])]
+    return {"command": shlex.join(words), "now": not is_running}
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as one types it where the server was started."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

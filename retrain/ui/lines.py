@@ -1,0 +1,189 @@
+"""Lines of a metric, a point for each row of a run: smoothed over all rows, then cut to a part, then thinned.
+
+Runs that belong together have a mean with the 95 % t interval over runs at each step, as the curves of a report.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from retrain.ui.answers import Query, Refusal, plain
+from retrain.ui.decimation import MOST_POINTS, Smoothing, extremes
+from retrain.ui.library import Library
+from retrain.ui.measured import points_of
+from retrain.ui.metrics import name_in
+from retrain.ui.numbers import xs_of
+from retrain.ui.sources import Run
+from retrain.verdicts.evidence import MIN_BAND_SEEDS
+from retrain.verdicts.results import Measure
+
+MEAN_POINTS = 320  # Points of a mean and its band
+ALL_POINTS = 16_000  # Points of the lines of all runs together
+BANDS = ("interval", "range")
+Window = tuple[float, float]  # Part of the x axis, both ends included
+
+
+@dataclass
+class Line:
+    """One run at ``steps``: ``values`` are smoothed, ``raw`` the recorded ones, ``xs`` their places on the x axis."""
+
+    run: Run
+    steps: np.ndarray
+    values: np.ndarray
+    raw: np.ndarray
+    xs: np.ndarray
+    left_out: int = 0  # Points whose place on the x axis was not recorded
+
+
+def window_of_query(query: Query) -> Window | None:
+    """Return the part of the x axis from ``from`` to ``to``; None for all of it. Raises Refusal (400)."""
+    low, high = query.real("from"), query.real("to")
+    if low is None and high is None:
+        return None
+    window = -math.inf if low is None else low, math.inf if high is None else high
+    if window[0] > window[1]:
+        raise Refusal(400, "from is to be no more than to: both are places on the x axis")
+    return window
+
+
+def inside(xs: np.ndarray, part: Window | None) -> slice:
+    """Return the points in a part of the x axis and one on either side, so that lines reach its edges."""
+    if part is None:
+        return slice(None)
+    first, over = np.searchsorted(xs, part[0], "left"), np.searchsorted(xs, part[1], "right")
+    return slice(max(0, int(first) - 1), int(over) + 1)
+
+
+def lines_of(
+    library: Library, runs: Sequence[Run], key: str, x: str, smoothing: Smoothing
+) -> tuple[dict[str, Line], Smoothing]:
+    """Return the smoothed lines of the runs that have the metric, by place, and how they were smoothed."""
+    lines = {run.place: line for run in runs if (line := _line_of(library, run, key, x)) is not None}
+    smoothing = smoothing.for_points(max((len(line.steps) for line in lines.values()), default=0))
+    for line in lines.values():
+        line.values = smoothing.of(line.steps, line.raw)
+    return lines, smoothing
+
+
+def _line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
+    numbers = library.numbers(run)
+    with numbers.still():
+        key = name_in(key, numbers.keys)
+        steps, values = points_of(numbers, key)
+        if not len(steps):
+            return None
+        if (np.diff(steps) <= 0).any():  # another tool's run that was resumed: the last row of a step counts
+            steps, last = np.unique(steps[::-1], return_index=True)
+            values = values[::-1][last]
+        xs = xs_of(numbers, x, steps, updates=Measure(key=key).is_held_out)
+    known = np.isfinite(xs)
+    left_out = int(np.sum(~known))
+    return Line(run, steps[known], values[known], values[known], xs[known], left_out) if known.any() else None
+
+
+def most_points(lines: int) -> int:
+    """Return the points of each of so many lines that are shown together."""
+    return max(200, min(MOST_POINTS, ALL_POINTS // max(1, lines)))
+
+
+def shown(line: Line, most: int, part: Window | None) -> dict[str, Any]:
+    """Return a line as JSON: ``points`` [x, smoothed], thinned so that extremes stay, and ``raw`` at these points."""
+    cut = inside(line.xs, part)
+    xs, values, raw = line.xs[cut], line.values[cut], line.raw[cut]
+    chosen = extremes(values, most)
+    return {
+        "place": line.run.place, "label": line.run.label, "seed": line.run.seed, "state": line.run.state,
+        "points": table(xs[chosen], values[chosen]), "raw": plain(raw[chosen]),
+    }  # fmt: skip
+
+
+def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> dict[str, Any]:
+    """Return ``mean`` [x, y] with ``raw``, the mean of the runs' own values, ``band`` [x, low, high] and ``n`` runs.
+
+    They are those of the finished runs; while none is finished, of all, as far as all of them have come (``of``).
+    ``band`` is the interval (three runs or more), or with "range" the least and the greatest value.
+    """
+    finished = [line for line in lines if line.run.state == "done"]
+    chosen, of = (finished, "finished") if finished else (list(lines), "all")
+    found: dict[str, Any] = {"mean": [], "raw": [], "band": [], "of": of, "n": len(chosen)}
+    xs, values, raw = _at_common_steps(chosen) if chosen else (np.empty(0), np.empty((0, 0)), np.empty((0, 0)))
+    cut = inside(xs, part)
+    xs, values, raw = xs[cut], values[:, cut], raw[:, cut]
+    if not len(xs):
+        return found
+    mean = values.mean(axis=0)
+    places = extremes(mean, MEAN_POINTS)
+    xs, mean, values = xs[places], mean[places], values[:, places]
+    found |= {"mean": table(xs, mean), "raw": plain(raw[:, places].mean(axis=0))}
+    if band == "range" and len(chosen) > 1:
+        found["band"] = table(xs, values.min(axis=0), values.max(axis=0))
+    elif band == "interval" and len(chosen) >= MIN_BAND_SEEDS:
+        reach = _quantile(len(chosen) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(chosen))
+        low, high = (np.clip(ends, 0.0, 1.0) if share else ends for ends in (mean - reach, mean + reach))
+        found["band"] = table(xs, low, high)
+    return found
+
+
+def _quantile(freedom: int) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 0.975))
+
+
+def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean places on the x axis, smoothed and own values [lines, steps] at the steps that all lines have."""
+    _, rows = _common(lines)
+    xs, values, raw = (
+        np.array([getattr(line, name)[at] for line, at in zip(lines, rows, strict=True)])
+        for name in ("xs", "values", "raw")
+    )
+    return xs.mean(axis=0), values, raw
+
+
+def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[Any]]:
+    """Return the steps that all lines have, and where each line has them."""
+    common = lines[0].steps
+    for line in lines[1:]:
+        if not np.array_equal(common, line.steps):  # most runs have the same
+            common = np.intersect1d(common, line.steps)
+    same = len(common)
+    return common, [slice(None) if len(x.steps) == same else np.searchsorted(x.steps, common) for x in lines]
+
+
+def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
+    """Return the difference of every pair of runs with the same seed, at the steps that both have; of finished pairs
+    only once there is one."""
+    base = {line.run.pair: line for line in baseline}
+    pairs = [(line, base[line.run.pair]) for line in lines if line.run.pair in base]
+    both = [pair for pair in pairs if all(line.run.state == "done" for line in pair)]
+    differences = []
+    for mine, other in both or pairs:
+        steps, (a, b) = _common([mine, other])
+        if len(steps):
+            values, raw = mine.values[a] - other.values[b], mine.raw[a] - other.raw[b]
+            differences.append(Line(mine.run, steps, values, raw, mine.xs[a]))
+    return differences
+
+
+def counts(lines: Sequence[Line], part: Window | None) -> list[Any]:
+    """Return [x, runs that have a value] wherever that changes."""
+    if not lines:
+        return []
+    longest = max(lines, key=lambda line: line.steps[-1])
+    if all(np.array_equal(line.steps, longest.steps) for line in lines):
+        xs, count = longest.xs, np.full(len(longest.xs), len(lines))
+    else:
+        steps, count = np.unique(np.concatenate([line.steps for line in lines]), return_counts=True)
+        xs = np.interp(steps, longest.steps, longest.xs)
+    cut = inside(xs, part)
+    xs, count = xs[cut], count[cut]
+    places = np.unique(np.append(np.flatnonzero(np.diff(count, prepend=-1)), len(xs) - 1))[-MEAN_POINTS:]
+    return table(xs[places], count[places])
+
+
+def table(*columns: np.ndarray) -> list[Any]:
+    """Return rows of numbers for JSON."""
+    return [list(row) for row in zip(*map(plain, columns), strict=True)]

@@ -1,0 +1,78 @@
+// The lines of a chart from answers of /api/columns (a line for each run) and of /api/curves (a mean for each condition).
+
+import {nameOf} from "../names.js";
+import {columnsOf, isValue} from "./data.js";
+
+/**
+ * @typedef {import("./data.js").Line} Line
+ * @typedef {{key: string, spread?: {min: string, max: string} | null}} Metric
+ * @typedef {(label: string, name: string) => boolean} Keeps
+ */
+
+// Bands of more runs would hide each other.
+export const MOST_BANDS = 4;
+
+/** @param {{label: string, seed: number | null}} run */
+function lineName({label, seed}) {
+  return seed === null || seed === undefined ? label : `${label}, seed ${seed}`;
+}
+
+/**
+ * Return least and greatest of a sample metric at the same rows as its mean.
+ * @param {Metric} metric
+ */
+function bandOf(run, x, metric) {
+  const {spread} = metric;
+  const ends = spread ? [run.columns[spread.min], run.columns[spread.max]] : [];
+  const same = ends.length && ends.every((column) => column && !column.x && column.y.length === x.length);
+  return same ? {low: ends[0].y, high: ends[1].y} : {};
+}
+
+/**
+ * @param {any[]} runs of /api/columns
+ * @param {Metric} metric
+ * @param {Keeps} keeps by the label of the condition and the name of the run
+ * @returns {Line[]}
+ */
+export function runLines(runs, metric, keeps) {
+  const shown = runs.filter((run) => run.columns[metric.key] && keeps(run.label, nameOf(run.place)));
+  // Seed by seed, so that no condition lies wholly over another.
+  shown.sort((a, b) => (a.seed || 0) - (b.seed || 0) || a.index - b.index);
+  const banded = shown.length <= MOST_BANDS;
+  return shown.map((run) => {
+    const {y, raw, x = run.x} = run.columns[metric.key];
+    const sparse = x !== run.x || y.filter(isValue).length < 0.5 * y.length;
+    const band = banded && !raw ? bandOf(run, x, metric) : {};
+    return {name: lineName(run), group: run.label, index: run.index, kind: "run", sparse, x, y, raw, ...band};
+  });
+}
+
+/**
+ * @param {any} body of /api/curves
+ * @param {boolean} thin also a line for each run
+ * @returns {Line[]}
+ */
+export function conditionLines({key, smoothing, conditions}, thin) {
+  const sparse = key.startsWith("eval/");
+  const line = ({label, index, runs}) =>
+    runs.map((run) => {
+      const name = lineName({label, seed: run.seed});
+      return {name, index, kind: /** @type {const} */ ("thin"), sparse, ...columnsOf(run.points)};
+    });
+  const mean = ({label, index, mean: points, band, raw}) => {
+    const own = smoothing === "none" ? null : raw;
+    return {name: label, index, kind: /** @type {const} */ ("mean"), sparse, raw: own, ...columnsOf(points, band)};
+  };
+  const means = conditions.filter((each) => each.mean.length);
+  return [...(thin || !means.length ? conditions.flatMap(line) : []), ...means.map(mean)];
+}
+
+/**
+ * Return how many seeds there are from each x on; null where no condition has two.
+ * @param {any[]} conditions of /api/curves
+ * @returns {import("./paint.js").Counts[] | null}
+ */
+export function countsOf(conditions) {
+  if (!conditions.some((each) => each.runs.length > 1)) return null;
+  return conditions.map(({index, count}) => ({index, x: count.map(([x]) => x), n: count.map(([, n]) => n)}));
+}

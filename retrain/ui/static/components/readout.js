@@ -1,0 +1,133 @@
+// What a chart's cursor stands on: the values of every line there, else the last ones.
+
+import {last, valueAt} from "../charts/data.js";
+import {X_TITLES, xText} from "../charts/ticks.js";
+import {amount as written, difference, plural} from "../format.js";
+import {html} from "../lib/html.js";
+import {Swatch} from "./marks.js";
+
+/**
+ * @typedef {import("../charts/data.js").Line} Line
+ * @typedef {import("../charts/data.js").Point} Point
+ * @typedef {{x: number | null, y: number | null}} Cursor
+ * @typedef {boolean | "points"} Share how values are written: as per cent, as points of a difference, or plain
+ * @typedef {{lines: Line[], cursor: Cursor, x: string, share?: Share, zoom?: number[] | null, counts?: any[] | null,
+ *   marks?: import("../charts/paint.js").EventMark[] | null}} ReadoutOptions
+ */
+
+const MOST_NAMES = 6;
+
+function amount(value, share) {
+  return share === "points" ? difference(value, true) : written(value, share);
+}
+
+// Return the lines that stand in the legend: means where there are any.
+function leadingLines(lines) {
+  const means = lines.filter((line) => line.kind === "mean");
+  return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
+}
+
+/**
+ * Return a chart in words: its last values.
+ * @param {string} title
+ * @param {Omit<ReadoutOptions, "cursor">} options
+ */
+export function spokenChart(title, {lines, x, share, zoom}) {
+  const leading = leadingLines(lines);
+  const values = leading.slice(0, 8).flatMap((line) => {
+    const end = last(line, zoom);
+    return end ? [`${line.name} ${amount(end.y, share)}`] : [];
+  });
+  return `${title} over ${X_TITLES[x] || x}, ${plural(leading.length, "line")}. Last values: ${values.join(", ")}.`;
+}
+
+/**
+ * Return the count of seeds that holds at x.
+ * @param {any[] | null | undefined} counts
+ */
+function countAt(counts, line, point) {
+  const found = counts && counts.find((each) => each.index === line.index);
+  if (!found) return null;
+  const next = found.x.findIndex((x) => x > point.x);
+  return found.n[(next < 0 ? found.x.length : next) - 1] || null;
+}
+
+// The step's own value stands beside a smoothed one, then the band, the seeds, and the point's x where it is another.
+function details(line, point, {x, share, counts, cursor}, at) {
+  const raw = line.raw && line.raw[point.i];
+  const [low, high] = [line.low && line.low[point.i], line.high && line.high[point.i]];
+  const n = line.n || countAt(counts, line, point);
+  const elsewhere = cursor.x !== null && at !== null && xText(x, point.x) !== xText(x, at);
+  return [
+    typeof raw === "number" ? ` step ${amount(raw, share)}` : "",
+    typeof low === "number" && typeof high === "number" ? ` [${amount(low, share)}, ${amount(high, share)}]` : "",
+    n ? ` n ${n}` : "",
+    elsewhere ? ` at ${xText(x, point.x)}` : "",
+  ].join("");
+}
+
+// Return the line next to the pointer.
+function nearest(lines, {x, y}) {
+  if (x === null || y === null) return null;
+  let best = null;
+  for (const line of lines) {
+    const point = valueAt(line, x);
+    if (point && (!best || Math.abs(point.y - y) < Math.abs(best.point.y - y))) best = {line, point};
+  }
+  return best;
+}
+
+// Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
+function readings(options) {
+  const {lines, cursor, x: kind, share, zoom} = options;
+  const leading = leadingLines(lines);
+  const named = leading.length <= MOST_NAMES ? leading : [];
+  const pointOf = (line) => (cursor.x === null ? last(line, zoom) : valueAt(line, cursor.x));
+  const points = leading.map((line) => ({line, point: pointOf(line)}));
+  // Not every step has a point: the label is the step of the nearest one, and a value of another step names its own.
+  const xs = points.flatMap(({point}) => (point ? [point.x] : []));
+  const closer = (a, b) => ((cursor.x === null ? b > a : Math.abs(b - cursor.x) < Math.abs(a - cursor.x)) ? b : a);
+  const at = xs.length ? xs.reduce(closer) : cursor.x;
+  const item = ({line, point}) => ({
+    line,
+    value: point ? amount(point.y, share) : "–",
+    rest: point ? details(line, point, options, at) : "",
+  });
+  const items = points.filter(({line}) => named.includes(line)).map(item);
+  const others = lines.filter((line) => !named.includes(line) && line.kind !== "shade");
+  const pointed = nearest(others, cursor);
+  if (pointed) items.push(item(pointed));
+  const ys = points.flatMap(({point}) => (point ? [point.y] : []));
+  const range = `${amount(Math.min(...ys), share)} … ${amount(Math.max(...ys), share)}`;
+  const where = at === null ? "" : `${cursor.x === null ? "at " : ""}${xText(kind, at)}`;
+  const here =
+    cursor.x === null ? [] : (options.marks || []).filter((mark) => xText(kind, mark.x) === xText(kind, at));
+  const events = [...new Set(here.map((mark) => mark.kind))].join(", ");
+  return {where, events, items, many: !items.length && ys.length ? {count: leading.length, range} : null};
+}
+
+// Return the readings as a sentence, for those who cannot see the cursor.
+export function spokenReadings(options) {
+  const {where, events, items, many} = readings(options);
+  const values = items.map(({line, value, rest}) => `${line.name} ${value}${rest}`);
+  if (events) values.push(events);
+  if (many) values.push(`${many.count} runs ${many.range}`);
+  return `${X_TITLES[options.x] || options.x} ${[where, ...values].join(", ")}`;
+}
+
+/** @param {ReadoutOptions & {outside?: number}} props */
+export function Readout({outside = 0, ...options}) {
+  const {where, events, items, many} = readings(options);
+  const item = ({line, value, rest}) =>
+    html`<span class="item" title=${line.name} key=${line.name}>
+      <${Swatch} index=${line.index} /><span class="label">${line.name}</span><b>${value}</b>
+      <span class="muted">${rest}</span>
+    </span>`;
+  return html`<div class="readout">
+    <span class="at">${where}</span>
+    ${items.map(item)}
+    ${many && html`<span class="item"><span class="label">${many.count} runs</span><b>${many.range}</b></span>`}
+    ${events && html`<span class="events">${events}</span>`}
+    ${outside > 0 && html`<span class="muted">${outside} values outside</span>`}
+  </div>`;
+}

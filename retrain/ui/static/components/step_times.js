@@ -1,0 +1,76 @@
+// Where the seconds of some steps went: a bar for each, the spans of one in lanes, and a table of their phases.
+
+import {duration} from "../format.js";
+import {html} from "../lib/html.js";
+import {useWidth} from "../lib/width.js";
+import {Lanes, StepBars, paintOf} from "./time_bars.js";
+
+/** @typedef {import("./time_bars.js").Step} Step */
+
+/**
+ * Return the step of this number, or the last one.
+ * @param {Step[]} shown
+ * @param {string | undefined} number
+ */
+export function stepOf(shown, number) {
+  return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
+}
+
+/**
+ * @param {{shown: Step[], phases: string[], lanes: string[], cut?: boolean, step: string | undefined,
+ *   choose: (step: number) => void}} props
+ */
+export function StepTimes({shown, phases, lanes, cut, step: number, choose}) {
+  const [root, wide] = useWidth();
+  const paint = paintOf(phases);
+  const step = stepOf(shown, number);
+  const width = Math.max(280, wide - 36);
+  const pictures = html`<figure class="card">
+      <h2>Steps <small>a bar for each step, its phases from the bottom; a click shows a step's lanes</small></h2>
+      <${StepBars} steps=${shown} paint=${paint} chosen=${step.step} width=${width} choose=${choose} />
+    </figure>
+    <figure class="card below">
+      <h2>
+        Step ${step.step}
+        <small>${duration(step.end - step.start)}; what runs at the same time stands in lanes</small>
+      </h2>
+      <${Lanes} step=${step} lanes=${lanes} paint=${paint} width=${width} />
+    </figure>`;
+  return html`<div ref=${root}>
+    ${wide > 0 && pictures}
+    <${PhaseTable} steps=${shown} step=${step} paint=${paint} />
+    ${cut && html`<p class="muted small">Not all spans of these steps are drawn: look at fewer of them.</p>`}
+  </div>`;
+}
+
+/** @param {{steps: Step[], step: Step, paint: Map<string, string>}} props */
+function PhaseTable({steps, step, paint}) {
+  const sum = (of) => steps.reduce((total, each) => total + of(each), 0);
+  const whole = Math.max(
+    1e-9,
+    sum((each) => each.end - each.start),
+  );
+  const row = ([name, fill]) => {
+    const total = sum((each) => each.seconds[name] || 0);
+    return html`<tr key=${name}>
+      <td><span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${name}</td>
+      <td class="number">${step.seconds[name] ? duration(step.seconds[name]) : "–"}</td>
+      <td class="number">${duration(total / steps.length)}</td>
+      <td class="number">${((100 * total) / whole).toFixed(1)}%</td>
+    </tr>`;
+  };
+  const heads = [`step ${step.step}`, "mean of these steps", "share"];
+  return html`<div class="scroll">
+    <table class="tight">
+      <thead>
+        <tr>
+          <th scope="col">phase</th>
+          ${heads.map((text) => html`<th scope="col" class="number" key=${text}>${text}</th>`)}
+        </tr>
+      </thead>
+      <tbody>
+        ${[...paint].map(row)}
+      </tbody>
+    </table>
+  </div>`;
+}

@@ -1,0 +1,78 @@
+// What the page asks of the browser: files to save, the clipboard, short messages, delayed calls.
+
+import {visible} from "./html.js";
+
+/** @typedef {((...values: any[]) => void) & {stop: () => void}} Delayed */
+
+/**
+ * Return a function that calls `run` once there was no further call for `wait` ms.
+ * @param {(...values: any[]) => void} run
+ * @returns {Delayed}
+ */
+export function later(run, wait) {
+  let timer = 0;
+  const call = (...values) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => run(...values), wait);
+  };
+  return Object.assign(call, {stop: () => clearTimeout(timer)});
+}
+
+/**
+ * Return a function that calls `run` at most once in `wait` ms, and always after the last call.
+ * @param {number | (() => number)} wait
+ * @returns {Delayed}
+ */
+export function spaced(run, wait) {
+  let timer = 0;
+  let last = -Infinity;
+  const fire = () => {
+    timer = 0;
+    last = performance.now();
+    run();
+  };
+  const call = () => {
+    if (timer) return;
+    const pause = last + (typeof wait === "function" ? wait() : wait) - performance.now();
+    timer = setTimeout(fire, Math.max(120, pause));
+  };
+  const stop = () => {
+    clearTimeout(timer);
+    timer = 0;
+  };
+  return Object.assign(call, {stop});
+}
+
+export function download(name, blob) {
+  const anchor = document.createElement("a");
+  anchor.href = URL.createObjectURL(blob);
+  anchor.download = name;
+  anchor.click();
+  setTimeout(() => URL.revokeObjectURL(anchor.href), 10000);
+}
+
+let toastTimer = 0;
+
+export function say(text) {
+  const toast = /** @type {HTMLElement} */ (document.getElementById("toast"));
+  toast.textContent = visible(text);
+  toast.classList.add("on");
+  clearTimeout(toastTimer);
+  toastTimer = setTimeout(() => toast.classList.remove("on"), 2400);
+}
+
+export async function copy(text, message = "Copied") {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(message);
+  } catch (error) {
+    const area = document.createElement("textarea");
+    area.className = "away";
+    area.setAttribute("aria-hidden", "true");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    say(document.execCommand("copy") ? message : "The browser does not allow copying");
+    area.remove();
+  }
+}

@@ -1,0 +1,71 @@
+// Elements for components: `html` (htm over Preact) and the hooks. Text from anywhere becomes text nodes only.
+
+import {Fragment, createContext, h, options, render, toChildArray} from "../vendor/preact/preact.module.js";
+import htm from "../vendor/htm/htm.module.js";
+
+export {Fragment, createContext, h, render, toChildArray};
+export {
+  useCallback,
+  useContext,
+  useEffect,
+  useErrorBoundary,
+  useId,
+  useLayoutEffect,
+  useMemo,
+  useReducer,
+  useRef,
+  useState,
+} from "../vendor/preact/hooks.module.js";
+
+/** @type {(strings: TemplateStringsArray, ...values: any[]) => any} */
+export const html = htm.bind(h);
+
+// Controls, soft hyphens, direction marks and other characters that act or hide.
+const INVISIBLE = new RegExp(
+  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u180e\\u200b-\\u200f\\u2028-\\u202e\\u2060-\\u206f" +
+    "\\u3164\\ufdd0-\\ufdef\\ufeff\\ufffe\\uffff]|\\udb40[\\udc00-\\udc7f]|[\\ud800-\\udbff](?![\\udc00-\\udfff])|" +
+    "(?<![\\ud800-\\udbff])[\\udc00-\\udfff]",
+  "g",
+);
+
+function mark(c) {
+  if (c < " ") return String.fromCharCode(0x2400 + c.charCodeAt(0));
+  return c === "\u007f" ? "\u2421" : "\ufffd";
+}
+
+// Return the text with one visible mark for each invisible or control character.
+export function visible(text) {
+  return String(text).replace(INVISIBLE, mark);
+}
+
+// What a user typed or chose must reach the control unchanged.
+const UNCHANGED = new Set(["children", "value", "defaultValue", "key"]);
+const SAFE_LINK = /^(?:[/#?.]|https?:|blob:|data:image\/)/i;
+
+/** @param {Record<string, any>} props */
+function sanitize(props) {
+  if ("dangerouslySetInnerHTML" in props || "innerHTML" in props) throw new Error("markup is never parsed here");
+  for (const [name, value] of Object.entries(props)) {
+    if (typeof value !== "string" || UNCHANGED.has(name)) continue;
+    if (name === "href" || name === "src") props[name] = SAFE_LINK.test(value) ? value : "#";
+    else props[name] = visible(value);
+  }
+}
+
+const before = options.vnode;
+options.vnode = (vnode) => {
+  const node = /** @type {any} */ (vnode);
+  if (node.type === null && typeof node.props === "string") node.props = visible(node.props);
+  else if (typeof node.type === "string") sanitize(node.props);
+  if (before) before(vnode);
+};
+
+/**
+ * Render into an element of its own, and return what was drawn.
+ * @returns {any}
+ */
+export function drawn(vnode) {
+  const root = document.createElement("div");
+  render(vnode, root);
+  return root.firstElementChild;
+}

@@ -1,0 +1,115 @@
+// The page of one iteration's rollouts: colours of tokens, the order of answers and rows. All texts stand in the HTML.
+
+import {startThemeButton} from "./theme_button.js";
+import {clear, colour, legendOf} from "./token_colours.js";
+import {describe, scalesOf} from "./token_data.js";
+
+const samples = /** @type {HTMLElement[]} */ ([...document.querySelectorAll(".sample")]);
+const toolbar = document.getElementById("toolbar");
+const scales = scalesOf(samples);
+let mode = "none";
+
+const inSight = new IntersectionObserver(
+  (entries) => {
+    for (const {isIntersecting, target} of entries) {
+      if (isIntersecting && mode !== "none") colour(/** @type {HTMLElement} */ (target), mode, scales);
+    }
+  },
+  {rootMargin: "600px"},
+);
+
+function read(text) {
+  const readout = document.getElementById("readout");
+  if (readout) readout.textContent = text;
+}
+
+function choose(wanted) {
+  mode = wanted;
+  for (const button of modeButtons()) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
+  const legend = document.getElementById("legend");
+  if (legend) legend.replaceChildren(...legendOf(mode, scales));
+  read(mode === "none" ? "" : "point at a token");
+  inSight.disconnect();
+  for (const element of samples) {
+    if (mode === "none") clear(element);
+    else inSight.observe(element);
+  }
+}
+
+function modeButtons() {
+  return /** @type {HTMLElement[]} */ ([...document.querySelectorAll("[data-mode]")]);
+}
+
+function startColours() {
+  for (const button of modeButtons()) button.addEventListener("click", () => choose(button.dataset.mode));
+  document.addEventListener("mouseover", ({target}) => {
+    const token = /** @type {HTMLElement | null} */ (target instanceof Element ? target.closest(".sample .t") : null);
+    if (token) read(describe(token.closest(".sample"), token.textContent, Number(token.dataset.i)));
+  });
+  addEventListener("beforeprint", () => {
+    if (mode !== "none") samples.forEach((element) => colour(element, mode, scales));
+  });
+  const chosen = /^#colou?r=([sapv])$/.exec(location.hash);
+  if (chosen && modeButtons().some((button) => button.dataset.mode === chosen[1])) choose(chosen[1]);
+}
+
+function startThinking() {
+  const button = /** @type {HTMLElement} */ (document.getElementById("unfold"));
+  const thoughts = /** @type {HTMLDetailsElement[]} */ ([...document.querySelectorAll("details.think")]);
+  button.hidden = !thoughts.length;
+  button.addEventListener("click", () => {
+    const open = thoughts.some((each) => !each.open);
+    for (const each of thoughts) each.open = open;
+    button.textContent = open ? "fold thinking" : "unfold thinking";
+  });
+}
+
+/**
+ * Sort elements of one parent by a number of each, the largest first; those without one come last.
+ * @param {Element[]} elements
+ * @param {(element: any) => number} valueOf
+ */
+function sort(elements, valueOf) {
+  const rank = (element) => (Number.isNaN(valueOf(element)) ? -Infinity : valueOf(element));
+  const ordered = [...elements].sort((a, b) => rank(b) - rank(a) || 0);
+  if (ordered.length) /** @type {Element} */ (ordered[0].parentElement).append(...ordered);
+}
+
+function startSorting() {
+  const choice = /** @type {HTMLSelectElement} */ (document.getElementById("order"));
+  choice.addEventListener("change", () => {
+    const key = choice.value;
+    const valueOf = ({dataset}) => (key === "index" ? -Number(dataset.index) : parseFloat(dataset[key]));
+    for (const group of document.querySelectorAll(".samples")) sort([...group.children], valueOf);
+  });
+  const table = document.querySelector("table.trajectories");
+  const heads = table ? [...table.querySelectorAll("th")] : [];
+  heads.forEach((head, column) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.append(...head.childNodes);
+    button.addEventListener("click", () => sortRows(/** @type {Element} */ (table), heads, column));
+    head.append(button);
+  });
+}
+
+// Sort a table's rows by a column, the other way round where it is sorted by it.
+function sortRows(table, heads, column) {
+  const down = heads[column].getAttribute("aria-sort") !== "descending";
+  for (const head of heads) head.removeAttribute("aria-sort");
+  heads[column].setAttribute("aria-sort", down ? "descending" : "ascending");
+  const texts = (row) => row.children[column].textContent.replace("−", "-");
+  const compare = (a, b) => texts(a).localeCompare(texts(b), undefined, {numeric: true});
+  const numeric = heads[column].classList.contains("number");
+  const order = (a, b) => (numeric ? parseFloat(texts(a)) - parseFloat(texts(b)) || 0 : compare(a, b));
+  const rows = [...table.tBodies[0].rows].sort((a, b) => (down ? order(b, a) : order(a, b)));
+  table.tBodies[0].append(...rows);
+}
+
+startThemeButton();
+if (toolbar) {
+  toolbar.hidden = false;
+  startColours();
+  startThinking();
+}
+if (document.getElementById("order")) startSorting();

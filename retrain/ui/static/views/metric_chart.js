@@ -1,0 +1,171 @@
+// One chart of the Metrics page: the runs of a metric, or its conditions with bands; read only while it is in sight.
+
+import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
+import {Chart} from "../components/chart.js";
+import {zoomTo} from "../components/curve_controls.js";
+import {SignButton} from "../components/inputs.js";
+import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
+import {say} from "../lib/browser.js";
+import {html, useMemo, useRef} from "../lib/html.js";
+import {useInSight} from "../lib/sight.js";
+import {why} from "../why.js";
+import {readMine, runFilter, writeMine} from "./metrics_keys.js";
+import {openRollouts} from "./reading.js";
+
+/**
+ * @typedef {import("./metrics_keys.js").Metric} Metric
+ * @typedef {object} Settings what the address says of all charts
+ * @property {string} x
+ * @property {string} smooth
+ * @property {boolean} byCondition
+ * @property {boolean} thin every seed beside the means
+ * @property {number[] | null} zoom
+ * @property {Set<string>} hidden labels of conditions
+ * @property {{logX: boolean, logY: boolean, clip: boolean, full: boolean}} plot
+ * @typedef {{place: string, runs: any[], settings: Settings, marks: any[] | null}} Page
+ */
+
+const FOLLOWED = {kinds: ["metrics", "evals"], wait: 700};
+
+/**
+ * Return whether an answer is of these lines, whatever part and smoothing of them.
+ * @param {import("../lib/answer.js").Answer} answer
+ * @param {Record<string, any>} params
+ */
+function isAbout(answer, name, params) {
+  if (!answer.data) return false;
+  const [asked, {key, x}] = JSON.parse(String(answer.about));
+  return asked === name && x === params.x && String(key) === String(params.key);
+}
+
+/**
+ * Return the newest answer for these lines: of the part in sight, until that comes of all of the axis.
+ * @param {string} name
+ * @param {Record<string, any>} params
+ * @param {number[] | null} zoom
+ * @param {boolean} asking
+ */
+function useCurve(name, params, zoom, asking) {
+  const [from, to] = zoom || [];
+  const whole = useAnswer(name, asking && !zoom ? params : null, FOLLOWED);
+  const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
+  const isExact = Boolean(zoom) && part.about === part.question;
+  const [first, second] = isExact ? [part, whole] : [whole, part];
+  const newest = zoom ? part : whole;
+  const known = [first, second].find((answer) => isAbout(answer, name, params));
+  return {body: known ? known.data : null, error: newest.error, retry: newest.retry};
+}
+
+/** @param {{metric: Metric, big: boolean, mine: any, runs: any[]}} props */
+function Tools({metric: {key, histogram}, big, mine, runs}) {
+  const {query, patch} = useAddress();
+  const pin = () => {
+    const tab = query.tab || (query.keys ? null : "watch");
+    patch({keys: writeMine([...readMine(query.keys), {key, only: ""}]), tab: tab === "mine" ? null : tab});
+    say(`${key} is in Mine`);
+  };
+  const open = () => patch({open: big ? null : key});
+  const explain = () =>
+    why(
+      key,
+      runs.map((run) => run.place),
+    );
+  const distribution = () => patch({hist: histogram, step: null});
+  return html`${mine || html`<${SignButton} label=${`add ${key} to Mine`} hint="add to Mine" onPress=${pin}>☆<//>`}
+    ${
+      histogram &&
+      html`<${SignButton} label=${`distribution of ${key}`} hint="distribution over rollouts" onPress=${distribution}
+        >▥<//
+      >`
+    }
+    <${SignButton} label=${big ? "close the large chart" : `${key} large`} hint=${big ? "close" : "large"} onPress=${open}
+      >${big ? "×" : "⤢"}<//
+    >
+    <${SignButton} label=${`why? ${key}`} hint="what this number means" onPress=${explain}>Why?<//>`;
+}
+
+/** @param {{only: string, metricKey: string, onFilter: (only: string) => void}} props */
+function RunFilter({only, metricKey, onFilter}) {
+  return html`<input
+    type="text"
+    class="only"
+    placeholder="all runs; or a filter …"
+    aria-label=${`runs in this chart of ${metricKey}`}
+    value=${only}
+    onChange=${(event) => onFilter(event.target.value)}
+  />`;
+}
+
+// Return what a chart draws of an answer, and what there is to say of its rows.
+function drawing(body, metric, {byCondition, thin, hidden}, only) {
+  const fits = runFilter(only);
+  const keeps = (label, name) => !hidden.has(label) && fits(name);
+  if (!byCondition) {
+    const failed = body.runs.find((run) => run.error);
+    const lines = runLines(body.runs, metric, keeps);
+    return {lines, counts: null, notes: body.runs.map((run) => run.note), emptyWords: failed && failed.error};
+  }
+  const conditions = body.conditions.filter(({label}) => keeps(label, label));
+  return {lines: conditionLines({...body, conditions}, thin), counts: countsOf(conditions), notes: [body.note]};
+}
+
+/**
+ * @param {object} props
+ * @param {Metric} props.metric
+ * @param {Page} props.page
+ * @param {"h2" | "h3"} [props.level]
+ * @param {boolean} [props.big]
+ * @param {any} [props.mine] buttons of a chart of one's own
+ * @param {string} [props.only] the filter of its runs
+ * @param {(only: string) => void} [props.onFilter]
+ */
+export function MetricChart({metric, page, level = "h3", big = false, mine, only = "", onFilter}) {
+  const {patch} = useAddress();
+  const root = useRef(null);
+  const inSight = useInSight(root);
+  const {place, runs, settings, marks} = page;
+  const {x, smooth, byCondition, zoom} = settings;
+  const {key, unit, definition, healthy, range, spread} = metric;
+  const ends =
+    spread && !byCondition && smooth === "none" && runs.length <= MOST_BANDS ? [spread.min, spread.max] : [];
+  const params = {at: place, key: byCondition ? key : [key, ...ends], x, smooth};
+  const {body, error, retry} = useCurve(byCondition ? "curves" : "columns", params, zoom, inSight);
+  const made = useMemo(() => body && drawing(body, metric, settings, only), [body, metric, settings, only]);
+  const words = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : ""];
+  const caption = [...new Set([...words, ...(made ? made.notes : [])])].filter(Boolean).join(" · ");
+  const onStep = openRollouts({metric: key, x, lines: made && made.lines, runs});
+  const onZoom = (part) => patch(zoomTo(part), {replace: true});
+  const options = {
+    ...{
+      title: key,
+      hint: definition,
+      words: caption,
+      level,
+      error,
+      retry,
+      onZoom,
+      onStep,
+      x,
+      zoom,
+      range,
+      healthy,
+      marks,
+    },
+    ...{lines: made && made.lines, counts: made && made.counts, emptyWords: made && made.emptyWords},
+    ...{height: big ? 460 : 172, group: "metrics", share: unit === "share", unit: unit === "share" ? "%" : ""},
+    ...settings.plot,
+  };
+  // Out of sight it stays as it was.
+  const seen = useRef(options);
+  if (inSight) seen.current = options;
+  return html`<div class=${big ? "big" : "chartplace"} ref=${root}>
+    <${Chart}
+      ...${seen.current}
+      id=${null}
+      tools=${html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`}
+    >
+      ${onFilter && html`<${RunFilter} only=${only} metricKey=${key} onFilter=${onFilter} />`}
+    <//>
+  </div>`;
+}

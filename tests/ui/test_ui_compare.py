@@ -1,0 +1,123 @@
+"""Runs of two campaigns and of two other tools on one chart of the view Compare."""
+
+from urllib.parse import quote
+
+import pytest
+from helpers.pages import campaign, cookbook_run, row, trainer_state
+
+from retrain.files import append_jsonl, read_json, write_json
+from tests.ui.conftest import serving
+from tests.ui.hostile import SCRIPT
+from tests.ui.watch import Watched
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """Directories: two campaigns of two conditions and three seeds with other learning rates, and other tools' runs."""
+    home = tmp_path_factory.mktemp("compared")
+    for name, rate in (("low", 1e-5), ("high", 3e-4)):
+        path = campaign(home / name, seeds=3, steps=12)
+        for number, run in enumerate(sorted((path / "runs").iterdir())):
+            settings = read_json(run / "config.json")
+            write_json(
+                run / "config.json", settings | {"training": settings["training"] | {"lr": rate, "note": SCRIPT}}
+            )
+            rows = [row(step, mean_reward=(step + number) / 30 + 100 * rate * step) for step in range(12)]
+            (run / "metrics.jsonl").unlink()
+            append_jsonl(run / "metrics.jsonl", rows)
+    trainer_state(home / "grpo_out/checkpoint-10", 10)
+    return [home / "low", home / "high", cookbook_run(home / "math_rl"), home / "grpo_out"]
+
+
+@pytest.fixture(scope="module")
+def address(compared, tmp_path_factory):
+    with serving(compared, tmp_path_factory.mktemp("cache") / "c") as url:
+        yield url
+
+
+@pytest.fixture
+def compare(context, address):
+    """compare(query): the view with all four directories."""
+    opened = []
+
+    def open_view(query=""):
+        watched = Watched(context.new_page(), address)
+        opened.append(watched)
+        return watched.open(f"/compare/low?with=high,math_rl,grpo_out&key=mean_reward{query}")
+
+    yield open_view
+    for watched in opened:
+        watched.fine().page.close()
+
+
+def entries(page):
+    """Return the texts of the legend and the index of the colour of each."""
+    found = page.page.locator(".legend button").evaluate_all(
+        "(all) => all.map((each) => [each.innerText.trim(), each.querySelector('line').getAttribute('stroke')])"
+    )
+    return dict(found)
+
+
+def test_groups_of_campaigns_and_tools_stand_on_one_chart(compare):
+    page = compare()
+    groups = entries(page)
+    assert len(groups) == 6, "two conditions of two campaigns, and a run of each other tool"
+    assert sum(name.endswith("(3)") for name in groups) == 4, "three seeds are one group"
+    assert len(set(groups.values())) == 6
+    readout = page.text(".readout")
+    for name in ("low · grpo+none", "high · maxrl+none", "math_rl", "grpo_out"):
+        assert any(entry.startswith(name) for entry in groups), name
+        assert name in readout
+    assert "n 3" in readout
+    assert "[" in readout, "the interval over seeds"
+    differ = page.text("table.diff")
+    assert "training.lr" in differ
+    assert "algorithm.advantage_mode" in differ
+    assert "training.seed" not in differ
+    assert page.page.locator("main script").count() == 0
+
+
+def test_groups_are_coloured_by_a_key_and_put_together_by_it(compare):
+    page = compare()
+    page.page.get_by_label("colour").select_option("training.lr")
+    page.settle()
+    groups = entries(page)
+    assert len(groups) == 6
+    by_rate = {name.partition(" ·")[0]: set() for name in groups}
+    for name, colour in groups.items():
+        by_rate[name.partition(" ·")[0]].add(colour)
+    assert {name: len(colours) for name, colours in by_rate.items()} == {
+        "lr 0.00001": 1,
+        "lr 0.0003": 1,
+        "lr not set": 1,
+    }
+    assert len(set(groups.values())) == 3
+    dashes = page.page.locator(".legend button line").evaluate_all(
+        "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
+    )
+    assert len(set(dashes)) == 6, "groups of one colour differ in their dashes"
+    page.page.get_by_label("group by it alone").click()
+    page.settle()
+    assert set(entries(page)) == {"lr 0.00001 (6)", "lr 0.0003 (6)", "lr not set (2)"}
+    assert page.query["by"] == "training.lr"
+    assert page.query["alone"] == "1"
+
+
+def test_places_are_added_left_out_and_kept_in_the_address(compare, address, context):
+    page = compare()
+    page.page.get_by_role("button", name="leave out math_rl").click()
+    page.settle()
+    assert page.query["with"] == "high,grpo_out"
+    field = page.page.get_by_label("add a campaign or a run")
+    field.fill("high/runs/grpo+none_s1")
+    field.press("Enter")
+    page.settle()
+    assert page.query["with"] == f"high,grpo_out,{quote('high/runs/grpo+none_s1', safe='')}"
+    assert page.page.locator(".places li").count() == 4
+    page.page.get_by_role("button", name="high · grpo+none").click()
+    page.settle()
+    assert page.page.locator(".legend .off").count() == 1
+    before = page.seen()
+    again = Watched(context.new_page(), address).open(page.path)
+    assert again.seen() == before
+    again.fine().page.close()
