@@ -214,7 +214,10 @@ function Judgement({data: {tests, few, of_tag: ofTag, overall}}) {
   </details>`;
 }
 
-/** In a column's head: at which steps, of which runs, and all problems together. @param {{data: any, label: string}} props */
+/**
+ * In a column's head: at which steps, of which runs, and all problems together.
+ * @param {{data: any, label: string}} props
+ */
 function Taken({data: {taken, overall, few}, label}) {
   const {before, after, of, runs} = taken[label];
   const later = after.length ? ` → ${after.join(", ")}` : ", none after it";

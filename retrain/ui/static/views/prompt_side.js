@@ -83,7 +83,8 @@ function ColouredText({answer, side, name, both, fork}) {
   const label = `answer ${side.toUpperCase()}; arrow keys move from token to token`;
   const values = numbers[name];
   const pick = (at, scroll) => setChosen({at, scroll});
-  return html`<${TokenArea} ...${{label, line, pieces, values, scale, chosen, fork}} onPick=${pick} onPoint=${setPointed} />
+  const area = {label, line, pieces, values, scale, chosen, fork};
+  return html`<${TokenArea} ...${area} onPick=${pick} onPoint=${setPointed} />
     <${SpokenToken} numbers=${numbers} pieces=${pieces} at=${chosen.at} />
     <${TokenFacts} numbers=${numbers} pieces=${pieces} at=${pointed ?? chosen.at} name=${name} />`;
 }

@@ -174,7 +174,10 @@ export function stepBeside(steps, step, by) {
   return steps[steps.indexOf(step) + by] ?? null;
 }
 
-/** @param {{first: number, page: number, shown: number, total: number, onFirst: (first: number | null) => void}} props */
+/**
+ * @param {{first: number, page: number, shown: number, total: number,
+ *   onFirst: (first: number | null) => void}} props
+ */
 export function Pager({first, page, shown, total, onFirst}) {
   if (total <= page && !first) return null;
   const to = (at) => () => onFirst(at > 0 ? at : null);

@@ -178,11 +178,13 @@ function NumberField({label, hint, value, onChange}) {
  */
 export function Filters({query, body, set}) {
   const change = (key) => (value) => set({[key]: value || null, first: null}, {replace: true});
+  const end = (key, words, hint) => {
+    const value = query[key] || "";
+    return html`<${NumberField} label=${words} hint=${hint} value=${value} onChange=${change(key)} />`;
+  };
   const ends = (name, key) =>
     html`<span class="range">
-      ${name}
-      <${NumberField} label=${`${key} at least`} hint="from" value=${query[`${key}_min`] || ""} onChange=${change(`${key}_min`)} />
-      <${NumberField} label=${`${key} at most`} hint="to" value=${query[`${key}_max`] || ""} onChange=${change(`${key}_max`)} />
+      ${name} ${end(`${key}_min`, `${key} at least`, "from")} ${end(`${key}_max`, `${key} at most`, "to")}
     </span>`;
   const none = Object.fromEntries([...FILTERS, "first"].map((key) => [key, null]));
   const isFiltered = FILTERS.some((key) => query[key] !== undefined);
@@ -248,7 +250,10 @@ function Ended({row}) {
     ${error && failed(shortened(error, 26), error)}${errors > 0 && failed(plural(errors, "tool error"))}`;
 }
 
-/** What stands of the text in the table; with a search, around what was found. @param {{row: any, search?: string}} props */
+/**
+ * What stands of the text in the table; with a search, around what was found.
+ * @param {{row: any, search?: string}} props
+ */
 function Excerpt({row, search}) {
   const flat = (text) => String(text).replace(/\s+/g, " ");
   const asked =

@@ -165,7 +165,10 @@ export function Legend({name, scale}) {
   </span>`;
 }
 
-/** Buttons of what tokens can be coloured by. @param {{options: [string, string][], value: string, onChoose: any}} props */
+/**
+ * Buttons of what tokens can be coloured by.
+ * @param {{options: [string, string][], value: string, onChoose: any}} props
+ */
 export function ColourChoice({options, value, onChoose}) {
   const button = ([key, text]) => {
     const hint = NUMBERS[key] && NUMBERS[key].words;

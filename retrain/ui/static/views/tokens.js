@@ -1,4 +1,4 @@
-// Tokens: one rollout, every token coloured by one of its numbers, all numbers of the one pointed at, and their profile.
+// Tokens: one rollout, every token coloured by one of its numbers, all numbers of one token, and their profile.
 
 import {Empty, Failed, Loading} from "../components/states.js";
 import {plural} from "../format.js";
