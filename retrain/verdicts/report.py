@@ -85,7 +85,7 @@ def report_html(campaign: Campaign) -> str:
     blocks = [f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{body}</section>' for title, body in made[1:]]
     head = f"{_header(campaign)}<nav class='inside no-print'>{links}</nav>{made[0][1]}"
     return document(
-        "report.html", styles=["charts.css", "pages/report.css"], script="pages/report.js",
+        REPORT, styles=["charts.css", "pages/report.css"], script="pages/report.js",
         made_by=_signature(campaign.directory), title=f"{campaign.manifest['name']}: report",
         body=head + "".join(blocks),
     )  # fmt: skip
