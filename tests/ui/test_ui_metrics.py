@@ -107,7 +107,7 @@ def test_a_run_has_tiles_its_command_and_marks_on_every_chart(page):
     assert [each.split("\n")[0] for each in tiles] == ["reward", "held-out", "entropy"]
     assert tiles[0].split("\n")[1:] == [str(value(STEPS - 1)), f"step {STEPS - 1}"]
     assert "n 64" in tiles[1]
-    assert page.page.locator(".mark").all_inner_texts() == ["▽ 1 evaluation", "▼ 2 checkpoints", "┆ 1 resume"]
+    assert page.page.locator(".marks .mark").all_inner_texts() == ["▽ 1 evaluation", "▼ 2 checkpoints", "┆ 1 resume"]
     page.page.locator(".runfacts").get_by_role("button", name="Copy").click()
     copied = page.page.evaluate("() => navigator.clipboard.readText()")
     assert copied == page.text(".runfacts pre")
@@ -198,7 +198,10 @@ def test_a_drag_within_one_frame_zooms(page):
     page.page.evaluate(DRAG, [0.5, 0.25])
     page.settle()
     low, high = map(float, page.query["zoom"].split(","))
-    assert (low, high) == (pytest.approx(0.25 * STEPS, abs=2), pytest.approx(0.5 * STEPS, abs=2))
+    assert (low, high) == (
+        pytest.approx(0.25 * STEPS, abs=15),
+        pytest.approx(0.5 * STEPS, abs=15),
+    )  # a pixel is 9 steps
     parts = [each for each in page.requests if "/api/columns?" in each and f"from={low:g}" in each]
     assert len(parts) == 2
     page.press("Escape")

@@ -54,6 +54,7 @@ function seriesOf(line, many) {
 }
 
 const LEAST_DRAG = 6; // px
+const DOUBLE_CLICK_MS = 300;
 const EDGE = {stroke: "transparent", width: 0, points: {show: false}};
 
 /**
@@ -205,7 +206,11 @@ export class Plot {
     over.addEventListener("pointermove", (event) => {
       if (event.movementX || event.movementY) this.held = null;
     });
-    over.addEventListener("dblclick", () => options.onZoom && options.onZoom(null));
+    let opening = 0;
+    over.addEventListener("dblclick", () => {
+      clearTimeout(opening);
+      if (options.onZoom) options.onZoom(null);
+    });
     over.addEventListener("mousedown", (event) => {
       pressedAt = event.clientX;
       const release = ({clientX}) => this.dragged(event.clientX, clientX);
@@ -216,7 +221,11 @@ export class Plot {
       const x = this.chart.posToVal(this.chart.cursor.left, "x");
       const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
       const places = this.places();
-      if (places.length) options.onStep(places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y"));
+      if (!places.length) return;
+      const target = [places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y")];
+      // While a part is in sight, the click may be the first of a double click, which shows all of the axis.
+      clearTimeout(opening);
+      opening = setTimeout(() => options.onStep && options.onStep(...target), options.zoom ? DOUBLE_CLICK_MS : 0);
     });
   }
 
