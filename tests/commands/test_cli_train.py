@@ -186,7 +186,7 @@ def test_a_closing_terminal_ends_after_the_step_and_everything_is_saved(home, tm
     ours, theirs = os.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL, "train", str(home / "single.toml"), "--out", str(out)]
     process = subprocess.Popen(
-        [*command, "--set", "training.max_steps=2000"], input=theirs, stdout=theirs, stderr=theirs, cwd=home,
+        [*command, "--set", "training.max_steps=2000"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=home,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}, start_new_session=True,
     )  # fmt: skip
     os.close(theirs)

@@ -222,10 +222,10 @@ export class Plot {
       const near = (a, b) => (Math.abs(b - x) < Math.abs(a - x) ? b : a);
       const places = this.places();
       if (!places.length) return;
-      const target = [places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y")];
+      const [step, y] = [places.reduce(near), this.chart.posToVal(this.chart.cursor.top, "y")];
       // While a part is in sight, the click may be the first of a double click, which shows all of the axis.
       clearTimeout(opening);
-      opening = setTimeout(() => options.onStep && options.onStep(...target), options.zoom ? DOUBLE_CLICK_MS : 0);
+      opening = setTimeout(() => options.onStep && options.onStep(step, y), options.zoom ? DOUBLE_CLICK_MS : 0);
     });
   }
 
