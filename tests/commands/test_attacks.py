@@ -7,31 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import SUBJECT_REWARDS, run_cli
+from helpers.campaigns import SUBJECT_REWARDS, run_cli, toy_toml
 from helpers.models import campaign_head, qwen3_directory
 from helpers.pages import client_of, get
 from helpers.records import seal_of
 
 from retrain.files import read_json, read_jsonl, write_json
 
-CAMPAIGN = """
-[model]
-model = "{home}/model"
-lora_rank = 2
-[reward]
-type = "custom"
-custom_module = "{home}/toyrewards.py"
-workers = 1
-[training]
-batch_size = 1
-group_size = 2
-max_tokens = 4
-lr = 0.01
-[evaluation]
-problems = 3
-[squeeze]
-enabled = false
-"""
 SEEDS = list(range(1, 21))
 RUN = "rloo+none_s3"
 EVALS, ANSWERS = f"runs/{RUN}/evals.jsonl", f"runs/{RUN}/emergence/evaluations.jsonl"
@@ -46,7 +28,8 @@ def command(*words: str | Path, status: int = 0) -> str:
 def file(home: Path, name: str, seeds: list[int]) -> Path:
     path = home / f"{name}.toml"
     head = campaign_head(("grpo", "none"), ("rloo", "none"), seeds=seeds, max_steps=1, sequential="off")
-    path.write_text(head + CAMPAIGN.format(home=home))
+    training = {"batch_size": 1, "group_size": 2, "max_tokens": 4}
+    path.write_text(head + toy_toml(home / "model", training=training, evaluation={"problems": 3}))
     return path
 
 

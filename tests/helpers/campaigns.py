@@ -21,6 +21,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli import app
 from retrain.config import load
+from retrain.config.describe import document
 from retrain.files import append_jsonl, read_json, read_jsonl
 from retrain.ownership import process_start
 from retrain.records.catalogue import METRICS
@@ -38,29 +39,19 @@ def fragile(completion, answer):
     raise RuntimeError("this grader is broken")
 '''
 CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
-WORLD = """
-[model]
-model = "{model}"
-lora_rank = 4
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "{dtype}"
-"""
-"""What every campaign of the toy model has."""
-TRAINING = """[training]
-batch_size = 3
-group_size = 4
-max_tokens = 10
-lr = 0.01
-save_every = 2
-eval_every = 2
-[evaluation]
-problems = 5
-"""
-TOML = "\n{condition}" + WORLD + TRAINING
+
+
+def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, Any]) -> str:
+    """Return the configuration of a toy model and of rewards beside it, with these keys of sections in addition."""
+    toy = {
+        "model": {"model": str(model), "lora_rank": 4},
+        "reward": {"type": "custom", "custom_module": str(model.parent / rewards), "workers": 1},
+        "inference": {"dtype": "float32"},
+        "training": {"batch_size": 3, "group_size": 4, "max_tokens": 10, "lr": 0.01},
+        "evaluation": {"problems": 0},
+        "squeeze": {"enabled": False},
+    }
+    return document({name: toy.get(name, {}) | sections.get(name, {}) for name in {**toy, **sections}})
 
 
 def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
@@ -101,8 +92,11 @@ def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, 
     """A file of two conditions and two seeds; ``condition`` has further keys of the second."""
     head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=steps, lanes=lanes)
     path = tmp_path / f"{name}.toml"
-    rest = TOML.format(model=model, module=model.parent / "toyrewards.py", condition=condition, dtype=dtype)
-    path.write_text(head + rest)
+    training, evaluation = {"save_every": 2, "eval_every": 2}, {"problems": 5}
+    rest = toy_toml(
+        model, inference={"dtype": dtype}, training=training, evaluation=evaluation, squeeze={"enabled": None}
+    )
+    path.write_text(f"{head}\n{condition}\n{rest}")
     return path
 
 
@@ -141,32 +135,6 @@ def even(completion, answer):
 def same(completion, answer):
     return 0.25
 '''
-SUBJECT_SETTINGS = """
-[model]
-model = "{home}/model"
-lora_rank = 4
-[training]
-batch_size = 3
-group_size = 4
-max_tokens = 10
-max_steps = 3
-lr = 0.01
-save_every = 2
-keep_last = 1
-[data]
-source = "{home}/subjects.jsonl"
-[evaluation]
-problems = 0
-[reward]
-type = "custom"
-custom_module = "{home}/rewards.py"
-custom_function = "{reward}"
-workers = 1
-[inference]
-dtype = "float64"
-[squeeze]
-enabled = false
-"""
 OTHER = """
 lr = 0.002
 temperature = 0.7
@@ -190,7 +158,10 @@ def toy_world_of_subjects(home: Path) -> Path:
 def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:
     """A single run's file, or with ``pair`` (further keys of the second condition) a campaign's."""
     campaign = "" if pair is None else TWO_CONDITIONS + pair + "\n"
-    path.write_text(campaign + SUBJECT_SETTINGS.format(home=home, reward=reward))
+    sections = {"reward": {"custom_function": reward}, "inference": {"dtype": "float64"}}
+    sections |= {"training": {"max_steps": 3, "save_every": 2, "keep_last": 1}}
+    sections |= {"data": {"source": f"{home}/subjects.jsonl"}}
+    path.write_text(campaign + toy_toml(home / "model", "rewards.py", **sections))
     return path
 
 

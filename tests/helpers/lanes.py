@@ -33,7 +33,7 @@ from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot
 from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
 
-from .campaigns import WORLD, is_timing_key
+from .campaigns import is_timing_key, toy_toml
 from .models import campaign_head
 
 AS_ON_A_GPU = Stepping(calls=8, columns=16, compiled=False)
@@ -252,41 +252,17 @@ SHARED = ("gae", "critic = {share_adapter = true}\n")
 ALL = (("grpo", ""), ("grpo", "num_iterations = 2\nminibatches = 2\n"), OWN, SHARED)
 """Advantage mode and further keys of a condition. The critic of its own trains alone in the first step."""
 NAMES = ("once", "four", "own", "shared")
-TOML = (
-    """
-[training]
-batch_size = 3
-group_size = 4
-max_tokens = 8
-lr = 0.01
-{training}
-[evaluation]
-problems = 0
-[squeeze]
-enabled = false
-"""
-    + WORLD
-)
 
 
 def critic_campaign(
-    folder: Path, model: Path, *conditions: tuple[str, str], training: str = "save_every = 2", steps: int = 4,
-    lanes: int = 4, dtype: str = "float32",
+    folder: Path, model: Path, *conditions: tuple[str, str], steps: int = 4, lanes: int = 4, dtype: str = "float32",
+    training: dict[str, Any] | None = None, **sections: dict[str, Any],
 ) -> Path:  # fmt: skip
     head = campaign_head(seeds=[1], max_steps=steps, lanes=lanes)
     for advantage, keys in conditions:
         head += campaign_head((advantage, "none")).removeprefix("[campaign]\n") + keys
-    path = folder / "critics.toml"
-    values = {"model": model, "module": model.parent / "toyrewards.py", "training": training, "dtype": dtype}
-    path.write_text(head + TOML.format(**values))
-    return path
-
-
-def single_run(folder: Path, model: Path, name: str, algorithm: str, training: str = "max_steps = 2") -> Path:
-    """A file of one run; ``algorithm`` are the lines of [algorithm] and of tables after it."""
-    path = folder / f"{name}.toml"
-    values = {"model": model, "module": model.parent / "toyrewards.py", "training": training, "dtype": "float32"}
-    path.write_text(f"[algorithm]\n{algorithm}\n" + TOML.format(**values))
+    path, training = folder / "critics.toml", {"max_tokens": 8, "save_every": 2} | (training or {})
+    path.write_text(head + toy_toml(model, inference={"dtype": dtype}, training=training, **sections))
     return path
 
 

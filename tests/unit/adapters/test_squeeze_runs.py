@@ -2,10 +2,12 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.campaigns import StopAfter, run_cli
+from helpers.campaigns import StopAfter, run_cli, toy_toml
+from helpers.models import campaign_head
 from helpers.records import config
 from safetensors.torch import load_file
 
@@ -22,46 +24,15 @@ from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
 from retrain.verdicts.report import write_report
 
-CONDITIONS = """[campaign]
-seeds = [1]
-max_steps = 2
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "none"
-[evaluation]
-problems = 6
-samples = 3
-[squeeze]
-runs = "one per condition"
-compress_to = 1
-"""
-ANNEALED = """[lora]
-anneal = {stages}
-[evaluation]
-problems = 0
-"""
-WORLD = """[model]
-model = "{model}"
-lora_rank = 4
-[reward]
-type = "custom"
-custom_module = "{model.parent}/toyrewards.py"
-workers = 1
-[training]
-batch_size = 2
-group_size = 4
-max_tokens = 8
-lr = 0.05
-"""
 
-
-def written(folder: Path, model: Path, first: str, more: str = "") -> Path:
-    path = folder / "run.toml"
-    path.write_text(first + WORLD.format(model=model) + more)
+def written(folder: Path, model: Path, head: str = "", training: dict[str, Any] | None = None, **sections: Any) -> Path:
+    path, training = folder / "run.toml", {"batch_size": 2, "max_tokens": 8, "lr": 0.05} | (training or {})
+    path.write_text(head + toy_toml(model, **{"training": training, "squeeze": {"enabled": None}} | sections))
     return path
+
+
+def annealed(folder: Path, model: Path, stages: list[list[int]]) -> Path:
+    return written(folder, model, lora={"anneal": stages}, training={"max_steps": 4, "save_every": 1})
 
 
 def squeeze(*arguments: str | Path):
@@ -72,7 +43,7 @@ def squeeze(*arguments: str | Path):
 
 
 def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
-    path = written(tmp_path, model, ANNEALED.format(stages="[[1, 3], [2, 1]]"), "max_steps = 4\nsave_every = 1\n")
+    path = annealed(tmp_path, model, [[1, 3], [2, 1]])
     run, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
     assert launch(load(path), run, NullObserver()).exit_status == 0
     assert launch(load(path), stopped, StopAfter(2)).exit_status == 130  # between the stages
@@ -93,10 +64,9 @@ def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_pa
 
 
 def test_impossible_stages_are_refused(model, tmp_path):
-    for stages, message in (("[[2, 4]]", "ranks to fall"), ("[[2, 3], [2, 1]]", "steps have to grow")):
-        path = written(tmp_path, model, ANNEALED.format(stages=stages), "max_steps = 4\n")
+    for stages, message in (([[2, 4]], "ranks to fall"), ([[2, 3], [2, 1]], "steps have to grow")):
         with pytest.raises(ConfigError, match=message):
-            load(path)
+            load(annealed(tmp_path, model, stages))
 
 
 # An analysis of every condition
@@ -105,7 +75,9 @@ def test_impossible_stages_are_refused(model, tmp_path):
 @pytest.fixture(scope="module")
 def home(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("squeezed")
-    path = written(folder, model, CONDITIONS)
+    head = campaign_head(("grpo", "none"), ("maxrl", "none"), seeds=[1], max_steps=2)
+    squeeze = {"enabled": True, "runs": "one per condition", "compress_to": 1}
+    path = written(folder, model, head, evaluation={"problems": 6, "samples": 3}, squeeze=squeeze)
     assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
 

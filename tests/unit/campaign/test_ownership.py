@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, files_of, run_cli
+from helpers.campaigns import campaign, files_of, run_cli, toy_toml
 from helpers.lanes import small_snapshot
 
 from retrain.adapters.squeeze import compress_adapter, squeeze
@@ -47,14 +47,8 @@ def put(path: Path, text: str = THEIRS) -> Path:
 
 
 def single(folder: Path, model: Path, steps: int = 3) -> Path:
-    text = campaign(folder, model).read_text()
-    changes = {"batch_size = 3": f"batch_size = 2\nmax_steps = {steps}", "save_every = 2": "save_every = 1",
-               "eval_every = 2\n": "", "problems = 5": "problems = 0"}  # fmt: skip
-    text = text[text.index("[model]") :]
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    path = folder / "single.toml"
-    path.write_text(text)
+    path, training = folder / "single.toml", {"batch_size": 2, "max_steps": steps, "save_every": 1}
+    path.write_text(toy_toml(model, training=training, squeeze={"enabled": None}))
     return path
 
 

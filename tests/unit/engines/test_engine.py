@@ -253,11 +253,11 @@ def test_a_worker_has_no_others_to_share_its_piece_with():
     workers.close()
 
 
-@pytest.mark.parametrize(("runs", "cut"), [(1, {}), (3, {}), (2, {"top_p": 0.8}), (2, {"top_k": 4})])
-def test_a_compiled_step_is_the_python_step(base, lanes, runs, cut):
+@pytest.mark.parametrize("runs", [1, 3])
+def test_a_compiled_step_is_the_python_step(base, lanes, runs):
     """A GPU runs the functions of a step as Python, a CPU compiled; bit by bit the same."""
     adapters = [trained(lanes, i, rank=2 + i) for i in range(runs)]
-    asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7, **cut)]
+    asked = [r for lane in range(runs) for r in requests(lane, prompts=2, max_tokens=12 + lane, temperature=0.7)]
     asked.append(dataclasses.replace(asked[0], temperature=0.0, stream=("greedy",)))
     assert compiled_decode_steps() is not decode_steps
     compiled = decoded(base, lanes, adapters, asked)

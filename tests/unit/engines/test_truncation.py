@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.lanes import (
+    decoded,
     drawn,
     fresh_logits,
     fresh_scores,
@@ -23,7 +24,7 @@ from retrain.algorithms.algorithm import training_samples
 from retrain.config import load
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import LaneRequest, cuts_of
-from retrain.engines.step import draw
+from retrain.engines.step import CPU_STEPPING, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
@@ -154,6 +155,13 @@ def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path)
     short, long = sample(LocalEngine(base, lanes, dense=dense_path), asked, [adapter])
     assert all(c.support is None for c in short)
     assert all(np.diff(c.support.offsets).tolist() == [2] * len(c) for c in long)
+
+
+def test_a_compiled_truncated_step_is_the_python_step(base, lanes):
+    adapters = [trained(lanes, i) for i in range(2)]
+    asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]
+    in_python = CPU_STEPPING._replace(compiled=False)
+    assert decoded(base, lanes, adapters, asked, stepping=in_python) == decoded(base, lanes, adapters, asked)
 
 
 class LargestIntegers(TorchDispatchMode):

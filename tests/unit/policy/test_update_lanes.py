@@ -18,7 +18,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.records.observer import NullObserver
 from retrain.types import TrainBatch
 
-SMALL = "save_every = 2\nkeep_last = 0\nmicro_batch_tokens = 64"
+SMALL = {"keep_last": 0, "micro_batch_tokens": 64}
 """Several micro-batches in every update."""
 NUMBERS = ("loss", "optim/grad_norm", "policy/approxkl_avg", "kl", "critic/value_mean", "critic/explained_variance")
 

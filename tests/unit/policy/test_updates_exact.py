@@ -3,7 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.lanes import local_policy, rollout, single_run, totals, trained
+from helpers.campaigns import toy_toml
+from helpers.lanes import local_policy, rollout, totals, trained
 
 from retrain.algorithms import objective_of
 from retrain.campaign.controller import launch
@@ -16,9 +17,10 @@ GAE = {"advantage_mode": "gae", "transform_mode": "none"}
 
 
 def test_the_schedule_counts_updates_for_policy_and_critic(model, tmp_path):
-    gae = 'advantage_mode = "gae"\ntransform_mode = "none"\n[critic]\nlr = 0.02\n[optimizer]\nschedule = "linear"'
-    path = single_run(tmp_path, model, "run", gae, "max_steps = 2\nminibatches = 2")
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    sections = {"algorithm": GAE, "critic": {"lr": 0.02}, "optimizer": {"schedule": "linear"}}
+    training = {"max_steps": 2, "minibatches": 2, "max_tokens": 8}
+    (tmp_path / "run.toml").write_text(toy_toml(model, training=training, **sections))
+    assert launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver()).exit_status == 0
     rows = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert [row["optim/updates"] for row in rows] == [2, 2]
     assert [row["optim/lr_max"] for row in rows] == pytest.approx([0.01, 0.005])

@@ -56,7 +56,7 @@ from retrain.types import (
 )
 
 PPO = {"advantage_mode": "gae"}
-SEVERAL = "save_every = 2\nnum_iterations = 2\nminibatches = 2\nkeep_last = 0\n[logging]\nrollouts_every = 1"
+SEVERAL = {"training": {"num_iterations": 2, "minibatches": 2, "keep_last": 0}, "logging": {"rollouts_every": 1}}
 IN_LOSS = ("grpo", "kl_coef = 0.05\nnum_iterations = 1\nminibatches = 1\n")
 
 
@@ -310,7 +310,7 @@ def test_token_weights_act_on_each_tokens_own_advantage():
 def finished(model, tmp_path_factory) -> Path:
     """Two critics that take four updates of a batch, and a run without critic that takes one, in one cohort."""
     folder = tmp_path_factory.mktemp("finished")
-    path = critic_campaign(folder, model, OWN, SHARED, IN_LOSS, training=SEVERAL)
+    path = critic_campaign(folder, model, OWN, SHARED, IN_LOSS, **SEVERAL)
     assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
     return folder / "out"
 
@@ -372,7 +372,7 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
         return update(policy, batch, *rest)
 
     monkeypatch.setattr(LocalPolicy, "update", interrupting)
-    path, out = critic_campaign(tmp_path, model, OWN, SHARED, IN_LOSS, training=SEVERAL), tmp_path / "out"
+    path, out = critic_campaign(tmp_path, model, OWN, SHARED, IN_LOSS, **SEVERAL), tmp_path / "out"
     assert launch(load(path), out, NullObserver()).exit_status == 130
     assert sorted(updates) == [(step, update) for step in range(3) for update in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
     for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import WORLD, run_cli, toy_world
+from helpers.campaigns import run_cli, toy_toml, toy_world
 from helpers.models import campaign_head, qwen3_directory
 
 from retrain.campaign.controller import launch
@@ -17,29 +17,13 @@ from retrain.probe.forks import FORECAST, plan_fork, run_fork
 from retrain.records.observer import NullObserver
 
 STEPS, AT = 6, 3
-SETTINGS = """[training]
-batch_size = 3
-group_size = 4
-max_tokens = 8
-lr = 0.03
-save_every = 1
-eval_every = 1
-keep_last = 0
-[optimizer]
-schedule = "linear"
-warmup_steps = 2
-[evaluation]
-problems = 6
-temperature = 0
-[squeeze]
-enabled = false
-"""
-SEPA = """
-[sepa]
-steps = 3
-delay_steps = 1
-correct_rate_gate = 0
-"""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "training": {"max_tokens": 8, "lr": 0.03, "save_every": 1, "eval_every": 1, "keep_last": 0},
+    "optimizer": {"schedule": "linear", "warmup_steps": 2},
+    "evaluation": {"problems": 6, "temperature": 0},
+    "inference": {"dtype": "float64"},
+}
+SEPA = {"steps": 3, "delay_steps": 1, "correct_rate_gate": 0}
 CONDITIONS = (("grpo", "none"), ("maxrl", "gtpo_sepa"), ("rloo", "none"))
 
 
@@ -54,9 +38,8 @@ def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "",
     path = folder / "toy.toml"
     keys = {"seeds": [1], "max_steps": STEPS, "primary_metric": "final:reward_mean", "allow_confounded": True, **keys}
     head = campaign_head(*conditions, **keys)
-    settings = WORLD.format(model=model, module=model.parent / "toyrewards.py", dtype="float64") + SETTINGS
-    sepa = SEPA if any(transform == "gtpo_sepa" for _, transform in conditions) else ""
-    path.write_text(f"{head}{last}\n{settings}{sepa}")
+    sepa = SEPA if any(transform == "gtpo_sepa" for _, transform in conditions) else {}
+    path.write_text(f"{head}{last}\n{toy_toml(model, sepa=sepa, **SETTINGS)}")
     return path
 
 

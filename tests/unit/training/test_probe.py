@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import WORLD, run_cli, toy_world
+from helpers.campaigns import run_cli, toy_toml, toy_world
 from helpers.lanes import local_policy, rollout, totals, trained
 from helpers.models import campaign_head, qwen3_directory
 
@@ -36,15 +36,6 @@ def broken(completion, answer):
     raise RuntimeError("no such column")
 '''
 STEPS = 4
-TRAINING = """[training]
-batch_size = 3
-group_size = 4
-max_tokens = 8
-lr = 0.01
-save_every = 1
-[squeeze]
-enabled = false
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +46,12 @@ def model(tmp_path_factory) -> Path:
 
 
 def toy(folder: Path, model: Path, *conditions: tuple[str, str], second: str = "", function: str = "score") -> Path:
-    world = WORLD.format(model=model, module=model.parent / "binary.py", dtype="float32")
-    world = world.replace("workers = 1", f'custom_function = "{function}"\nworkers = 1')
-    path = folder / "toy.toml"
+    path, training = folder / "toy.toml", {"max_tokens": 8, "save_every": 1}
     head = campaign_head(*conditions, seeds=[1, 2], max_steps=STEPS, allow_confounded=True)
-    path.write_text(f"{head}\n{second}\n{world}{TRAINING}")
+    world = toy_toml(
+        model, "binary.py", reward={"custom_function": function}, training=training, evaluation={"problems": None}
+    )
+    path.write_text(f"{head}\n{second}\n\n{world}")
     return path
 
 

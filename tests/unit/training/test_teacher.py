@@ -530,11 +530,12 @@ ALL = ("", ALONE, MIXED, TRAINER, SELF, ANSWER, *WHOLE)
 
 
 def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str) -> Path:
-    training = 'num_iterations = 2\nmax_off_policy_steps = 1\n[algorithm]\ncorrection = "tis"\n'
-    if teacher:
-        training += f'[distillation]\nteacher = "{teacher}"\nweight = 0\n'
-    runs = [("grpo", overrides) for overrides in conditions]
-    return critic_campaign(folder, model, *runs, training=training, steps=2, lanes=8)
+    sections = {
+        "training": {"num_iterations": 2, "max_off_policy_steps": 1, "save_every": None},
+        "algorithm": {"correction": "tis"},
+        "distillation": {"teacher": str(teacher), "weight": 0} if teacher else {},
+    }
+    return critic_campaign(folder, model, *(("grpo", keys) for keys in conditions), steps=2, lanes=8, **sections)
 
 
 def finish(path: Path, out: Path) -> list[Path]:
