@@ -51,7 +51,8 @@ def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, 
         "evaluation": {"problems": 0},
         "squeeze": {"enabled": False},
     }
-    return document({name: toy.get(name, {}) | sections.get(name, {}) for name in {**toy, **sections}})
+    tables = {name: toy.get(name, {}) | sections.get(name, {}) for name in {**toy, **sections}}
+    return document({name: keys for name, keys in tables.items() if any(key is not None for key in keys.values())})
 
 
 def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
