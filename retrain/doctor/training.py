@@ -35,7 +35,7 @@ HIGHER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.flo
 COPIES_SHARE, PROCESS_SHARE = 0.5, 0.8
 """Shares of the available memory that copies for the gradient, and the model in a new process, may take."""
 LANES, STEPS, SAVED = 2, 4, 2
-VERSIONS = "updates do not advance the policy's version, so that runs would sample with old weights: report it"
+STALE_SAMPLER = "updates do not advance the policy's version, so that runs would sample with old weights: report it"
 PROCESS_SECONDS = 300.0
 _RESUME = "import sys; from retrain.doctor.training import resume; resume(sys.argv[1])"
 
@@ -178,7 +178,7 @@ def resumed_equals_uninterrupted(subject: Subject) -> Result:
     differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
     words = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
     versions = [policy.version for policy in policies]
-    fault = "" if versions == [STEPS] * LANES else f"{VERSIONS}: {versions} after {STEPS} updates each"
+    fault = "" if versions == [STEPS] * LANES else f"{STALE_SAMPLER}: {versions} after {STEPS} updates each"
     values = {"resume_differs": len(differing)}
     return judged(subject.kinds, values, words, fault=fault, compared=len(ours), differing=differing)
 

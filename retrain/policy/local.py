@@ -143,7 +143,7 @@ class LocalPolicy(Policy):
             return scored(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
 
     def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
-        before, clip_norm = self._changes(), self.config.optimizer.grad_clip_norm
+        clip_norm = self.config.optimizer.grad_clip_norm
         update = PendingUpdate(self._context, self.adapter, self.optimizer, batch, objective, lr)
         try:
             if self.critic is None:
@@ -151,7 +151,7 @@ class LocalPolicy(Policy):
             else:
                 result = critic_step(update, self.critic, clip_norm)
         finally:
-            self.version += self._changes() != before  # also when an error came after a part of the change
+            self.version += update.is_applied
         kl_seconds, self._reference_s = self._reference_s, 0.0
         if not kl_seconds:
             return result
@@ -171,11 +171,6 @@ class LocalPolicy(Policy):
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.adapter.flat.detach().cpu().numpy().tobytes()).hexdigest()[:16]
-
-    def _changes(self) -> list[int]:
-        """Return how often each weight, a critic's included, has been changed in place."""
-        weights = [self.adapter.flat, *([] if self.critic is None else self.critic.weights)]
-        return [flat._version for flat in weights]
 
     def snapshot(self, resumable: bool = False) -> LocalSnapshot:
         model, lora = self.config.model, self.config.lora

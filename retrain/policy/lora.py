@@ -266,11 +266,10 @@ def new_optimizer(
 
 def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
-    free torch's cache and try once more. The version counter of every weight rises, by which policies tell that they
-    changed."""
+    free torch's cache and try once more."""
     fresh, before = not optimizer.state, _versions(optimizer)
     try:
-        _step(optimizer)
+        optimizer.step()
         return
     except (MemoryError, RuntimeError) as error:
         changed = any(_versions(optimizer)[tensor] != version for tensor, version in before.items())
@@ -280,13 +279,7 @@ def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    _step(optimizer)
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
-    # Fused kernels change weights without counting it (torch 2.11 and 2.13).
-    torch.autograd.graph.increment_version([w for group in optimizer.param_groups for w in group["params"]])
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:

@@ -368,6 +368,7 @@ class PendingUpdate:
     def __post_init__(self) -> None:
         self.metrics: dict[str, float | None] = {"optim/lr": self.lr, "num_datums": len(self.batch.samples)}
         self.steps: list[Step] = []
+        self.is_applied = False  # Whether weights may have changed, also when an error ended `apply` after that
         self.timer = PhaseTimer(self.context.base.device)
         self.logprobs: dict[Sample, np.ndarray] = {}
 
@@ -396,6 +397,7 @@ class PendingUpdate:
         for step in self.steps:
             step.check()
         self.timer.begin()
+        self.is_applied = bool(self.steps)
         for step in self.steps:
             self.metrics |= step.take(grad_clip_norm)
         self.timer.lap("weight_sync_trainer")

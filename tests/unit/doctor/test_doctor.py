@@ -195,8 +195,14 @@ def test_a_checkpoint_without_the_optimizer_fails(subject, monkeypatch):
 
 
 def test_updates_that_keep_the_version_fail(subject, monkeypatch):
-    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda tensors: None)
-    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+    update = LocalPolicy.update
+
+    def keep_version(policy, *arguments):
+        version, result = policy.version, update(policy, *arguments)
+        policy.version = version
+        return result
+
+    monkeypatch.setattr(LocalPolicy, "update", keep_version)
     wrong = CHECKS["resume"](subject)
     assert wrong.status == FAIL
     assert "sample with old weights" in wrong.todo
