@@ -201,23 +201,25 @@ def body(text: str) -> str:
 def integers(text: str) -> list[int]:
     """Return the integers of an attribute: base-64 digits, of which those from 32 on are followed by a higher one."""
     digits = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
-    numbers = [[digits.index(c) % 32 for c in number] for number in re.findall(f"[{digits[32:]}]*[{digits[:32]}]", text)]
-    sums = [sum(digit << 5 * place for place, digit in enumerate(number)) for number in numbers]
+    numbers = re.findall(f"[{digits[32:]}]*[{digits[:32]}]", text)
+    sums = [sum(digits.index(c) % 32 << 5 * place for place, c in enumerate(number)) for number in numbers]
     return [-(number >> 1) if number & 1 else number >> 1 for number in sums]
 
 
 def attributes_of(text: str) -> list[tuple[str, dict[str, list[int]]]]:
     """Return every text of the policy with the numbers of its tokens."""
     found = re.findall(r'<div class="text sample"([^>]*)>([^<]*)</div>', text)
-    return [(said, {k: integers(v) for k, v in re.findall(r' data-(\w)="([^"]*)"', numbers)}) for numbers, said in found]
+    pairs = [(said, re.findall(r' data-(\w)="([^"]*)"', numbers)) for numbers, said in found]
+    return [(said, {name: integers(digits) for name, digits in numbers}) for said, numbers in pairs]
 
 
 def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     made, plain = two_turns(), two_turns(critic=False)
     text = rollout_page(batch([made], token_text=characters([made])), 1)
-    first = {"l": [1, 1, 1], "s": [50, 0, 0], "a": [-500, 2000, 0], "p": [1, 2], "v": [-250, 0, 123], "t": [0, 500, 250]}
+    tokens = {"l": [1, 1, 1], "s": [50, 0, 0], "a": [-500, 2000, 0], "p": [1, 2]}
+    of_critic = {"v": [-250, 0, 123], "t": [0, 500, 250]}
     second = {"l": [1, 1], "s": [25, 300], "a": [-2000, 0], "p": [2], "v": [500, 750], "t": [1000, 1500]}
-    assert attributes_of(text) == [("a🙂c", first), ("de", second)]
+    assert attributes_of(text) == [("a🙂c", tokens | of_critic), ("de", second)]
     assert ' data-l="CCC" data-s="kDAA"' in text  # as source maps write 1, 1, 1 and 50, 0, 0
     without = body(rollout_page(batch([plain], token_text=characters([plain])), 1))
     assert 'data-mode="a"' in without
