@@ -45,7 +45,7 @@ _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
 THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>\s*|\Z)|\A(?:(?!<think).)*?</think>\s*", re.DOTALL)
-"""What a model thinks before it answers: between tags, or up to a closing tag whose opening stood in the prompt."""
+"""Thoughts before an answer: between tags, or up to a closing tag whose opening stood in the prompt."""
 
 DISCARDED = {
     "zero_advantage": "all advantages are 0",
