@@ -37,8 +37,8 @@ class Spectrum:
 
 
 def spectra(weights: Path, settings: Path) -> dict[str, Spectrum]:
-    """Every module's spectrum, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises ValueError for
-    files that are none of an adapter."""
+    """Return every module's spectrum, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises ValueError
+    for files of another kind."""
     return _spectra(weights, settings, (stamp_of(weights), stamp_of(settings)))
 
 
@@ -66,7 +66,7 @@ def overlap(one: Spectrum, other: Spectrum) -> float | None:
 
 
 def norm(spectrum: Spectrum) -> float:
-    """The Frobenius norm of ΔW."""
+    """Return the Frobenius norm of ΔW."""
     return math.sqrt(float(np.sum(spectrum.values.astype(np.float64) ** 2)))
 
 
@@ -86,7 +86,7 @@ def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
 
 
 def _factors(weights: Path) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]]:
-    """What reads A [r, in] and B [out, r] in float32, by module."""
+    """Return functions that read A [r, in] and B [out, r] in float32, by module."""
     with open(weights, "rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0

@@ -19,7 +19,7 @@ DIGITS = 7  # Significant digits of numbers that are float32 on the disk
 
 
 class Refusal(Exception):
-    """What cannot be answered: an HTTP status and one sentence."""
+    """Ends a request with an HTTP status and one sentence."""
 
     def __init__(self, status: int, text: str):
         super().__init__(text)
@@ -36,7 +36,7 @@ class Query:
                 raise Refusal(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """One value; without it the default, and a refusal where there is none."""
+        """Return one value, or the default; a missing value without a default is refused."""
         value = self._values.get(name, default)
         if value is None:
             raise Refusal(400, f"the query needs {name}=…")
@@ -52,7 +52,7 @@ class Query:
         return values
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
-        """A whole number from ``low`` to ``high``."""
+        """Return a whole number from ``low`` to ``high``."""
         value = self._values.get(name)
         if value is None or value == "":
             return default
@@ -62,7 +62,7 @@ class Query:
         return int(value)
 
     def real(self, name: str) -> float | None:
-        """A finite number; None where it is not given."""
+        """Return a finite number; None where it is not given."""
         text = self.text(name, "")
         if not text:
             return None
@@ -75,7 +75,7 @@ class Query:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """One of these words, the first by default."""
+        """Return one of these words, the first by default."""
         value = self._values.get(name) or choices[0]
         if value not in choices:
             raise Refusal(400, f"{name} is one of {', '.join(choices)}")
@@ -94,13 +94,13 @@ class JsonRoute(Route):
 
 
 def json_route(path: str, answer: Callable[[Query], Any]) -> Route:
-    """A GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; what it refuses, and what
-    a file refuses, becomes one sentence."""
+    """Return a GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; its refusals, and
+    errors of files, become one sentence."""
     return JsonRoute(path, answer)
 
 
 def guarded(answer: Callable[[], Response]) -> Response:
-    """The answer, or the sentence of why there is none."""
+    """Return the answer, or the sentence of why there is none."""
     try:
         return answer()
     except Refusal as error:
@@ -113,12 +113,12 @@ def guarded(answer: Callable[[], Response]) -> Response:
 
 
 def refused(status: int, text: str) -> JSONResponse:
-    """An error as every endpoint gives it."""
+    """Return an error as every endpoint gives it."""
     return JSONResponse({"error": " ".join(text.split())}, status)
 
 
 def json_answer(request: Request, value: Any) -> Response:
-    """``value`` as strict JSON, or 304 where the asker has it already."""
+    """Return ``value`` as strict JSON, or 304 where the client has it already."""
     body = dumps(value).encode()
     tag = f'W/"{zlib.crc32(body):08x}{len(body):x}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -128,7 +128,7 @@ def json_answer(request: Request, value: Any) -> Response:
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """Numbers for JSON: rounded to the digits that float32 has, NaN and infinities as None."""
+    """Return numbers for JSON: rounded to the digits that float32 has, NaN and infinities as None."""
     numbers = np.asarray(values, np.float64)
     finite = np.isfinite(numbers)
     whole = finite & (numbers == np.rint(numbers)) & (np.abs(numbers) < 1e15)

@@ -42,7 +42,7 @@ WAIT_MS = 60_000
 
 FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
-"""What does not change the name of an answer, as in ``static/copy.js``."""
+"""Parts of a query that do not change the name of an answer, as in ``static/copy.js``."""
 
 OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run")
 """Answers whose texts are of programs and settings; those of models and problems stay as they are."""
@@ -100,7 +100,7 @@ def _copied(source: Path, target: Path) -> None:
 def _write_answers(
     path: Path, answers: Mapping[str, Callable[[Query], Any]], asked: Sequence[Asked], name: str, files: dict[str, str]
 ) -> None:
-    """One file of answers; ``files`` learns which questions it answers. What is refused is left out."""
+    """Write one file of answers and add it to ``files`` by the answers' names. Refused questions are left out."""
     found = {}
     for endpoint, query in asked:
         try:
@@ -112,7 +112,7 @@ def _write_answers(
 
 
 def without_paths(value: Any) -> Any:
-    """An answer whose texts name of every absolute path only what it ends in."""
+    """Return an answer in whose texts absolute paths are shortened to their last part."""
     if isinstance(value, str):
         return ABSOLUTE.sub(r"…/\1", value)
     if isinstance(value, Mapping):
@@ -136,7 +136,7 @@ def _write_evolutions(
     name: str,
     files: dict[str, str],
 ) -> None:
-    """Every held-out problem over the evaluations: all at once, since each answer alone would read every file."""
+    """Write every held-out problem over the evaluations: all at once, since each answer would read every file."""
     runs = {label: [library.index(run) for run in home.of(label)] for label in home.labels}
     found = {}
     for held_out in _sets(answers, home):
@@ -156,7 +156,7 @@ def _query(values: Mapping[str, Any]) -> Query:
 
 
 def key_of(endpoint: str, query: Mapping[str, Any]) -> str:
-    """How the page asks for an answer: as ``nameOf`` in ``static/copy.js``."""
+    """Return the name of an answer, as ``nameOf`` in ``static/copy.js``."""
     pairs = sorted(f"{key}={value}" for key, value in query.items() if key not in FREE and value not in (None, ""))
     return f"{endpoint}?{'&'.join(pair for pair in pairs if pair not in PLAIN)}"
 
@@ -164,7 +164,7 @@ def key_of(endpoint: str, query: Mapping[str, Any]) -> str:
 def _of_home(
     answers: Mapping[str, Callable[[Query], Any]], library: Library, home: Home
 ) -> Iterator[tuple[str, list[Asked]]]:
-    """Groups of questions about a campaign or run, each for a file of its own."""
+    """Yield groups of questions about a campaign or run, each for a file of its own."""
     at = home.place
     places = list(dict.fromkeys([at, *(run.place for run in home.runs)]))
     metrics = answers["metrics"](_query({"at": at}))
@@ -193,14 +193,14 @@ def _of_home(
 
 
 def _comparisons(home: Home) -> Iterator[Asked]:
-    """The first run of every condition against the first of the baseline."""
+    """Yield the first run of every condition against the first of the baseline."""
     first = [own[0] for label in home.labels if (own := home.of(label))]
     for other in first[1:]:
         yield "compare", {"a": first[0].place, "b": other.place}
 
 
 def _rollouts(library: Library, run: Run) -> Iterator[Asked]:
-    """The newest recorded iterations of each split, with their first rollouts."""
+    """Yield the newest recorded iterations of each split, with their first rollouts."""
     known = library.index(run).refresh()
     yield "iterations", {"at": run.place}
     yield "campaign", {"at": run.place, "wait_ms": WAIT_MS}
@@ -219,8 +219,8 @@ def _rollouts(library: Library, run: Run) -> Iterator[Asked]:
 def _problems(
     answers: Mapping[str, Callable[[Query], Any]], library: Library, home: Home
 ) -> Iterator[tuple[str, list[Asked]]]:
-    """Every held-out set by problem, and each of its problems under the baseline and under every other condition where
-    their last evaluations are recorded."""
+    """Yield every held-out set by problem, and each of its problems under the baseline and under every other condition
+    where their last evaluations are recorded."""
     at = home.place
     first = [runs[0] for label in home.labels if (runs := home.of(label))]
     for number, held_out in enumerate(_sets(answers, home)):

@@ -1,4 +1,4 @@
-"""The words in which two texts differ, in a time that is bounded.
+"""Differences of two texts by words, in bounded time.
 
 A longest common subsequence, a row of it as the bits of one number (Hyyrö 2004, "Bit-parallel LCS-length computation
 revisited"): 6,000 words against 6,000 take some 20 ms, whatever they are.
@@ -16,12 +16,12 @@ Change = tuple[str, int, int, int, int]
 
 
 def words(text: str) -> list[str]:
-    """Words and single signs, each with the white space behind it; joined they are the text."""
+    """Return words and single signs, each with the white space behind it; joined they are the text."""
     return _WORDS.findall(text)
 
 
 def compared(one: str, other: str, most: int = MOST_BITS) -> tuple[list[str], list[str], list[Change], str]:
-    """Both texts in pieces, the changes between them, and what the pieces are: "words", or "lines" of long texts."""
+    """Return both texts in pieces, the changes between them, and the kind of pieces: "words", "lines" of long texts."""
     a, b = words(one), words(other)
     begin, end = _ends(a, b)
     if _bits(a, b, begin, end) <= most:
@@ -36,7 +36,7 @@ def compared(one: str, other: str, most: int = MOST_BITS) -> tuple[list[str], li
 
 
 def changes(a: Sequence[str], b: Sequence[str]) -> list[Change]:
-    """How ``a`` becomes ``b``, with as many pieces equal as there can be."""
+    """Return how ``a`` becomes ``b``, with as many pieces equal as there can be."""
     begin, end = _ends(a, b)
     pairs = [(i, i) for i in range(begin)]
     pairs += [(begin + i, begin + j) for i, j in _common(a[begin : len(a) - end], b[begin : len(b) - end])]
@@ -56,7 +56,7 @@ def changes(a: Sequence[str], b: Sequence[str]) -> list[Change]:
 
 
 def _ends(a: Sequence[str], b: Sequence[str]) -> tuple[int, int]:
-    """How many pieces are the same at the beginning, and of the rest at the end."""
+    """Return how many pieces are the same at the beginning, and of the rest at the end."""
     least = min(len(a), len(b))
     begin = next((i for i in range(least) if a[i] != b[i]), least)
     end = next((i for i in range(least - begin) if a[-1 - i] != b[-1 - i]), least - begin)
@@ -68,8 +68,8 @@ def _bits(a: Sequence[str], b: Sequence[str], begin: int, end: int) -> int:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    """The places of a longest common subsequence. Bit i of row j is 0 where one more piece of ``b[:j]`` is in
-    ``a[: i + 1]`` than in ``a[:i]``."""
+    """Return the places of a longest common subsequence. Bit i of row j is 0 where the longest one of ``b[:j]`` and
+    ``a[: i + 1]`` is longer than that of ``b[:j]`` and ``a[:i]``."""
     places: dict[str, int] = {}
     for i, piece in enumerate(a):
         places[piece] = places.get(piece, 0) | 1 << i

@@ -1,4 +1,4 @@
-"""What changed, told to open pages as it happens: server-sent events from the files' sizes and times.
+"""Server-sent events for open pages: changes of files, seen by their sizes and times, and views to move to.
 
 Files are looked at once a second, and only while somebody listens.
 """
@@ -44,7 +44,7 @@ class Pages:
 
     @contextmanager
     def joined(self) -> Iterator[asyncio.Queue[str]]:
-        """A listener's queue of views, for as long as it listens."""
+        """Provide a listener's queue of views, for as long as it listens."""
         queue: asyncio.Queue[str] = asyncio.Queue(8)
         self._queues.add(queue)
         try:
@@ -53,7 +53,7 @@ class Pages:
             self._queues.discard(queue)
 
     def move(self, url: str) -> int:
-        """Move every page to this view; how many there are."""
+        """Move every page to this view; return how many there are."""
         for queue in self._queues:
             if not queue.full():
                 queue.put_nowait(url)
@@ -63,7 +63,7 @@ class Pages:
 async def stream(
     library: Library, findings: Findings, place: str | None, pages: Pages, closing: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """The events of one listener, about one place, or about everything there is. It is counted while it is read."""
+    """Yield the events of one listener, about one place or all. It counts as a listener while it is read."""
     with pages.joined() as queue:
         before, beat = await run_in_threadpool(look, library, findings, place), time.monotonic()
         yield "retry: 2000\n\n"
@@ -91,7 +91,7 @@ def event(name: str, data: Any) -> str:
 
 
 def look(library: Library, findings: Findings, place: str | None) -> Looked:
-    """Sizes, times and states of the runs by place; of all campaigns where no place is named."""
+    """Return sizes, times and states of the runs by place; of all campaigns where no place is named."""
     try:
         homes = library.homes() if place is None else [library.home(place)]
     except (Refusal, OSError):  # taken away: it may come back
@@ -108,7 +108,7 @@ def look(library: Library, findings: Findings, place: str | None) -> Looked:
 
 
 def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any]]:
-    """What is different, by run; ``rows`` where numbers came."""
+    """Return what is different, by run; ``rows`` where numbers came."""
     out = []
     for place, facts in now.items():
         old = before.get(place, {})

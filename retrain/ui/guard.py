@@ -1,4 +1,4 @@
-"""What every request passes first: the name under which the server is asked, the token, and that it only reads.
+"""Checks of every request: the name under which the server is asked, the token, and that it only reads.
 
 A page of somebody else's that the same browser has open must neither read nor move anything here: it cannot name this
 server as its own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read
@@ -73,7 +73,7 @@ class Guard:
         return None
 
     def _is_ours(self, name: str) -> bool:
-        """Whether a name is this server's. A number cannot be rebound; the port may be that of a tunnel's other end."""
+        """Return whether a name is this server's. A number cannot be rebound; the port may be a tunnel's other end."""
         if is_local(self.host):
             return is_local(name)
         names = {self.host, "localhost", socket.gethostname(), socket.getfqdn()}
@@ -101,7 +101,7 @@ class Guard:
 
 
 def name_in(host: str) -> str:
-    """The name in a Host header, in small letters, without its port and a number's brackets; "" of one that is none."""
+    """Return the lower-case name in a Host header, without its port and a number's brackets; "" where it is none."""
     found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]+)?", host)
     return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 

@@ -1,4 +1,4 @@
-"""How often values occur: the bins of the page's histograms."""
+"""Bins of the page's histograms, and the values in each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ BINS = 24
 
 
 def edges_of(values: np.ndarray) -> np.ndarray:
-    """The ends of equal bins; one for each value where there are few, whole ones in the middle of theirs."""
+    """Return the ends of equal bins; few different integers have a bin each, and lie in its middle."""
     if not len(values):
         return np.array([0.0, 1.0])
     low, high = float(values.min()), float(values.max())
@@ -20,13 +20,13 @@ def edges_of(values: np.ndarray) -> np.ndarray:
 
 
 def counted(values: np.ndarray, edges: np.ndarray) -> list[int]:
-    """How many values lie between each two edges."""
+    """Return how many values lie between each two edges."""
     return np.histogram(values, edges)[0].tolist()
 
 
 def rewards(values: Sequence[float | None]) -> dict[str, Any]:
-    """{"ends", "counts", "at", "absent"}: counts between the ends; few distinct values have a count each, and are
-    themselves ``at``."""
+    """Return {"ends", "counts", "at", "absent"}: counts between the ends; few distinct values have a count each, and
+    are themselves ``at``."""
     known = np.array([value for value in values if value is not None], np.float64)
     found: dict[str, Any] = {"ends": [], "counts": [], "at": None, "absent": len(values) - len(known)}
     if not len(known):

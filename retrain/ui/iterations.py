@@ -1,4 +1,4 @@
-"""What a run has sampled, iteration by iteration: the index of its files, and the rollouts of one of them.
+"""Rollouts of a run, iteration by iteration: the index of its files, and the rollouts of one of them.
 
 A run that keeps ``iterations.jsonl`` is never listed; of one of an earlier release the names of the summary files say
 what there is. A recorded iteration comes whole out of its file of tokens; of any other the summary lines and the
@@ -6,7 +6,7 @@ shortened texts of ``emergence/`` remain.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, dumps, stamp_of
 from retrain.records import kinds
+from retrain.records.foreign import FindFile
 from retrain.records.kinds import FieldKinds, checked
 from retrain.records.reader import RunReader, Tail, json_lines
 from retrain.records.schema.base import Row
@@ -35,16 +36,6 @@ _ROLLOUT: FieldKinds = {
 }
 _STEP: FieldKinds = {kinds.is_number: "ac_len ob_len", kinds.is_object: "logs"}
 _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kinds.is_count, "reward": kinds.is_number}
-
-
-Find = Callable[[Path, str], Path | None]
-"""The file of a name below a run's directory, where it may be read (``Places.file``)."""
-
-
-def anywhere(directory: Path, name: str) -> Path | None:
-    """The file of that name, for directories that are one's own."""
-    path = directory / name
-    return path if path.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -69,17 +60,17 @@ class Iteration:
 class Index:
     """The iterations of one run, read on as they come. Every ``refresh`` costs what is new; several threads may.
 
-    ``place`` is what errors call the run's directory.
+    ``place`` is the name of the run's directory in errors.
     """
 
-    def __init__(self, run: Path, find: Find = anywhere, place: str = ""):
-        self.run, self.place = run, place or run.name
+    def __init__(self, run: Path, find: FindFile, place: str):
+        self.run, self.place = run, place
         self._find, self._lock = find, Lock()
         self._tail = Tail(run / ITERATIONS)
         self._known: dict[tuple[str, int], Iteration] = {}
 
     def refresh(self) -> Mapping[tuple[str, int], Iteration]:
-        """All iterations by split and number, in the order in which they were made; later ones make another table."""
+        """Return all iterations by split and number, in the order in which they were made; never changed afterwards."""
         with self._lock:
             if self.file(ITERATIONS) is None:
                 self._tail, self._known = Tail(self.run / ITERATIONS), {}
@@ -92,22 +83,22 @@ class Index:
             return self._known or self._listed()
 
     def file(self, name: str) -> Path | None:
-        """A file of the run, where it is there and may be read."""
+        """Return a file of the run, where it is there and may be read."""
         return self._find(self.run, name)
 
     def tokens(self, one: Iteration) -> TokenFile | None:
-        """The open file of a recorded iteration; None of another."""
+        """Open the file of a recorded iteration; None of another."""
         path = self.file(one.tokens) if one.tokens else None
         return TokenFile(path, f"{self.place}/{one.tokens}") if path is not None else None
 
     def groups(self, one: Iteration, problem: str) -> Sequence[int]:
-        """The groups of a recorded iteration that are of this problem, in their order."""
+        """Return the groups of a recorded iteration that are of this problem, in their order."""
         path = self.file(one.tokens) if one.tokens else None
         return _groups(path, f"{self.place}/{one.tokens}", stamp_of(path)).get(problem, ()) if path is not None else ()
 
     def lines(self, name: str, wanted: FieldKinds, begin: int = 0, end: int | None = None) -> Iterator[Row]:
-        """The objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone, give
-        nothing. Raises CheckpointError for an object with a value of another kind."""
+        """Yield the objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone,
+        give nothing. Raises CheckpointError for an object with a value of another kind."""
         for at, row in json_lines(self.file(name), begin, end):
             try:
                 yield checked(row, {}, wanted)
@@ -123,11 +114,11 @@ class Index:
             yield row
 
     def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Row]:
-        """The lines of ``GENERATIONS`` or ``EVALUATIONS``."""
+        """Yield the lines of ``GENERATIONS`` or ``EVALUATIONS``."""
         return self.lines(name, _COMPLETION, begin, end)
 
     def get(self, split: str, number: int | None) -> Iteration:
-        """An iteration; the newest recorded one for None, or the newest. Raises UsageError where there is none."""
+        """Return an iteration; for None the newest recorded one, or else the newest. Raises UsageError without one."""
         known = self.refresh()
         own = [one for one in known.values() if one.split == split]
         if not own:
@@ -145,7 +136,7 @@ class Index:
 
 
 def _iteration(row: Mapping[str, Any]) -> Iteration | None:
-    """None of a line that names what lies elsewhere, or is no line of an index."""
+    """Return a line of the index; None where it is no such line, or names a file outside of the run."""
     try:
         name, tokens, lines = str(row["name"]), row.get("tokens"), row.get("lines")
         if any("/" in each or each.startswith(".") for each in (name, str(tokens or "x"))):
@@ -160,9 +151,10 @@ def _iteration(row: Mapping[str, Any]) -> Iteration | None:
 
 
 def rollouts_of(index: Index, one: Iteration) -> list[Row]:
-    """Every rollout of an iteration as far as it is recorded, in sampling order: ``index``, ``group``, ``sample``,
-    ``problem_id``, ``tags``, ``reward``, ``correct``, ``advantage``, ``length``, ``turns``, ``stop_reason``, ``ended``,
-    ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``prompt``, ``text`` and whether it is ``whole``."""
+    """Return every rollout of an iteration as far as it is recorded, in sampling order: ``index``, ``group``,
+    ``sample``, ``problem_id``, ``tags``, ``reward``, ``correct``, ``advantage``, ``length``, ``turns``,
+    ``stop_reason``, ``ended``, ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``prompt``, ``text`` and
+    ``whole``: whether these texts are complete."""
     if (tokens := index.tokens(one)) is not None:
         with tokens as file:
             prompt = cache(file.prompt)
@@ -172,7 +164,7 @@ def rollouts_of(index: Index, one: Iteration) -> list[Row]:
 
 
 def first_problem(index: Index, one: Iteration) -> str | None:
-    """The problem of an iteration's first rollout; None where there is none."""
+    """Return the problem of an iteration's first rollout; None where there is none."""
     if (tokens := index.tokens(one)) is not None:
         with tokens as file:
             return file.prompt(next(file.lines())["group"])["problem_id"] if len(file) else None
@@ -182,7 +174,7 @@ def first_problem(index: Index, one: Iteration) -> str | None:
 
 @lru_cache(KEPT_FILES)
 def _groups(path: Path, shown: str, stamp: Stamp | None) -> Mapping[str, Sequence[int]]:
-    """The groups of every problem of a file of tokens."""
+    """Return the groups of every problem of a file of tokens."""
     found: dict[str, list[int]] = defaultdict(list)
     with TokenFile(path, shown) as file:
         for group, prompt in enumerate(file.prompts()):
@@ -192,17 +184,8 @@ def _groups(path: Path, shown: str, stamp: Stamp | None) -> Mapping[str, Sequenc
 
 def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -> Row:
     keys = (
-        "group",
-        "sample",
-        "reward",
-        "correct",
-        "advantage",
-        "stop_reason",
-        "ended",
-        "discarded",
-        "error",
-        "metrics",
-    )
+        "group", "sample", "reward", "correct", "advantage", "stop_reason", "ended", "discarded", "error", "metrics",
+    )  # fmt: skip
     turns = line["turns"]
     return {key: line.get(key) for key in keys} | {
         "index": index,
@@ -258,7 +241,7 @@ def _tool_errors(metrics: Mapping[str, Any]) -> int:
 
 
 def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Row]:
-    """The shortened completions of an iteration by group and sample, where the index says where they lie."""
+    """Return the shortened completions of an iteration by group and sample; {} where the index has no lines of it."""
     if one.lines is None:
         return {}
     found: dict[tuple[int, int], Row] = {}

@@ -27,7 +27,7 @@ class ColumnRun(RunResult):
     numbers: Numbers | None = field(default=None, repr=False)
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """As ``RunResult``; of a long run's training from float32."""
+        """Return the curve as ``RunResult`` does; of a long run's training from float32."""
         if self.numbers is None or Measure(key=key).held_out:
             return super().curve(key)
         steps, values = points_of(self.numbers, key)
@@ -50,7 +50,8 @@ def result_of(library: Library, run: Run) -> ColumnRun:
 
 
 def reader(library: Library, runs: Mapping[str, Run]) -> Any:
-    """How a comparison reads the runs of a campaign: small ones from their rows, others from columns."""
+    """Return a function that reads the runs of a campaign for a comparison: small ones from their rows, others from
+    columns."""
 
     def read(directory: Path, entry: Mapping[str, Any]) -> RunResult:
         run = runs.get(str(entry["run_id"]))
@@ -72,7 +73,7 @@ def _is_small(metrics: Path | None) -> bool:
 
 
 def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
-    """As ``read_run``, with columns in the place of rows."""
+    """Return the run as ``read_run`` does, with columns in the place of rows."""
     path = directory / entry["path"]
     facts = RunReader(path).config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
@@ -86,7 +87,7 @@ def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -
 
 
 def _graded_row(numbers: Numbers) -> dict[str, float]:
-    """A row in which rewards had values other than 0 and 1, where there is one (``record.notes.is_graded``)."""
+    """Return a row in which rewards had values other than 0 and 1, where there is one (``records.notes.is_graded``)."""
     with numbers.still():
         low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
     with np.errstate(invalid="ignore"):
@@ -98,7 +99,7 @@ def _graded_row(numbers: Numbers) -> dict[str, float]:
 
 
 def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """float64 steps and values wherever a metric has one: of an evaluation the updates done when it ran."""
+    """Return float64 steps and values wherever a metric has one: of an evaluation the updates done when it ran."""
     rows = numbers.evaluations()
     name = Measure(key=key).held_out
     if name is not None and rows:

@@ -1,4 +1,4 @@
-"""What the catalogue says of a key, also by another tool's name; a key that it does not know says its own place."""
+"""Facts about metrics from the catalogue, also under another tool's names; unknown keys are placed by their names."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ WATCH = (
     "discarded_zero_advantage_pct", "val/ratio", "kl", "off_policy_steps_mean", "step_time_s",
     "perf/completion_tokens_per_s",
 )  # fmt: skip
-"""What is worth watching, in this order, as far as runs have it."""
+"""Metrics to look at first, in this order, as far as runs have them."""
 MOST_WATCHED = 12
 GENERAL = "General"  # The section of unknown keys that name none
 STATISTICS = ("std", "min", "max")
@@ -44,7 +44,7 @@ def about(key: str) -> dict[str, Any]:
 
 
 def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All metrics of these keys in the catalogue's order, without further names of one that is there."""
+    """Return the metrics of these keys in the catalogue's order, without the aliases of one that is there."""
     there = set(keys)
     out = []
     for key in keys:
@@ -68,7 +68,7 @@ def name_in(key: str, keys: Collection[str]) -> str:
 
 
 def watched(keys: Collection[str]) -> list[str]:
-    """The keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
+    """Return the keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
     found: dict[str, None] = {}
     for pattern in WATCH:
         found |= dict.fromkeys(named(pattern, keys))
@@ -84,13 +84,13 @@ def named(pattern: str, keys: Collection[str]) -> list[str]:
 
 
 def tags_of(keys: Collection[str]) -> list[str]:
-    """The tags and environments by which numbers are told apart."""
+    """Return the tags and environments that have metrics of their own."""
     found = dict.fromkeys(parts[1] for key in keys if len(parts := key.split("/")) > 2 and parts[0] == "env")
     return [tag for tag in found if tag != "all"]
 
 
 def healthy_of(metric: Metric) -> dict[str, Any] | None:
-    """The catalogue's words, with the ends that they name."""
+    """Return the catalogue's words about the healthy range, and its ends where they name them."""
     text = metric.healthy
     if not text:
         return None
@@ -113,7 +113,7 @@ def _plain(text: str) -> str:
 
 
 def _regex(key: str) -> str:
-    """A key of the catalogue as a pattern: ``<k>`` is a number, any other placeholder a part between slashes."""
+    """Return a key of the catalogue as a pattern: ``<k>`` is a number, any other placeholder a part between slashes."""
     parts = re.split(r"(<\w+>)", key)
     return "".join(r"\d+" if part == "<k>" else r"[^/]+" if part.startswith("<") else re.escape(part) for part in parts)
 
@@ -130,7 +130,7 @@ _ALIAS_FAMILIES = [(name, re.compile(_regex(name)), metrics[0]) for name, metric
 
 
 def _found(key: str) -> tuple[Metric | None, bool]:
-    """The catalogue's entry of a key, and whether the key is another tool's name for it."""
+    """Return the catalogue's entry of a key, and whether the key is another tool's name for it."""
     if key in _BY_PATTERN:
         return _BY_PATTERN[key], False
     if key in _BY_ALIAS:
@@ -143,7 +143,7 @@ def _found(key: str) -> tuple[Metric | None, bool]:
 
 
 def _names_of(key: str, metric: Metric) -> Iterator[str]:
-    """The catalogue's own key, with this alias's names filled in."""
+    """Yield the catalogue's keys of a metric with the names that this alias has in the place of placeholders."""
     for names in metric.aliases.values():
         for name in names:
             match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
@@ -155,13 +155,14 @@ def _names_of(key: str, metric: Metric) -> Iterator[str]:
 
 
 def _repeats(key: str, there: set[str]) -> bool:
-    """Whether a key is an alias of a family's member that is there too."""
+    """Return whether a key is an alias of a family's member that is there too."""
     metric, alias = _found(key)
     return metric is not None and alias and any(name in there for name in _names_of(key, metric))
 
 
 def _is_own(key: str, there: set[str]) -> bool:
-    """Whether a key that is also an alias stands for itself: what it belongs to, such as a critic, is there."""
+    """Return whether a key that is also an alias stands for itself: other metrics with the same requirement, such as a
+    critic, are there."""
     metric = _BY_PATTERN.get(key)
     return metric is not None and any(
         other.requires == metric.requires and other.key in there and other.key not in _BY_ALIAS for other in METRICS
@@ -169,7 +170,7 @@ def _is_own(key: str, there: set[str]) -> bool:
 
 
 def _statistic(key: str, name: str) -> str | None:
-    """The key of another statistic of the same quantity, where this one is its mean."""
+    """Return the key of another statistic of the same quantity, where this one is its mean."""
     if key == "mean_reward":
         return f"reward_{name}"
     for pattern, to in ((r"(.*)/mean", r"\1/{}"), (r"(.*)_mean", r"\1_{}"), (r"(.*/)mean_(.*)", r"\1{}_\2")):
@@ -184,7 +185,7 @@ def _component(key: str) -> str | None:
 
 
 def _range_of(key: str, ranges: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The range that the run declared for what a metric measures."""
+    """Return the range that the run declared for the reward or component that a metric is of."""
     name = "reward" if key in ("mean_reward", "reward_min", "reward_max") or key.endswith("reward/total") else None
     if name is None and (match := re.fullmatch(r"(?:rewards|env)/(?:all/)?([^/]+)(?:/(?:mean|min|max))?", key)):
         name = match[1]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +30,8 @@ from retrain.ui.sources import Run
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
 AXES = ("step", "tokens", "device", "wall")
-"""What a chart may have from left to right; ``device`` and ``wall`` in seconds. Runs that do not record their wall
-clock have the seconds of their steps added up, without the pauses between them."""
+"""The x axes of a chart; ``device`` and ``wall`` in seconds. Runs without a recorded wall clock have the seconds of
+their steps added up, without the pauses between them."""
 MADE = ".made"  # Ending of the empty file beside a cache that says how new it is; one that is being written has none
 WALL_CLOCK = "timing_wall_clock"
 UNPLACED = "rows of an earlier release, which did not record the wall clock: these are left out"
@@ -44,42 +44,6 @@ KEPT_BYTES = 48 << 20  # Bytes of columns kept in memory, over all runs
 UNUSED_S = 30 * 86400.0
 
 
-class Numbers(Protocol):
-    """The numbers of one run."""
-
-    reading: bool  # Whether its rows are still being read for the first time: there are none before that
-
-    def refresh(self, make: bool = False) -> None:
-        """Read what is new; with ``make`` also what takes seconds."""
-        ...
-
-    def refresh_evaluations(self) -> None: ...
-
-    def __len__(self) -> int:
-        """Rows: steps that are finished."""
-        ...
-
-    @property
-    def keys(self) -> Collection[str]:
-        """Every key that has been a number, those of evaluations included; quick to look up in."""
-        ...
-
-    @property
-    def last(self) -> Mapping[str, Any]: ...
-
-    def column(self, key: str) -> np.ndarray:
-        """float32 [rows], NaN where a row has no such number."""
-        ...
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of held-out evaluations."""
-        ...
-
-    def still(self) -> AbstractContextManager[object]:
-        """As long as this is held nothing is read anew: columns that are taken together have the same rows."""
-        ...
-
-
 class Store:
     """Columns in memory, over all runs, the least recently used given up first."""
 
@@ -88,7 +52,7 @@ class Store:
         self._bytes, self._most, self._lock = 0, most, RLock()
 
     def get(self, path: Path, key: str, version: int) -> np.ndarray | None:
-        """What was put, if it is of this version."""
+        """Return the column that was put, if it is of this version."""
         with self._lock:
             found = self._kept.get((path, key))
             if found is None or found[0] != version:
@@ -109,7 +73,8 @@ class Store:
 class RunNumbers:
     """The numbers of a directory with ``metrics.jsonl`` and ``evals.jsonl``; safe to use from several threads.
 
-    ``metrics`` and ``evals`` are real paths inside the given directories, or paths of nothing.
+    ``metrics`` and ``evals`` are real paths inside the given directories, or paths of nothing. There are no rows while
+    they are being read for the first time (``reading``).
     """
 
     def __init__(self, metrics: Path, evals: Path, store: Store, cache: Path | None = None):
@@ -157,13 +122,13 @@ class RunNumbers:
         self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
     def _bare(self) -> bool:
-        """Whether this is a long run that nothing has the columns of."""
+        """Return whether this is a long run whose columns are in no file."""
         beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
         return not self._tried and not beside_there and _size(self.metrics) > CACHED_FROM
 
     def _is_made(self) -> bool:
-        """Whether the cache has all rows, from an earlier time."""
+        """Return whether the cache has all rows, from an earlier time."""
         made = stamp_of(self._cache.with_suffix(MADE)) if self._cache is not None else None
         metrics = stamp_of(self.metrics)
         return made is not None and metrics is not None and made.written >= metrics.written
@@ -183,7 +148,7 @@ class RunNumbers:
             self._version += 1
 
     def _write_cache(self) -> bool:
-        """Whether the columns are in the cache; where they cannot be, all rows are held in memory."""
+        """Write the columns into the cache; return False where they cannot be, so that all rows are held in memory."""
         if self._cache is None:
             return False
         try:
@@ -196,12 +161,13 @@ class RunNumbers:
         return True
 
     def __len__(self) -> int:
+        """Return the number of rows: steps that are finished."""
         with self._lock:
             return len(self._columns)
 
     @property
     def keys(self) -> Collection[str]:
-        """Of the rows, then of the evaluations."""
+        """Every key that has been a number, those of the rows, then of the evaluations; quick to look up in."""
         with self._lock:
             if self._keys is None:
                 of_sets = (key for row in self._rows for key, value in row.items()
@@ -219,7 +185,7 @@ class RunNumbers:
         return {}
 
     def column(self, key: str) -> np.ndarray:
-        """float32 [rows]."""
+        """Return float32 [rows], NaN where a row has no such number."""
         with self._lock:
             found = self._store.get(self.metrics, key, self._version)
             if found is None or len(found) < len(self._columns):
@@ -230,11 +196,12 @@ class RunNumbers:
             return found
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """The rows of ``evals.jsonl``."""
+        """Return the rows of ``evals.jsonl``."""
         with self._lock:
             return self._rows
 
     def still(self) -> AbstractContextManager[object]:
+        """Return a lock: while it is held nothing is read anew, so that all columns have the same rows."""
         return self._lock
 
 
@@ -273,7 +240,6 @@ class TableNumbers:
         return self._rows[-1] if self._rows else {}
 
     def column(self, key: str) -> np.ndarray:
-        """float32 [rows]."""
         return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -284,12 +250,15 @@ class TableNumbers:
         return self._lock
 
 
+Numbers = RunNumbers | TableNumbers
+
+
 class Pool:
     """The numbers of all runs, one object for each run."""
 
     def __init__(self, cache: Path | None = None):
         self._cache, self._store, self._lock = cache, Store(), RLock()
-        self._runs: dict[str, RunNumbers | TableNumbers] = {}
+        self._runs: dict[str, Numbers] = {}
         if cache is not None:
             _tidy(cache)
 
@@ -300,7 +269,7 @@ class Pool:
                 self._runs[run.place] = self._new(run, find)
             return self._runs[run.place]
 
-    def _new(self, run: Run, find: FindFile) -> "RunNumbers | TableNumbers":
+    def _new(self, run: Run, find: FindFile) -> Numbers:
         foreign, reader = run.foreign, run.reader
         if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
             return TableNumbers(foreign, reader, find)
@@ -315,7 +284,7 @@ def cache_directory() -> Path:
 
 
 def steps_of(numbers: Numbers) -> np.ndarray:
-    """float64 [rows]: the number of every row's step; rows without one go on counting."""
+    """Return float64 [rows]: the number of every row's step; rows without one go on counting."""
     with numbers.still():
         column, rows = _first(numbers, STEP_KEYS), len(numbers)
     count = np.arange(rows, dtype=np.float64)
@@ -323,8 +292,8 @@ def steps_of(numbers: Numbers) -> np.ndarray:
 
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
-    """float64 [rows]: how far the run was at each row; of the wall clock NaN in rows that do not record it, as those
-    before a resume under an earlier release. Raises Refusal where its files do not say at all."""
+    """Return float64 [rows]: how far the run was at each row; of the wall clock NaN in rows that do not record it, as
+    those before a resume under an earlier release. Raises Refusal where its files do not say at all."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
@@ -342,7 +311,7 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
 
 
 def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
-    """float64: how far the run was at these steps, NaN where nothing says so. With ``updates`` a step counts the
+    """Return float64: how far the run was at these steps, NaN where nothing says so. With ``updates`` a step counts the
     updates done, as that of an evaluation, and lies behind the rows of them."""
     if x == "step":
         return steps
@@ -355,8 +324,8 @@ def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndar
 
 
 def own_seconds(numbers: Numbers) -> np.ndarray | None:
-    """float64 [rows]: what each step cost the device for this run alone, as comparisons count it; of other tools' runs
-    the step's time. None where nothing is said of either."""
+    """Return float64 [rows]: the device seconds of each step for this run alone, as comparisons count them; of other
+    tools' runs the step's time. None where neither is recorded."""
     with numbers.still():
         keys = numbers.keys
         if f"time/{SHARED_SPANS[0]}" not in keys:
@@ -382,7 +351,7 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _only_one(cache: Path) -> Iterator[None]:
-    """Of several servers, one writes a file of the cache at a time."""
+    """Hold a lock, so that of several servers one writes a file of the cache at a time."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with open(cache.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

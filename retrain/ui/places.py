@@ -50,7 +50,7 @@ class Places:
                 self.roots[_free(real.name or "root", self.roots)] = real
 
     def find(self, place: str) -> Path:
-        """The directory of a place, as its real path. Raises Refusal (404) for everything that is none."""
+        """Return the directory of a place, as its real path. Raises Refusal (404) for everything that is none."""
         parts = place.split("/")
         odd = not place or len(place) > MOST or "\0" in place or any(part in ("", ".", "..") for part in parts)
         root = self.roots.get(parts[0])
@@ -62,8 +62,8 @@ class Places:
         return path
 
     def file(self, directory: Path, name: str) -> Path | None:
-        """A regular file below ``directory``, by its real path; None where there is none, or it lies elsewhere. What
-        is no regular file (a pipe, say) is none: opening it could wait for ever."""
+        """Return a regular file below ``directory`` by its real path; None where there is none, or it lies outside of
+        the roots. A pipe is no such file: opening it could wait for ever."""
         path = self._real(directory / name)
         try:
             return path if path is not None and stat.S_ISREG(path.stat().st_mode) else None
@@ -75,24 +75,24 @@ class Places:
         return path if path is not None and path.is_dir() else None
 
     def inside(self, path: Path) -> bool:
-        """Whether a path that is there leads to something in one of the roots; true of one that is not there."""
+        """Return whether a path leads to something in one of the roots; true of a path at which nothing is."""
         return not os.path.lexists(path) or self._real(path) is not None
 
     def place_of(self, path: Path) -> str:
-        """The place of a directory below a root, under the root that is nearest to it."""
+        """Return the place of a directory below a root, under the root that is nearest to it."""
         near = [(len(root.parts), name, root) for name, root in self.roots.items() if path.is_relative_to(root)]
         _, name, root = max(near)
         relative = path.relative_to(root).as_posix()
         return name if relative == "." else f"{name}/{relative}"
 
     def told(self, text: str) -> str:
-        """A sentence with places in it, where it has paths of this machine."""
+        """Return a sentence with places instead of paths of this machine."""
         for name, root in sorted(self.roots.items(), key=lambda each: -len(each[1].parts)):
             text = text.replace(str(root), name)
         return text
 
     def _real(self, path: Path) -> Path | None:
-        """Where a path leads, links followed; None where that is outside of all roots, or nothing."""
+        """Return where a path leads, links followed; None where that is outside of all roots, or nothing."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):
@@ -101,14 +101,14 @@ class Places:
 
 
 def stays_inside(run: Path, places: Places) -> bool:
-    """Whether none of the files that others read for us leads out of the given directories, or is a pipe."""
+    """Return whether none of ``READ`` leads out of the given directories, or is a pipe."""
     if not places.inside(run) or not places.inside(run / EMERGENCE):
         return False
     return all(_is_plain(run, name, places) for name in READ)
 
 
 def _is_plain(run: Path, name: str, places: Places) -> bool:
-    """Whether a file is a regular one inside, or not there; most are neither linked nor odd, which one look tells."""
+    """Return whether a file is a regular one inside, or not there; without links one call of lstat tells."""
     try:
         mode = (run / name).lstat().st_mode
     except OSError:
@@ -117,7 +117,7 @@ def _is_plain(run: Path, name: str, places: Places) -> bool:
 
 
 def nothing(place: str) -> Refusal:
-    """The refusal of a place at which there is nothing to show."""
+    """Return the refusal of a place at which there is nothing to show."""
     return Refusal(404, f"there is nothing to show at {place[:200]!r}")
 
 

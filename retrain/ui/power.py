@@ -1,4 +1,4 @@
-"""How many more seeds would tell a difference as large as was seen: lines of words, and of TOML to paste."""
+"""Fresh seeds that would show a difference as large as was seen: lines of words, and of TOML to paste."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from retrain.verdicts.words import amount
 
 
 def power_of(home: Home, comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """How many seeds would tell the differences that were seen so far, by the table of the rule's power."""
+    """Return how many seeds would show the differences seen so far, by the table of the rule's power."""
     others = comparison["conditions"][1:]
     if not others or not home.manifest:
         return []
@@ -40,5 +40,5 @@ def power_of(home: Home, comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _toml(seeds: list[int], needed: int) -> str:
-    """The line for [campaign] of a new campaign with so many fresh seeds."""
+    """Return the line for [campaign] of a new campaign with so many fresh seeds."""
     return f"seeds = {list(range(seeds[-1] + 1, seeds[-1] + 1 + needed))}"

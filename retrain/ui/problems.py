@@ -17,7 +17,7 @@ from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
 from retrain.ui.differences import compared
 from retrain.ui.iterations import Index, Iteration, rollouts_of
 from retrain.ui.rates import rate_of
-from retrain.ui.rollouts import shown_tokens
+from retrain.ui.rollouts import shown_text, shown_tokens
 
 MOST_PROMPT = 300
 KEPT = 2  # Matrices that are kept: of a large set with ten conditions one takes tens of megabytes
@@ -142,30 +142,31 @@ class Matrices:
 
 
 def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict[str, Ends], int | None]:
-    """What each condition is told by, and the common step, where that is what all are taken at."""
-    known = {
+    """Return the evaluations that each condition is shown by, and the common step, where all are shown at it."""
+    evaluated = {
         label: [(run, evaluations) for run in own if (evaluations := _evaluations(run, held_out))]
         for label, own in runs.items()
     }
-    finished = {label: [each for each in own if each[0].run not in unfinished] for label, own in known.items()}
-    taken = {label: finished[label] or own for label, own in known.items() if own}
-    going = any(not finished[label] for label in taken)
-    later = [{one.number for one in evaluations[1:]} for own in taken.values() for _, evaluations in own]
-    common = max(set.intersection(*later), default=None) if going and (later := [each for each in later if each]) \
-        else None  # fmt: skip
-    found = {}
-    for label, own in taken.items():
-        told = []
-        for run, (first, *more) in own:
-            after = next((one for one in more if one.number == common), None) if going else (more or [None])[-1]
-            told.append((run, first, after))
+    finished = {label: [each for each in own if each[0].run not in unfinished] for label, own in evaluated.items()}
+    chosen = {label: finished[label] or own for label, own in evaluated.items() if own}
+    is_finished = all(finished[label] for label in chosen)
+    common = None
+    if not is_finished:
+        steps = [{one.number for one in later} for own in chosen.values() for _, (_, *later) in own if later]
+        common = max(set.intersection(*steps), default=None) if steps else None
+    ends = {}
+    for label, own in chosen.items():
+        pairs = []
+        for run, (first, *later) in own:
+            at_common = (one for one in later if one.number == common)
+            pairs.append((run, first, next(at_common, None) if not is_finished else (later or [None])[-1]))
         # Rates before and after are of the same seeds.
-        found[label] = Ends([each for each in told if each[2]] or told, "finished" if finished[label] else "all")
-    return found, common
+        ends[label] = Ends([each for each in pairs if each[2]] or pairs, "finished" if finished[label] else "all")
+    return ends, common
 
 
 def _pair(run: Index, held_out: str, before: Iteration, after: Iteration | None, problems: dict[str, Row]) -> Pair:
-    """Return a run's scores; ``problems`` learns the problems that it has answered."""
+    """Return a run's scores, and add the problems that it has answered to ``problems``."""
     scores: tuple[Scores, Scores] = {}, {}
     draw = 0
     for when, one in enumerate((before, after)):
@@ -191,8 +192,7 @@ def _rates(pairs: Pairs, name: str) -> dict[str, Row]:
     for label, own in pairs.items():
         counts = [[getattr(pair, when).get(name, (0, 0)) for pair in own.values()] for when in WHEN]
         before, after = (rate_of(sum(c for c, _ in each), sum(n for _, n in each)) for each in counts)
-        found[label] = {"before": before["rate"], "after": after["rate"], "answers": after["n"],
-                        "rates": {"before": before, "after": after}, "tests": {}}  # fmt: skip
+        found[label] = {"rates": {"before": before, "after": after}, "tests": {}}
     return found
 
 
@@ -268,12 +268,13 @@ def _test_words(test: Row) -> str:
 
 
 def _changes(row: Row) -> list[float]:
-    pairs = [(each["before"], each["after"]) for each in row["rates"].values()]
-    return [after - before for before, after in pairs if before is not None and after is not None] or [0.0]
+    ends = [[each["rates"][when]["rate"] for when in WHEN] for each in row["rates"].values()]
+    return [after - before for before, after in ends if before is not None and after is not None] or [0.0]
 
 
 def _after(row: Row) -> list[float]:
-    return [each["after"] for each in row["rates"].values() if each["after"] is not None] or [0.0]
+    rates = [each["rates"]["after"] for each in row["rates"].values()]
+    return [rate["rate"] for rate in rates if rate["n"]] or [0.0]
 
 
 def _least_p(row: Row) -> float:
@@ -287,12 +288,12 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
     "hard": lambda row: sum(_after(row)) / len(_after(row)),
     "problem": lambda row: 0,
 }
-"""What a matrix may be sorted by."""
+"""Keys by which a matrix is sorted."""
 
 
 def evolution(runs: Runs, held_out: str, problem: str) -> Row:
-    """One problem at every evaluation: its "prompt" and "tags", and {"conditions": {label: [{"step", "rate",
-    "answers"}]}}. Raises UsageError where nothing is known of it."""
+    """Return one problem at every evaluation: its "prompt" and "tags", and by condition its rates with their "step".
+    Raises UsageError where nothing is known of it."""
     found = evolutions(runs, held_out, problem)
     if problem not in found:
         raise UsageError(f"no evaluation on {held_out} has a problem {problem!r}")
@@ -300,7 +301,7 @@ def evolution(runs: Runs, held_out: str, problem: str) -> Row:
 
 
 def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, Row]:
-    """Return the same of every problem, or of one, by its name; each file is read once."""
+    """Return that of every problem, or of ``only`` one, by its name; each file is read once."""
     about: dict[str, Row] = {}
     cells: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: {label: {} for label in runs})
     for label, own in runs.items():
@@ -315,7 +316,7 @@ def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, 
     found = {}
     for name, by_label in cells.items():
         shown = {
-            label: [rate_of(*cell) | {"step": step, "answers": cell[1]} for step, cell in sorted(own.items())]
+            label: [rate_of(*cell) | {"step": step} for step, cell in sorted(own.items())]
             for label, own in by_label.items() if own
         }  # fmt: skip
         found[name] = {"set": held_out, "problem": name} | about[name] | {"conditions": shown}
@@ -323,12 +324,12 @@ def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, 
 
 
 def _evaluations(run: Index, held_out: str) -> list[Iteration]:
-    """The evaluations of a run on a held-out set, in order."""
+    """Return the evaluations of a run on a held-out set, in order."""
     return [one for (split, _), one in run.refresh().items() if split == f"eval/{held_out}"]
 
 
 def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator[tuple[Iteration, Row]]:
-    """The lines of these evaluations; of a run without an index the file is read once from its beginning."""
+    """Yield the lines of these evaluations; of a run without an index the file is read once from its beginning."""
     missing = {one.number: one for one in wanted if one.lines is None}
     for one in wanted:
         if one.lines is not None:
@@ -340,8 +341,8 @@ def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator
 
 
 def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Row:
-    """The same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long texts)
-    in which they differ, and the first token that does. Raises UsageError where one of them has no such rollout."""
+    """Return the same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long
+    texts) in which they differ, and the first token that does. Raises UsageError where one has no such rollout."""
     left, right = (_found(run, one, problem, sample) for run, one in (a, b))
     one, other = ("\n".join(turn["text"] for turn in side["line"]["turns"]) for side in (left, right))
     *words, changes, by = compared(one, other)
@@ -358,17 +359,13 @@ def _found(run: Index, one: Iteration, problem: str, sample: int) -> Row:
     else:
         rows = [row for row in rollouts_of(run, one) if row["problem_id"] == problem]
         if sample < len(rows):
-            turn = {"messages": [], "text": rows[sample]["text"], "tokens": rows[sample]["length"]}
-            prompt = {"problem_id": problem, "tags": rows[sample]["tags"], "messages": [], "reference": None}
-            line = rows[sample] | {"turns": [turn]}
-            about |= {"samples": len(rows), "index": rows[sample]["index"]}
-            return about | {"prompt": prompt, "line": line, "pieces": None, "numbers": {}}
+            return about | {"samples": len(rows), "index": rows[sample]["index"]} | shown_text(rows[sample])
     raise UsageError(f"{one.name} of {run.run.name} has no sample {sample} of problem {problem!r}")
 
 
 def _diverge(left: Row, right: Row) -> list[int] | None:
-    """[turn, token] of the first token at which the two differ; None where one is the beginning of the other, or their
-    tokens are not known."""
+    """Return [turn, token] of the first token at which the two differ; None where one is the beginning of the other, or
+    their tokens are not known."""
     if left["pieces"] is None or right["pieces"] is None:
         return None
     for turn, (own, other) in enumerate(zip(left["pieces"], right["pieces"], strict=False)):

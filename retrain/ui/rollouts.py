@@ -30,7 +30,7 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
 
 @dataclass(frozen=True)
 class Filter:
-    """Which rollouts of an iteration are shown; None and "" let all through.
+    """Conditions that rollouts of an iteration must meet; None and "" let all through.
 
     ``kept``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: in the prompt or
     the answer, whatever the case; ``errors``: only those with a failed tool call, or that could not be graded; rewards
@@ -70,7 +70,7 @@ def table(
     first: int = 0,
     count: int = 200,
 ) -> Row:
-    """An iteration: a histogram of all its rewards, its groups as strips of them, and the rollouts that pass, sorted.
+    """Return an iteration: the histogram of its rewards, its groups as strips, and the rollouts that pass, sorted.
 
     Raises UsageError for a sort that is none.
     """
@@ -142,8 +142,8 @@ def _groups(every: Sequence[Row]) -> list[Row]:
 
 
 def whole(run: Index, one: Iteration, index: int) -> Row:
-    """One rollout with its tokens, as ``shown_tokens``, and the others of its group without; without tokens where they
-    were not recorded. Raises UsageError where there is no such rollout."""
+    """Return one rollout as ``shown_tokens`` or, where its tokens were not recorded, as ``shown_text``, and the others
+    of its group in short. Raises UsageError where there is no such rollout."""
     if (tokens := run.tokens(one)) is not None:
         with tokens as file:
             if not 0 <= index < len(file):
@@ -164,35 +164,17 @@ def whole(run: Index, one: Iteration, index: int) -> Row:
         for each in every
         if each["group"] == chosen["group"]
     ]
-    turn = {"messages": [], "text": chosen["text"], "tokens": chosen["length"], "stop_reason": chosen["stop_reason"]}
-    prompt = {"problem_id": chosen["problem_id"], "tags": chosen["tags"], "messages": [], "reference": None}
-    return {
-        "about": one.as_json(),
-        "siblings": siblings,
-        "prompt": prompt,
-        "line": chosen | {"turns": [turn]},
-        "pieces": None,
-        "numbers": {},
-    }
+    return {"about": one.as_json(), "siblings": siblings} | shown_text(chosen)
 
 
 NUMBERS = (
-    "surprisal",
-    "entropy",
-    "advantage",
-    "credit",
-    "mismatch",
-    "planning",
-    "trained",
-    "version",
-    "value",
-    "target",
-)
-"""What a token can be coloured by."""
+    "surprisal", "entropy", "advantage", "credit", "mismatch", "planning", "trained", "version", "value", "target",
+)  # fmt: skip
+"""Numbers that tokens can be coloured by."""
 
 
 def shown_tokens(found: RolloutTokens) -> Row:
-    """A rollout and, for each token that was sampled, its text (``pieces``, turn by turn) and ``numbers`` [T]:
+    """Return a rollout and, for each sampled token, its text (``pieces``, turn by turn) and ``numbers`` [T]:
 
     ``surprisal`` −log π of the sampler (nats); ``entropy``; ``advantage``, what it trains with; ``credit``, by how much
     that differs from the advantage of the rollout (or turn); ``mismatch``, trainer minus sampler log-probability;
@@ -214,8 +196,15 @@ def shown_tokens(found: RolloutTokens) -> Row:
     return {"prompt": found.prompt, "line": line, "pieces": found.pieces(), "numbers": listed}
 
 
+def shown_text(row: Row) -> Row:
+    """Return a rollout without recorded tokens in the form of ``shown_tokens``."""
+    turn = {"messages": [], "text": row["text"], "tokens": row["length"], "stop_reason": row["stop_reason"]}
+    prompt = {"problem_id": row["problem_id"], "tags": row["tags"], "messages": [], "reference": None}
+    return {"prompt": prompt, "line": row | {"turns": [turn]}, "pieces": None, "numbers": {}}
+
+
 def _listed(values: np.ndarray) -> list[float | int | None] | None:
-    """As JSON, six digits; None where none of them is known."""
+    """Return numbers for JSON, six digits; None where none of them is finite."""
     if values.dtype.kind in "iu":
         return values.tolist()
     if len(values) and not np.isfinite(values).any():

@@ -56,8 +56,8 @@ def app_of(
     token: str | None = None,
     closing: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """The application. ``host`` and ``port`` are where it listens, ``token`` what a request must bring, ``closing``
-    tells listeners that the server ends."""
+    """Return the application. ``host`` and ``port`` are where it listens, ``token`` what a request must bring;
+    ``closing`` returns whether the server ends."""
     findings = Findings(library)
     app = Starlette(
         routes=[*api_routes(library, findings, closing), *page_routes()],
@@ -85,7 +85,7 @@ def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]
 
 
 def page_routes() -> list[BaseRoute]:
-    """The page's files, and its shell at every address that a page can have."""
+    """Return routes for the page's files, and for its shell at every address that a page can have."""
     shells = [
         Route(path, _shell, methods=["GET"]) for name in VIEWS for path in (f"/{name}", f"/{name}/{{place:path}}")
     ]
@@ -94,7 +94,7 @@ def page_routes() -> list[BaseRoute]:
 
 @functools.cache
 def static_version() -> str:
-    """What changes when any of the page's files does: URLs with it may be kept for ever."""
+    """Return a checksum of the page's files: URLs with it may be cached for ever."""
     digest = zlib.crc32(__version__.encode())
     files = {path.relative_to(STATIC).as_posix(): path for path in sorted(STATIC.rglob("*")) if path.is_file()}
     for name, path in files.items():
@@ -104,8 +104,8 @@ def static_version() -> str:
 
 @functools.cache
 def shell_html(static: str | None = None, copy: str = "") -> str:
-    """The page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without a
-    server, which holds its scripts beside it."""
+    """Return the page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without
+    a server, which holds its scripts beside it."""
     return (
         environment()
         .get_template("shell.html")
@@ -118,7 +118,7 @@ def _shell(request: Request) -> Response:
 
 
 def _static(request: Request) -> Response:
-    """A file of the page, with the version in its address or without."""
+    """Answer with a file of the page, with the version in its address or without."""
     name: str = request.path_params["path"]
     version, _, rest = name.partition("/")
     kept = version == static_version()
@@ -139,7 +139,7 @@ def _inside(name: str) -> Path | None:
 
 
 def _http(request: Request, error: Exception) -> Response:
-    """An address or a method that there is not; to a person the page says so."""
+    """Answer for an unknown address or method: with the page in a browser, else as JSON."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404 and "text/html" in request.headers.get("accept", "") and not path.startswith(FILES):
@@ -150,6 +150,6 @@ def _http(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
-    """A mistake of ours: its traceback is in the terminal."""
+    """Answer after a mistake of ours, whose traceback is in the terminal."""
     await asyncio.sleep(0)
     return refused(500, f"retrain ui failed here ({type(error).__name__}); the terminal shows where")

@@ -17,6 +17,12 @@ def settings_in(facts: Mapping[str, Any]) -> dict[str, Any]:
     return dict(flat({key: value for key, value in facts.items() if key not in FACTS and key not in NAMES}))
 
 
+def table_in(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the table of this name; {} where there is none."""
+    found = facts.get(name)
+    return dict(found) if isinstance(found, dict) else {}
+
+
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return every key whose values differ; null where one side has none."""
     return [

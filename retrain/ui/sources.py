@@ -1,4 +1,4 @@
-"""What the page knows of a directory, whoever wrote it: a campaign or a run, and its runs."""
+"""Campaigns and runs as the page sees them, whichever tool wrote their directories."""
 
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence

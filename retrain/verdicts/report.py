@@ -120,9 +120,6 @@ def _header(campaign: Campaign) -> str:
     return f"<h1>{escape(campaign.manifest['name'])}</h1><p class='facts'>{spans}</p>"
 
 
-# -- the verdict ------------------------------------------------------------------------------------------------
-
-
 def _verdicts(campaign: Campaign) -> str:
     """Sentences first, then the picture of the differences, then what weakens them."""
     comparison, measure = campaign.comparison, campaign.measure

@@ -46,7 +46,7 @@ CURVES = (
 
 
 def figure(title: str, words: str, chart: str) -> str:
-    """A chart on a card, with its title and how to read it."""
+    """Return a chart on a card, with its title and how to read it."""
     return (
         f"<figure class='card'><figcaption>{escape(title)}<small>{escape(words)}</small></figcaption>{chart}</figure>"
     )
@@ -68,7 +68,7 @@ def level_words(condition: dict[str, Any], measure: Measure) -> str:
 
 
 def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str:
-    """A table that scrolls inside itself; cells are HTML, all columns but the first are numbers unless long."""
+    """Return a table that scrolls inside itself; cells are HTML, all columns but the first are numbers unless long."""
     css = f" class='{css}'" if css else ""
     heads = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
@@ -76,7 +76,7 @@ def table_of(head: tuple[str, ...], rows: list[list[str]], css: str = "") -> str
 
 
 def cell(text: str) -> str:
-    """A number with its interval as a cell of a table: where it is narrow, the interval takes a line of its own."""
+    """Return a number with its interval as a cell of a table, in which the interval may take a line of its own."""
     number, bracket, interval = text.partition(" [")
     parts = (number, "[" + interval) if bracket else (number,)
     return " ".join(f"<span class='whole'>{escape(part)}</span>" for part in parts)
@@ -118,7 +118,7 @@ def curves_section(campaign: Campaign) -> str:
 
 
 def interval_words(shape: str, drawn: bool) -> str:
-    """How the intervals over seeds are drawn, or why they are not."""
+    """Return how the intervals over seeds are drawn, or why they are not."""
     return f"{shape}: 95 % interval" if drawn else f"no {shape} below {MIN_BAND_SEEDS} seeds"
 
 
@@ -153,7 +153,7 @@ def distributions_section(campaign: Campaign) -> str:
 
 
 def same_prompt_section(campaign: Campaign) -> str:
-    """Each condition against the baseline after training, then each condition before against after."""
+    """Return answers of each condition beside the baseline's after training, then before beside after training."""
     sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
     baseline = campaign.labels[0]
     blocks = []
@@ -274,7 +274,7 @@ def _secondary_row(secondary: dict[str, Any]) -> list[str]:
 
 
 def _breaking(label: str) -> str:
-    """A label that is broken between its overrides only, where there is no room."""
+    """Return a label that is broken between its overrides only, where there is no room."""
     first, *overrides = label.split("~")
     return "<wbr>".join(f"<span class='whole'>{escape(part)}</span>" for part in (first, *(f"~{o}" for o in overrides)))
 
@@ -339,7 +339,7 @@ def settings_section(campaign: Campaign) -> str:
 
 
 def runs_section(campaign: Campaign) -> str:
-    """Every run with its state and links; nothing is left out."""
+    """Return a table of every run with its state and links; no run is left out."""
     rows = []
     for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
         value = run.result(campaign.measure)
@@ -373,7 +373,7 @@ def _link(path: str, text: str) -> str:
 
 
 def audit_section(campaign: Campaign) -> str:
-    """A chart for each condition and audited set, both lines over steps, with what they say; "" without an audit."""
+    """Return a chart for each condition and audited set, both lines over steps, and its verdict; "" without any."""
     plots = []
     for each in audited(campaign.runs, campaign.labels):
         series = [

@@ -1,13 +1,14 @@
 """The page of one iteration: each prompt once, its samples side by side, tokens coloured on demand.
 
 Prompts, answers and rewards stand in the HTML and read without scripts, which add colours and sorting. Each sample
-carries its tokens as short integer lists in attributes: lengths in characters, surprisal in hundredths of a nat, token
-advantage in thousandths, the planning mask as run lengths and, with a critic, values and value targets in thousandths.
-The size is bounded by the constants below; what is left out is counted on the page.
+carries its tokens as integers in attributes, in the base-64 VLQ of source maps: lengths in characters, surprisal in
+hundredths of a nat, token advantage in thousandths, the planning mask as run lengths and, with a critic, values and
+value targets in thousandths. The size is bounded by the constants below; what is left out is counted on the page.
 """
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +40,12 @@ MAP_GROUPS = 256  # Groups in the overview of rewards
 TABLE_ROWS = 1_000  # Trajectories in the table at the end of the page
 PARTS_SHOWN = 50  # Numbers of a reward beside each sample, and columns for them in the table
 LARGEST_INTEGER = 10**15  # Magnitude at which the integers of the attributes end; a script counts so far exactly
+_DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
 THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>\s*|\Z)|\A(?:(?!<think).)*?</think>\s*", re.DOTALL)
-"""What a model thinks before it answers: between tags, or up to a closing tag whose opening stood in the prompt."""
+"""Thoughts before an answer: between tags, or up to a closing tag whose opening stood in the prompt."""
 
 DISCARDED = {
     "zero_advantage": "all advantages are 0",
@@ -268,7 +270,18 @@ def _tokens(batch: Batch, rollout: CreditedRollout, own: slice, said: str, limit
         columns["v"] = _scaled(rollout.values_T[own][keep], 1000)
         if rollout.value_targets_T is not None:
             columns["t"] = _scaled(rollout.value_targets_T[own][keep], 1000)
-    return text, {name: " ".join(map(str, values.tolist())) for name, values in columns.items()}
+    return text, {name: "".join(map(_vlq, values.tolist())) for name, values in columns.items()}
+
+
+@lru_cache(1 << 14)
+def _vlq(value: int) -> str:
+    """Return a variable-length quantity: digits of five bits, the lowest first, all but the last marked by 32; the
+    lowest bit of all is the sign."""
+    rest, digits = 2 * abs(value) + (value < 0), ""
+    while rest > 31:
+        digits += _DIGITS[32 + rest % 32]
+        rest //= 32
+    return digits + _DIGITS[rest]
 
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:

@@ -10,6 +10,7 @@ from retrain.ui.answers import Query, json_route
 from retrain.ui.banner import banner_of
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
+from retrain.ui.settings import table_in
 from retrain.ui.sources import Home, sets_of
 from retrain.ui.summary import Summaries
 
@@ -41,21 +42,16 @@ def routes(library: Library, findings: Findings, summaries: Summaries) -> list[R
 
 
 def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a finished run of every condition cost, and what it gained."""
+    """Return the mean cost of a finished run by condition, beside its difference to the baseline."""
     keys = (
-        "label",
-        "seconds_per_run",
-        "tokens_per_run",
-        "cost_ratio",
-        "difference",
-        "typical_difference",
+        "label", "seconds_per_run", "tokens_per_run", "cost_ratio", "difference", "typical_difference",
         "difference_interval",
-    )
+    )  # fmt: skip
     return [{key: condition.get(key) for key in keys} for condition in comparison["conditions"]]
 
 
 def checksums_of(library: Library, home: Home) -> dict[str, Any]:
-    """What was the same for all runs: one value where it was, else those of the runs."""
+    """Return checksums and versions by name: one value where all runs have the same, else the runs' values."""
     found: dict[str, dict[str, str]] = {}
     for run in home.runs:
         facts = library.settings(run)
@@ -67,9 +63,6 @@ def checksums_of(library: Library, home: Home) -> dict[str, Any]:
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, str | None]:
-    base, code, git = (facts.get(key) if isinstance(facts.get(key), dict) else {} for key in ("base", "code", "git"))
-    assert base is not None
-    assert code is not None
-    assert git is not None
+    base, code, git = (table_in(facts, name) for name in ("base", "code", "git"))
     named = {"base": base.get("fingerprint"), "code": code.get("sha256"), "revision": git.get("revision")}
     return {key: facts.get(key) if isinstance(facts.get(key), str) else None for key in SAME} | named

@@ -11,7 +11,7 @@ from retrain.records.reader import read_object, read_text
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
-from retrain.ui.settings import differing, settings_in
+from retrain.ui.settings import differing, settings_in, table_in
 from retrain.ui.sources import Run
 
 MOST_READ = 4 << 20  # Characters of a patch
@@ -31,7 +31,7 @@ def routes(library: Library) -> list[Route]:
             "config": differing(*map(settings_in, facts)),
             "code": code_of(library, a, b, facts),
             "environment": differing(*(dict(flat(_without(each, ("packages", "git")))) for each in machines)),
-            "packages": differing(*(_table(each, "packages") for each in machines)),
+            "packages": differing(*(table_in(each, "packages") for each in machines)),
             "hashes": [_hash(name, one, other) for name, one, other in _hashes(facts[0], facts[1])],
         }
 
@@ -39,7 +39,7 @@ def routes(library: Library) -> list[Route]:
 
 
 def _first(library: Library, place: str) -> Run:
-    """A run, or the first one of a campaign."""
+    """Return a run, or the first one of a campaign."""
     runs = library.home(place).runs
     return runs[0] if runs else library.run(place)
 
@@ -52,30 +52,25 @@ def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> di
     if not same and max(map(len, texts)) <= MOST_DIFF:
         one, other = (text.splitlines() for text in texts)
         lines = list(difflib.unified_diff(one, other, "a/code.diff", "b/code.diff", lineterm="", n=1))
+    code = [table_in(each, "code") | dict(flat({"git": table_in(each, "git")})) for each in facts]
     return {
-        "facts": differing(*(_table(each, "code") | {f"git.{key}": value for key, value in _table(each, "git").items()}
-                             for each in facts)),
+        "facts": differing(*code),
         "same_diff": same,
         "diff": lines[:MOST_LINES],
         "cut": len(lines) > MOST_LINES or (not same and not lines),
-    }  # fmt: skip
+    }
 
 
 def _hashes(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     rows = [(name, a.get(name), b.get(name)) for name in HASHES]
     for name in ("base", "heldout_hashes", "seeds"):
-        one, other = (dict(flat(_table(each, name))) for each in (a, b))
+        one, other = (dict(flat(table_in(each, name))) for each in (a, b))
         rows += [(f"{name}.{key}", one.get(key), other.get(key)) for key in dict.fromkeys([*one, *other])]
     return rows
 
 
 def _hash(name: str, a: Any, b: Any) -> dict[str, Any]:
     return {"name": name, "a": a, "b": b, "same": None if a is None and b is None else a == b}
-
-
-def _table(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = facts.get(name)
-    return dict(found) if isinstance(found, dict) else {}
 
 
 def _without(facts: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

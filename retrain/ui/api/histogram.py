@@ -64,7 +64,7 @@ def over_steps(index: Index, name: str, steps: list[Iteration]) -> dict[str, Any
 
 
 def value_of(row: Mapping[str, Any], name: str) -> float | None:
-    """One number of a rollout: reward, advantage, length, prompt_length, turns, or a component or metric by name."""
+    """Return a rollout's reward, advantage, length, prompt_length, turns, or a component or metric by its name."""
     steps = row["steps"]
     if name == "reward":
         value = row.get("total_reward")
@@ -80,6 +80,6 @@ def value_of(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def names_in(rows: list[dict[str, Any]]) -> list[str]:
-    """What there is a histogram of."""
+    """Return the numbers of which there are histograms."""
     parts = dict.fromkeys(name for row in rows[:64] for name in row.get("trajectory_metrics") or ())
     return ["reward", "advantage", "length", "prompt_length", "turns", *parts]

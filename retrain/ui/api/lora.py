@@ -19,7 +19,6 @@ from retrain.ui.sources import Home, Run
 
 MOST_RUNS, MOST_CHECKPOINTS = 12, 12
 MOST_BYTES = 1 << 30  # Bytes of adapters that one page reads
-WEIGHTS, SETTINGS = ADAPTER_WEIGHTS, ADAPTER_CONFIG
 
 
 def routes(library: Library) -> list[Route]:
@@ -38,11 +37,11 @@ def routes(library: Library) -> list[Route]:
 
 
 def shown_runs(library: Library, home: Home) -> list[Run]:
-    """The first runs, as many as can be read while somebody waits."""
+    """Return the first runs, as many as can be read while somebody waits."""
     chosen, size = [], 0
     for run in home.runs[:MOST_RUNS]:
         adapters = adapters_of(library, run)
-        weights = library.places.file(adapters[-1][1], WEIGHTS) if adapters else None
+        weights = library.places.file(adapters[-1][1], ADAPTER_WEIGHTS) if adapters else None
         with suppress(OSError):
             size += weights.stat().st_size if weights is not None else 0
         if chosen and size > MOST_BYTES:
@@ -52,7 +51,7 @@ def shown_runs(library: Library, home: Home) -> list[Run]:
 
 
 def run_of(library: Library, run: Run, whole: bool) -> dict[str, Any]:
-    """One run's newest adapter by module; with ``whole`` also its earlier checkpoints."""
+    """Return one run's newest adapter by module; with ``whole`` also its earlier checkpoints."""
     adapters = adapters_of(library, run)
     newest = adapters[-1:] if not whole else adapters
     found = [(step, read) for step, path in newest if (read := _read(library, path))]
@@ -114,15 +113,15 @@ def overlaps(library: Library, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def squeezed(home: Home) -> list[dict[str, Any]]:
-    """The squeeze tables of the campaign, with the accuracy by rank where it was verified."""
+    """Return the squeeze tables of the campaign, with the accuracy by rank where it was verified."""
     tables = [home.manifest.get("squeeze"), *(home.manifest.get("squeezes") or {}).values()]
     return [{key: value for key, value in table.items() if key not in ("run", "compressed")}
             for table in tables if isinstance(table, dict)]  # fmt: skip
 
 
 def _read(library: Library, adapter: Path) -> dict[str, Spectrum]:
-    """The spectra of an adapter; {} where its files are none, or are just being written."""
-    weights, settings = (library.places.file(adapter, name) for name in (WEIGHTS, SETTINGS))
+    """Return the spectra of an adapter; {} where it has no such files, or they are just being written."""
+    weights, settings = (library.places.file(adapter, name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     if weights is None or settings is None:
         return {}
     try:

@@ -45,7 +45,7 @@ def keys_of(library: Library, runs: Sequence[Run]) -> list[str]:
 
 
 def concerns(note: dict[str, Any], key: str) -> bool:
-    """Whether a note is about this metric: its rule looks at it."""
+    """Return whether a note is about this metric: its rule looks at it."""
     rule = RULES.get(str(note.get("key")))
     name = about(key)["alias_of"] or key
     named = f" {note.get('text')} {note.get('remedy')} "

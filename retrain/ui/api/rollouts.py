@@ -64,6 +64,6 @@ def filter_of(query: Query) -> Filter:
 
 
 def iteration_of(query: Query, name: str = "iteration") -> int | None:
-    """A number of an iteration; None for the newest."""
+    """Return the number of an iteration; None for the newest."""
     number = query.number(name, LATEST, LATEST, MOST)
     return None if number == LATEST else number

@@ -33,7 +33,7 @@ def routes(library: Library) -> list[Route]:
 
 
 def _is_whole(row: dict[str, Any]) -> bool:
-    """Whether a row has what ``steps_of`` reads."""
+    """Return whether a row has the step and spans that ``steps_of`` reads."""
     spans = row.get("spans")
     if not isinstance(row.get("step"), int) or not isinstance(spans, list):
         return False

@@ -18,7 +18,7 @@ MOST_URL = 8_192
 
 
 def routes(library: Library, findings: Findings, views: Sequence[str], closing: Callable[[], bool]) -> list[Route]:
-    """The routes of this group; ``views`` are the names of the pages."""
+    """Return the routes of this group; ``views`` are the names of the pages."""
     pages = Pages()
 
     async def events(request: Request) -> Response:
@@ -46,7 +46,7 @@ def routes(library: Library, findings: Findings, views: Sequence[str], closing: 
 
 
 def view_in(body: bytes, views: Sequence[str]) -> str:
-    """The address of a view of this server in a post. Raises Refusal for every other address."""
+    """Return the address of a view of this server from a post. Raises Refusal for every other address."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):

@@ -1,5 +1,6 @@
 import json
 import re
+import string
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import accumulate
@@ -152,8 +153,8 @@ def test_pages_are_bounded_and_say_what_is_left_out():
 
 
 def test_a_page_of_four_groups_of_eight_takes_at_most_150_kb_and_reads_without_its_script():
-    """Answers of 200 words, a token each, with surprisal, token advantages and planning."""
-    length, words = 200, ["so", "we", "compute", "12", "+", "30", ",", "which", "is", "42"] * 20
+    """Answers of 300 words, a token each, with surprisal, token advantages and planning."""
+    length, words = 300, ["so", "we", "compute", "12", "+", "30", ",", "which", "is", "42"] * 30
     offsets = [(start, start + len(word)) for start, word in zip(starts(words), words, strict=True)]
     groups = [group([1.0, 0.0] * 4, [length] * 8, problem_id=f"p{number}") for number in range(4)]
     for sample in range(8):
@@ -197,12 +198,29 @@ def body(text: str) -> str:
     return text.split("</style>")[1].split("<script>")[0]
 
 
+def integers(text: str) -> list[int]:
+    """Return the integers of an attribute: base-64 digits, of which those from 32 on are followed by a higher one."""
+    digits = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+    numbers = re.findall(f"[{digits[32:]}]*[{digits[:32]}]", text)
+    sums = [sum(digits.index(c) % 32 << 5 * place for place, c in enumerate(number)) for number in numbers]
+    return [-(number >> 1) if number & 1 else number >> 1 for number in sums]
+
+
+def attributes_of(text: str) -> list[tuple[str, dict[str, list[int]]]]:
+    """Return every text of the policy with the numbers of its tokens."""
+    found = re.findall(r'<div class="text sample"([^>]*)>([^<]*)</div>', text)
+    pairs = [(said, re.findall(r' data-(\w)="([^"]*)"', numbers)) for numbers, said in found]
+    return [(said, {name: integers(digits) for name, digits in numbers}) for said, numbers in pairs]
+
+
 def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     made, plain = two_turns(), two_turns(critic=False)
     text = rollout_page(batch([made], token_text=characters([made])), 1)
-    planned = ' data-l="1 1 1" data-s="50 0 0" data-a="-500 2000 0" data-p="1 2" data-v="-250 0 123" data-t="0 500 250"'
-    assert f"{planned}>a🙂c</div>" in text
-    assert ' data-a="-2000 0" data-p="2" data-v="500 750" data-t="1000 1500">de</div>' in text
+    tokens = {"l": [1, 1, 1], "s": [50, 0, 0], "a": [-500, 2000, 0], "p": [1, 2]}
+    of_critic = {"v": [-250, 0, 123], "t": [0, 500, 250]}
+    second = {"l": [1, 1], "s": [25, 300], "a": [-2000, 0], "p": [2], "v": [500, 750], "t": [1000, 1500]}
+    assert attributes_of(text) == [("a🙂c", tokens | of_critic), ("de", second)]
+    assert ' data-l="CCC" data-s="kDAA"' in text  # as source maps write 1, 1, 1 and 50, 0, 0
     without = body(rollout_page(batch([plain], token_text=characters([plain])), 1))
     assert 'data-mode="a"' in without
     assert not re.search(r' data-[vt]="|data-mode="v"', without)
@@ -212,7 +230,7 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     diverged_T = np.array([3e38, -3e38, np.nan, np.inf, 0.5], dtype=np.float32)
     made = updated(made, {"values_T": diverged_T})
     text = rollout_page(batch([made], token_text=characters([made])), 1)
-    assert re.findall(r' data-v="([^"]*)"', text) == ["1000000000000000 -1000000000000000 0", "0 500"]
+    assert [numbers["v"] for _, numbers in attributes_of(text)] == [[10**15, -(10**15), 0], [0, 500]]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from retrain.records.schema.comparison import Comparison, ConditionComparison, C
 from retrain.records.schema.layout import CAMPAIGN_FILES, MANIFEST, METRICS, RUN_FILES, STATE, SUMMARIES
 from retrain.records.schema.rows import RecorderState, TrajectorySummary
 from retrain.ui.iterations import Index, rollouts_of
+from retrain.ui.places import Places
 from retrain.verdicts.pooling import conclude
 
 ARCHIVE = Path(__file__).parent / "data" / "version_0.4.tar.xz"
@@ -99,7 +100,7 @@ def test_the_reader_reads_them(recorded):
         columns = Columns(path / METRICS)
         columns.refresh()
         assert columns.column("step").tolist() == [0, 1, 2]
-        index = Index(path)
+        index = Index(path, Places([path]).file, path.name)
         assert [len(rollouts_of(index, one)) for one in index.refresh().values()] == [4] * 6
     (report,) = read_status(recorded / "single")["runs"]
     assert (report["state"], report["step"], list(report["evaluations"])) == ("done", 3, ["heldout"])

@@ -57,7 +57,9 @@ def test_a_copy_holds_every_answer_that_its_index_names_and_loads_nothing_else(c
                      "iterations", "compare", "log", "lora"}  # fmt: skip
     assert answers["000_campaign"][f"campaign?at={home}"]["comparison"]["conditions"]
     page = (copied / "index.html").read_text()
-    assert all((copied / link).is_file() for link in re.findall(r'(?:src|href)="([^"#]+)"', page))
+    links = re.findall(r'(?:src|href)="([^"#]+)"', page)
+    assert {"data.js", "app.js"} <= set(links)
+    assert all((copied / link).is_file() for link in links)
     assert "default-src 'none'" in html.unescape(page)
     assert 'type="module"' not in page
 

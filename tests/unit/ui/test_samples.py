@@ -9,6 +9,7 @@ from scipy.stats import binomtest
 
 from retrain.records.recorder import RunRecorder
 from retrain.ui.iterations import Index
+from retrain.ui.places import Places
 from retrain.ui.problems import matrix
 
 RUN, CAMPAIGN = "logs/camp/runs/a_s1", "logs/camp"
@@ -90,12 +91,9 @@ def test_problems_show_who_solves_what_and_how_that_has_changed(logs, tmp_path):
         assert (found["sets"], found["conditions"]) == (["heldout"], ["a", "b"])
         assert found["steps"] == {"a": [0, 3], "b": [0, 3]}
         assert [row["id"] for row in found["problems"]] == ["p1", "p0"]  # differ most first
-        rates = found["problems"][0]["rates"]
-        assert [[rates[label][when] for when in ("before", "after", "answers")] for label in "ab"] == [
-            [0.0, 0.5, 2], [1.0, 0.0, 2],
-        ]  # fmt: skip
+        assert ends_of(found) == {"a": (0.0, 0.5, 2), "b": (1.0, 0.0, 2)}
         wilson = binomtest(1, 2).proportion_ci(method="wilson")
-        assert rates["a"]["rates"]["after"] == {
+        assert found["problems"][0]["rates"]["a"]["rates"]["after"] == {
             "rate": 0.5, "n": 2, "low": pytest.approx(wilson.low), "high": pytest.approx(wilson.high),
         }  # fmt: skip
         assert (found["few"], found["of_tag"]) == (True, {"hard": 1})
@@ -152,16 +150,17 @@ def test_links_and_names_that_lead_out_of_the_directory_are_not_followed(logs, t
     page = client_of(tmp_path / "logs")
     assert max(one["iteration"] for one in get(page, "/api/iterations", at="logs/run")["iterations"]) == 3
     found = get(page, "/api/rollouts", at="logs/run", iteration=0)
-    assert not any(one["text"] or one["whole"] for one in found["rollouts"])
+    assert [(one["text"], one["whole"]) for one in found["rollouts"]] == [("", False)] * 5
     (inside / "iterations.jsonl").unlink()
     os.symlink(secret / "iterations.jsonl", inside / "iterations.jsonl")
     listed = get(client_of(tmp_path / "logs"), "/api/iterations", at="logs/run")["iterations"]
-    assert all(one["rollouts"] is None for one in listed)  # by the names of files, not by a foreign index
+    assert [one["rollouts"] for one in listed] == [None] * 5  # by the names of files, not by a foreign index
 
 
 def ends_of(found):
-    rates = found["problems"][0]["rates"]
-    return {label: (each["before"], each["after"], each["answers"]) for label, each in rates.items()}
+    """Return the first problem's rates before and after training, and the answers after it, by condition."""
+    rates = {label: each["rates"] for label, each in found["problems"][0]["rates"].items()}
+    return {label: (own["before"]["rate"], own["after"]["rate"], own["after"]["n"]) for label, own in rates.items()}
 
 
 def evaluated(folder, rates):
@@ -169,7 +168,7 @@ def evaluated(folder, rates):
     with closing(RunRecorder(folder, context(max_steps=20), {})) as one:
         for number, rate in rates.items():
             one.record_eval(evaluation([group([rate], [3], problem_id="p0")], number))
-    return Index(folder)
+    return Index(folder, Places([folder]).file, folder.name)
 
 
 def test_conditions_that_go_on_are_compared_at_a_step_that_all_have(tmp_path):
@@ -197,7 +196,7 @@ def answered(folder, before, after, said="so"):
             groups = [with_action(group([float(reward)], [3], problem_id=f"p{i}"), text=said)
                       for i, reward in enumerate(rewards)]  # fmt: skip
             one.record_eval(evaluation(groups, number))
-    return Index(folder)
+    return Index(folder, Places([folder]).file, folder.name)
 
 
 def test_problems_that_got_worse_are_tested_over_seeds(tmp_path):

@@ -1,4 +1,4 @@
-// The numbers of sampled tokens, which stand in attributes of the texts as lists of whole numbers.
+// The numbers of sampled tokens, which stand in attributes of the texts as lists of integers.
 
 /**
  * @typedef {object} Tokens
@@ -13,9 +13,29 @@
 /** @type {Map<HTMLElement, Tokens>} */
 const known = new Map();
 
-/** @param {string | undefined} text */
-function numbers(text) {
-  return text ? text.split(" ").map(Number) : [];
+const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+
+/**
+ * Return integers from base-64 VLQ: digits of five bits, the lowest first, all but the last marked by 32; the lowest bit
+ * of all is the sign.
+ * @param {string | undefined} text
+ */
+function numbers(text = "") {
+  /** @type {number[]} */
+  const found = [];
+  let sum = 0;
+  let scale = 1; // Shifts would end at 32 bits.
+  for (const digit of text) {
+    const bits = DIGITS.indexOf(digit);
+    sum += (bits % 32) * scale;
+    scale *= 32;
+    if (bits < 32) {
+      found.push(sum % 2 ? (1 - sum) / 2 : sum / 2);
+      sum = 0;
+      scale = 1;
+    }
+  }
+  return found;
 }
 
 // Return the mask of its run lengths, of which the first is of false.
