@@ -53,7 +53,7 @@ RunDirectory = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Print every step of every run, where lines are plain, in place of progress.")
+    bool, typer.Option("--verbose", help="Where lines are plain: print every step of every run instead of progress.")
 ]
 
 RetryFailed = Annotated[
@@ -64,7 +64,7 @@ AcceptChanges = Annotated[
     bool,
     typer.Option(
         "--accept-changes",
-        help="Go on although settings, code, packages, model or data differ from what the directory recorded.",
+        help="Continue although settings, code, packages, model or data differ from what the directory recorded.",
     ),
 ]
 
@@ -73,7 +73,7 @@ Pilot = Annotated[
     typer.Option(
         "--pilot",
         metavar="DIR",
-        help="Take the spread between seeds from the runs in this directory; without it one is assumed.",
+        help="Take the pair spread from the runs in this directory; without it from an earlier campaign of the file.",
     ),
 ]
 
@@ -83,7 +83,7 @@ Detect = Annotated[
         "--detect",
         metavar="POINTS",
         min=1e-9,
-        help="Tell how many seeds find a difference of this size.",
+        help="With a known pair spread: tell how probably a difference of this size is found, and the seeds needed.",
         show_default=False,
     ),
 ]

@@ -22,7 +22,7 @@ def probe(
         int | None, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts to sample (16).")
     ] = None,
     fork: Annotated[
-        int | None, typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions for so many steps.")
+        int | None, typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions for this many steps.")
     ] = None,
     at: Annotated[
         Path | None, typer.Option("--at", metavar="CHECKPOINT", help="With --fork: where all conditions begin.")

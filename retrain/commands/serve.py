@@ -19,9 +19,9 @@ def serve(
             show_default=False,
         ),
     ],
-    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 is any that is free.")] = 8000,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free port.")] = 8000,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Any but this machine's own needs a key.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other machines need a key.")
     ] = "127.0.0.1",
     api_key_env: Annotated[
         str | None,

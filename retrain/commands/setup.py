@@ -122,7 +122,7 @@ def doctor(
             "--file",
             metavar="FILE",
             help="With --device: on the model of this campaign file; random weights where its own are not here. With "
-            "--url: its model, adapter and [inference].",
+            "--url: its model, adapter and section inference.",
             show_default=False,
         ),
     ] = None,

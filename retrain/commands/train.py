@@ -19,7 +19,6 @@ from retrain.commands.arguments import (
     Out,
     Plain,
     RetryFailed,
-    RunDirectory,
     Sets,
     Verbose,
     WorkerCount,
@@ -145,7 +144,7 @@ def resume(
             "--out",
             metavar="DIR",
             parser=output_path,
-            help="Where to bring the copy at a URL; without it logs/ and its name.",
+            help="With a URL: directory to download the copy to; without it logs/ and its name.",
         ),
     ] = None,
     retry_failed: RetryFailed = False,
@@ -196,7 +195,10 @@ def approval(accept: bool, observer: Observer) -> Approval:
 
 
 def squeeze(
-    directory: RunDirectory,
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A run, campaign, checkpoint or adapter directory.", show_default=False),
+    ],
     to: Annotated[
         int | None, typer.Option("--to", metavar="RANK", min=1, help="Write an adapter compressed to this rank.")
     ] = None,
@@ -212,7 +214,7 @@ def squeeze(
     steps: Annotated[
         int | None,
         typer.Option(
-            "--continue", metavar="STEPS", min=1, help="Train the compressed adapter so many steps at its new rank."
+            "--continue", metavar="STEPS", min=1, help="Train the compressed adapter this many steps at its new rank."
         ),
     ] = None,
     pattern: Annotated[

@@ -25,9 +25,9 @@ def ui(
             metavar="DIR...", help="Campaigns, runs, or directories of those; logs without any.", show_default=False
         ),
     ] = None,
-    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 is any that is free.")] = PORT,
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free port.")] = PORT,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Any but this machine's own asks for a token.")
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other machines need a token.")
     ] = "127.0.0.1",
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     bundle: Annotated[

@@ -27,8 +27,8 @@ const SORTS = [
   ["device_hours", "by device time"],
 ];
 const HELP =
-  "There is no campaign and no run below the given directories. `retrain campaigns/quickstart.toml` trains one in a " +
-  "minute; it appears here by itself.";
+  "There is no campaign and no run below the given directories. `retrain train campaigns/quickstart.toml` trains one " +
+  "in a minute; it appears here by itself.";
 
 function home({kind, place}) {
   return link(kind === "campaign" ? "campaign" : "metrics", place);
