@@ -119,7 +119,7 @@ def test_decoding_stays_on_the_device_of_the_base():
     with pytest.raises(RuntimeError, match="device"):
         torch.ones(2, device="meta") + torch.ones(2)
     base, rows, columns = on_meta(QWEN, torch.bfloat16, 2), 4, 128
-    decoder, device = DenseDecoder(base), base.device
+    decoder, device = DenseDecoder(base, CPU_STEPPING), base.device
     blocks = decoder.blocks([Lanes(base).new_adapter(8, 16.0).frozen() for _ in range(2)])
     cache = KVCache(decoder, rows, columns)
     places, prompts = (torch.zeros(size, dtype=torch.long, device=device) for size in (rows, (rows, 7)))
@@ -365,11 +365,11 @@ def test_a_step_that_has_begun_to_change_weights_is_not_made_again(base, lanes):
         assert failing.steps == 1
 
 
-def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, monkeypatch, tmp_path):
+def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, fuse_on_cpu, tmp_path):
     """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
     to rounding. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
-    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+    fuse_on_cpu()
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)
     assert fused.optimizer.param_groups[0]["fused"]
     assert not plain.optimizer.param_groups[0]["fused"]
