@@ -141,9 +141,7 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
     words = [word for text in sets for word in ("--set", text)]
     command = [sys.executable, "-m", "retrain", "train", file, "--out", out, *words, "--plain"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        pid = eventually(
-            lambda: who_writes(out)
-        )  # what the controller tells of its workers comes later than what they do
+        pid = eventually(lambda: who_writes(out))  # a worker trains before the controller reports it
         process.kill()
     lived = []
 

@@ -169,7 +169,7 @@ def machine(monkeypatch, host_memory):
 
     def become(total: int, tokens: int) -> list[tuple[str, int]]:
         host_memory.total = total
-        host_memory.available *= 2  # free memory decides nothing
+        host_memory.available *= 2  # sizes depend on the total alone
         monkeypatch.setattr(bases.layers, "cpu_token_budget", lambda weight_bytes: tokens)
         shapes.clear()
         return shapes
