@@ -90,6 +90,22 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def reads(monkeypatch):
+    """Shapes of the whole prompts (``prefill``) and continuations (``extend``) that decoders read."""
+    from retrain.engines.dense import DenseDecoder
+
+    shapes = {"prefill": [], "extend": []}
+    for name, function in (("prefill", DenseDecoder.prefill), ("extend", DenseDecoder.extend)):
+
+        def counted(decoder, ids_RT, *rest, name=name, function=function):
+            shapes[name].append(tuple(ids_RT.shape))
+            return function(decoder, ids_RT, *rest)
+
+        monkeypatch.setattr(DenseDecoder, name, counted)
+    return shapes
+
+
+@pytest.fixture
 def fuse_on_cpu(monkeypatch):
     """Return a function after whose call new optimizers are AdamW as one kernel, as on a GPU."""
     return lambda: monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
