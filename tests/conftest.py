@@ -55,8 +55,8 @@ def host_memory(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """The GPUs of this machine as ``torch.cuda`` reports them; a test sets ``count`` and the facts of every one.
-    ``limits`` records the shares of their memory to which this process was held."""
+    """The GPUs of this machine as ``torch.cuda`` reports them; a test sets their ``count`` and facts, which all share.
+    ``limits`` records the limits on memory that were set."""
     import torch
 
     facts = SimpleNamespace(
@@ -87,6 +87,36 @@ def nvidia_smi(tmp_path, monkeypatch):
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Shapes of the whole prompts (``prefill``) and continuations (``extend``) that decoders read."""
+    from retrain.engines.dense import DenseDecoder
+
+    shapes = {"prefill": [], "extend": []}
+    for name, function in (("prefill", DenseDecoder.prefill), ("extend", DenseDecoder.extend)):
+
+        def counted(decoder, ids_RT, *rest, name=name, function=function):
+            shapes[name].append(tuple(ids_RT.shape))
+            return function(decoder, ids_RT, *rest)
+
+        monkeypatch.setattr(DenseDecoder, name, counted)
+    return shapes
+
+
+@pytest.fixture
+def fuse_on_cpu(monkeypatch):
+    """Return a function after whose call new optimizers are AdamW as one kernel, as on a GPU."""
+    return lambda: monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Engines of campaigns and of the doctor wait for servers for tenths of a second."""
+    from helpers.servers import IMPATIENT
+
+    monkeypatch.setattr("retrain.engines.server.build.WAITS", IMPATIENT)
 
 
 @pytest.fixture
@@ -137,14 +167,6 @@ def toy_home(tmp_path_factory):
     from helpers.campaigns import toy_world_of_subjects
 
     return toy_world_of_subjects(tmp_path_factory.mktemp("home"))
-
-
-@pytest.fixture
-def fresh_base(toy_home):
-    """Its model, loaded for this test alone."""
-    from retrain.policy.base import load_base
-
-    return load_base(str(toy_home / "model"), devices="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrain.engines.step import (
-    CPU_STEPPING,
     Block,
     Frame,
     Product,
@@ -287,7 +286,7 @@ class SequenceCache:
 class DenseDecoder:
     """The weights of one dense decoder, read off its modules, and its forward pass for sampling (no gradients)."""
 
-    def __init__(self, base: BaseModel, stepping: Stepping = CPU_STEPPING):
+    def __init__(self, base: BaseModel, stepping: Stepping):
         model, config, self.stepping = base.model, base.model.config, stepping
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn

@@ -57,7 +57,8 @@ class LocalEngine:
 
     ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
     has the rows that ``decode_bytes`` hold; one that runs out of memory all the same goes on with half of them.
-    ``fitting`` remembers how many did fit, ``tell`` hears of it. ``stepping``: another than that of the device's kind.
+    ``fitting`` remembers how many did fit, ``tell`` hears of it. ``stepping`` replaces
+    the device's default.
     """
 
     gives_entropy = True
@@ -325,7 +326,7 @@ def is_supported(base: BaseModel) -> bool:
     )
 
 
-def dense_decoder(base: BaseModel, stepping: Stepping = CPU_STEPPING) -> DenseDecoder | None:
+def dense_decoder(base: BaseModel, stepping: Stepping) -> DenseDecoder | None:
     """Return the fast decoder of this base, or None when the model is of another kind.
 
     A short probe has to give what the model's own forward pass gives.

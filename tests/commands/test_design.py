@@ -111,20 +111,17 @@ def test_advantages_on_different_scales_are_told():
 
 
 def test_check_and_explain_say_it(tmp_path):
-    def run(*arguments: str):
-        return run_cli(*list(arguments))
-
     file = str(ROOT / "campaigns" / "five_conditions.toml")
     for command in ("explain", "check"):
-        result = run(command, file)
+        result = run_cli(command, file)
         assert result.exit_code == 0
         assert "final:eval/heldout/correct_rate, 10 pairs of seeds, 4 comparisons" in result.stdout
         assert "a verdict needs 6 seeds or more, 7 at an interim analysis" in result.stdout
-    assert "careful" in run("explain", file).stdout
+    assert "careful" in run_cli("explain", file).stdout
     pilot = campaign(tmp_path, {"a": list(BASE), "b": shifted(0.02)})
     quickstart = str(ROOT / "campaigns" / "quickstart.toml")
-    assert f"8 pairs of {pilot}" in run("explain", quickstart, "--pilot", str(pilot)).stdout
-    assert run("explain", quickstart, "--pilot", str(tmp_path / "nowhere")).exit_code == 2
+    assert f"8 pairs of {pilot}" in run_cli("explain", quickstart, "--pilot", str(pilot)).stdout
+    assert run_cli("explain", quickstart, "--pilot", str(tmp_path / "nowhere")).exit_code == 2
 
 
 def test_more_than_eight_comparisons_are_warned_of(tmp_path):

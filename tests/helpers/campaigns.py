@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from click.testing import Result
@@ -38,11 +38,13 @@ def score(completion, answer):
 def fragile(completion, answer):
     raise RuntimeError("this grader is broken")
 '''
+Value = TypeVar("Value")
 CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
 
 
 def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, Any]) -> str:
-    """Return the configuration of a toy model and of rewards beside it, with these keys of sections in addition."""
+    """Return the configuration of a toy model and of rewards beside it. ``sections`` adds keys or replaces them; a key
+    that is None is left out, and so is a section without keys."""
     toy = {
         "model": {"model": str(model), "lora_rank": 4},
         "reward": {"type": "custom", "custom_module": str(model.parent / rewards), "workers": 1},
@@ -55,12 +57,13 @@ def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, 
     return document({name: keys for name, keys in tables.items() if any(key is not None for key in keys.values())})
 
 
-def eventually(happens: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for something that another thread or process does."""
+def eventually(happens: Callable[[], Value], seconds: float = 60.0) -> Value:
+    """Wait for something that another thread or process does: call until the value is true, and return it."""
     end = time.monotonic() + seconds
-    while not happens():
+    while not (value := happens()):
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.02)
+    return value
 
 
 def run_cli(*arguments: object, **options: Any) -> Result:
@@ -240,7 +243,7 @@ def contents(out: Path) -> dict:
 
 
 def files_of(directory: Path, without: Collection[str] = ()) -> dict[str, bytes | str]:
-    """Return every file and link below a directory, byte for byte, but for those of these names."""
+    """Return the content of every file and the target of every link below a directory, except those of these names."""
     return {
         str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -293,15 +296,6 @@ def suspended_writer(out: Path) -> tuple[int, Path] | None:
                 return pid, lease.parent
             os.kill(pid, signal.SIGCONT)
     return None
-
-
-def a_writer(out: Path) -> int:
-    """A process that trains some run, as soon as there is one; not for an observer, whom the controller waits for."""
-    for _ in range(6000):
-        if (pid := who_writes(out)) is not None:
-            return pid
-        time.sleep(0.01)
-    raise TimeoutError(f"nobody trains in {out}")
 
 
 ROOT = Path(__file__).parents[2]

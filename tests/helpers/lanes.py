@@ -83,7 +83,7 @@ def save_adapter(directory: Path, adapter: Adapter, base_name: str) -> None:
 
 
 def small_snapshot(step: int, size: int = 4) -> Snapshot:
-    """Return a small state of a run."""
+    """Return the state of a run whose adapter has one small layer."""
     weights = LoraWeights(
         [LayerShape("layer", size, size)], 2, 1.0, 2, torch.cat([torch.arange(2.0 * size), torch.ones(2 * size)])
     )

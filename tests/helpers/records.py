@@ -315,7 +315,7 @@ class Reader(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
-        self.page, self.tags = text, list[str]()
+        self.page = text
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.texts: list[str] = []
@@ -323,9 +323,16 @@ class Reader(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
         self.elements.append((tag, dict(attrs)))
         self.attributes.extend(attrs)
 
     def handle_data(self, data):
         self.texts.append(data)
+
+    @property
+    def tags(self) -> list[str]:
+        return [tag for tag, _ in self.elements]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)

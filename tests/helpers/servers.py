@@ -47,8 +47,8 @@ Fault = Callable[[int, Any], Sent | Awaitable[Sent]]
 
 class StandIn:
     """Serves ``model`` until ``close``. ``faults`` are used up by completions, one each; ``always`` is for all.
-    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping; ``listed``
-    is what it answers instead of its models."""
+    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping; ``listed``,
+    where set, replaces its list of models."""
 
     def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
         self.service = Service(load_base(str(model), devices="cpu"), name="base")

@@ -197,6 +197,6 @@ def check_complete(out: Path, runs: int = 4, steps: int = 3) -> None:
 
 
 def ranks_of(process: int) -> list[int]:
-    """Return the processes that this one has started as its ranks, the first first."""
+    """Return the processes that this one has started as its ranks, in the order of their start."""
     children = sorted(psutil.Process(process).children(), key=lambda child: child.create_time())
     return [child.pid for child in children if "follow_started" in " ".join(child.cmdline())]

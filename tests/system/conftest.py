@@ -46,13 +46,18 @@ def out(tmp_path) -> Path:
 
 
 @pytest.fixture
-def stub_workers(request, tmp_path, out, monkeypatch):
+def impatient_slurm(monkeypatch):
+    """Controllers ask Slurm for the states of its tasks five times a second."""
+    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
+
+
+@pytest.fixture
+def stub_workers(request, tmp_path, out, monkeypatch, impatient_slurm):
     """Makes executors of workers that train nothing, for the directory ``out``."""
     out.mkdir()
     claim(out)
     monkeypatch.setattr(protocol, "PROGRAM", STUB)
     monkeypatch.setattr(waiting, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
     locked: list[DirectoryLock] = []
 
     def plan_of(settings: list[str]) -> Plan:

@@ -7,13 +7,12 @@ import psutil
 import pytest
 from helpers.campaigns import Heard, campaign
 from helpers.models import Messages, qwen3_directory
-from helpers.servers import IMPATIENT, StandIn
+from helpers.servers import StandIn
 
 from retrain.campaign.controller import execute, launch, resume
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
 from retrain.config import load
-from retrain.engines.server import build
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
 from retrain.records.observer import NullObserver
@@ -30,12 +29,7 @@ DIED = "the server has died (signal 9) and is started again"
 
 
 @pytest.fixture
-def quick(monkeypatch) -> None:
-    monkeypatch.setattr(build, "WAITS", IMPATIENT)
-
-
-@pytest.fixture
-def server(model, quick):
+def server(model, impatient):
     made = StandIn(model)
     yield made
     made.close()
@@ -99,7 +93,7 @@ def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path,
     assert rewards[0] == rewards[1]
 
 
-def test_a_server_that_computes_something_else_is_refused_before_step_0(tmp_path, model, quick):
+def test_a_server_that_computes_something_else_is_refused_before_step_0(tmp_path, model, impatient):
     other = StandIn(qwen3_directory(tmp_path / "other", ["12+34=? the answer is"], seed=3))
     with pytest.raises(ModelError):
         launch(load(campaign(tmp_path, model), [*QUIET, *SERVED, at(other)]), tmp_path / "out", NullObserver())

@@ -16,7 +16,7 @@ from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import launch as launching
 from retrain.engines.server.fleet import Launches, Told, shares
-from retrain.engines.server.launch import Launched
+from retrain.engines.server.launch import HealthWaits, Launched
 from retrain.errors import ServerFailed, UsageError
 from retrain.files import read_json
 
@@ -88,7 +88,7 @@ def test_a_server_that_hangs_is_started_again(tmp_path, launched, told):
         "print('at', host, flush=True)\n"
         "http.server.HTTPServer((host, int(port)), Once).serve_forever()\n"
     )
-    launched(f"{sys.executable} {program}", health_s=(0.05, 0.2, 1.0))
+    launched(f"{sys.executable} {program}", health_waits=HealthWaits(0.05, 0.2, 1.0))
     first = pid_in(tmp_path)
     eventually(lambda: told)
     assert told[0].startswith("the server has died (no answer for 1 s) and is started again")

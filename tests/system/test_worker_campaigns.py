@@ -14,7 +14,6 @@ import pytest
 from helpers.campaigns import (
     Heard,
     StopAfter,
-    a_writer,
     alone,
     contents,
     differing,
@@ -25,7 +24,6 @@ from helpers.campaigns import (
     writer,
 )
 
-import retrain.campaign.executors.slurm as slurm
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
@@ -53,18 +51,13 @@ def whole(world, tmp_path_factory) -> dict:
     return files
 
 
-@pytest.fixture
-def on_slurm(monkeypatch) -> None:
-    monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.5)
-
-
 @pytest.fixture(params=["processes", "slurm", "ray"])
 def there(request) -> list[str]:
     """The settings of an executor with two workers."""
     if request.param == "processes":
         return [*PROCESSES, CPU]
     if request.param == "slurm":
-        request.getfixturevalue("on_slurm")
+        request.getfixturevalue("impatient_slurm")
         return [*SLURM, "slurm.cluster=local"]
     return ["campaign.executor=ray", f"ray.address={request.getfixturevalue('nodes').address}", CPU]
 
@@ -142,7 +135,7 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
     words = [word for text in sets for word in ("--set", text)]
     command = [sys.executable, "-m", "retrain", "train", file, "--out", out, *words, "--plain"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        pid = a_writer(out)  # what the controller tells of its workers comes later than what they do
+        pid = eventually(lambda: who_writes(out))  # a worker trains before the controller reports it
         process.kill()
     lived = []
 
@@ -213,7 +206,7 @@ def test_the_interim_analysis_decides_the_same_in_workers(tmp_path, world):
 
 
 @pytest.mark.parametrize("command", ["scancel --signal=USR1", "scontrol requeue"])
-def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, whole, standin, on_slurm, command):
+def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, whole, standin, impatient_slurm, command):
     """Before its time limit SIGUSR1 to all processes of the job, as Slurm may send it; or SIGTERM and SIGKILL, after
     which Slurm has the job wait again."""
     out, tasks = tmp_path / "out", []
@@ -270,7 +263,9 @@ def test_a_worker_or_a_rank_that_dies_costs_steps_and_nothing_else(tmp_path, wor
     assert {read_json(path)["built"]["ranks"] for path in out.glob("runs/*/config.json")} == {2}
 
 
-def test_a_campaign_goes_from_ranks_of_slurm_jobs_to_those_of_one_process(tmp_path, world, whole_of_ranks, on_slurm):
+def test_a_campaign_goes_from_ranks_of_slurm_jobs_to_those_of_one_process(
+    tmp_path, world, whole_of_ranks, impatient_slurm
+):
     out = tmp_path / "out"
     assert execute(planned(world, out, [*SLURM, "slurm.cluster=local", *RANKS]), StopAfter(3)).exit_status == 130
     assert goes_on(out, [HERE]) == 0

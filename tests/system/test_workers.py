@@ -223,15 +223,12 @@ def files(tmp_path) -> tuple[Path, Path]:
 
 
 def test_options_are_settings_of_a_campaign(files):
-    def typed(*words: object):
-        return run_cli(*words)
-
-    refused = typed("train", files[0], "--executor", "processes")
+    refused = run_cli("train", files[0], "--executor", "processes")
     assert (refused.exit_code, "is a single run" in refused.stderr) == (2, True)
-    wrong = typed("train", files[1], "--executor", "kubernetes")
+    wrong = run_cli("train", files[1], "--executor", "kubernetes")
     assert (wrong.exit_code, 'one of "inprocess", "processes"' in wrong.stderr) == (2, True)
-    one = typed("train", files[1], "--dry-run").output
-    shared = typed("train", files[1], "--dry-run", "--executor", "processes", "--workers", "2").output
+    one = run_cli("train", files[1], "--dry-run").output
+    shared = run_cli("train", files[1], "--dry-run", "--executor", "processes", "--workers", "2").output
     assert re.search(r"cohorts +1 cohort of \d+ runs that step together, for 1 worker", one)
     assert re.search(r"cohorts +2 cohorts of \d+ runs that step together, for 2 workers", shared)
 

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from functools import reduce
 from pathlib import Path
+from typing import NamedTuple
 
 from retrain.engines.server import minder
 from retrain.errors import UsageError
@@ -29,9 +30,17 @@ from retrain.files import read_json, write_json
 RESTARTS = 3  # Most consecutive restarts of a server
 STEADY_S = 120.0  # Seconds of operation after which the restart count is reset
 GRACE_S = minder.GRACE_S + 5.0  # Seconds between asking it to end and ending it: its minder does so before
-HEALTH_S = (5.0, 10.0, 120.0)
-"""Seconds between two health checks, for the answer to one, and without any until a server that had answered counts as
-hung."""
+
+
+class HealthWaits(NamedTuple):
+    """Seconds of the health checks of a server."""
+
+    check_s: float = 5.0  # Between two checks
+    answer_s: float = 10.0  # For the answer to one
+    hung_s: float = 120.0  # Without an answer, after which a server that had answered counts as hung
+
+
+HEALTH_WAITS = HealthWaits()
 EVERYWHERE = ("0.0.0.0", "::")  # Hosts that mean every address of the machine
 TAIL = 8  # Lines of its log that an error repeats
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -55,7 +64,7 @@ class Launched:
         *,
         name: str = "server",
         host: str = "127.0.0.1",
-        health_s: tuple[float, float, float] = HEALTH_S,
+        health_waits: HealthWaits = HEALTH_WAITS,
     ):
         self.log, self._identity = directory / f"{name}.log", identity_of(directory, name)
         self.tell, self.gave_up = tell, ""
@@ -68,7 +77,7 @@ class Launched:
         directory.mkdir(parents=True, exist_ok=True)
         self._end_left_over()
         self._closing = threading.Event()
-        self._restarts, self._health = Restarts(), Health(self.url, health_s)
+        self._restarts, self._health = Restarts(), Health(self.url, health_waits)
         self._process = self._start()
         self._watcher = threading.Thread(target=self._watch, name="server", daemon=True)
         self._watcher.start()
@@ -124,12 +133,12 @@ class Launched:
                 if not self._health.hung():
                     continue
                 _end(self._process.pid, self._process.poll)
-            how = f"no answer for {self._health.seconds[2]:.0f} s"
+            how = f"no answer for {self._health.waits.hung_s:.0f} s"
             if status is not None:
                 how = f"signal {-status}" if status < 0 else f"exit status {status}"
                 _end(self._process.pid, lambda: 0)  # what it has started and left behind
             _let_go(self._process)
-            steady, self._health = self.answered_s, Health(self.url, self._health.seconds)
+            steady, self._health = self.answered_s, Health(self.url, self._health.waits)
             if self._restarts.spent(steady):
                 tail = "\n".join(self.tail().splitlines()[-TAIL:])
                 self.gave_up = (
@@ -179,8 +188,8 @@ class Restarts:
 class Health:
     """Whether a server that has answered once goes on answering, whatever it says."""
 
-    def __init__(self, url: str, seconds: tuple[float, float, float]):
-        self.url, self.seconds = url, seconds
+    def __init__(self, url: str, waits: HealthWaits):
+        self.url, self.waits = url, waits
         self._looked, self._first, self._answered = time.monotonic(), 0.0, 0.0
 
     @property
@@ -190,18 +199,18 @@ class Health:
     def hung(self) -> bool:
         """Whether it has been silent for too long; looks now and then."""
         now = time.monotonic()
-        if now - self._looked < self.seconds[0]:
+        if now - self._looked < self.waits.check_s:
             return False
         if self._answers():
             self._answered = time.monotonic()
             self._first = self._first or self._answered
         self._looked = time.monotonic()
-        return bool(self._answered) and self._looked - self._answered > self.seconds[2]
+        return bool(self._answered) and self._looked - self._answered > self.waits.hung_s
 
     def _answers(self) -> bool:
         try:
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            opener.open(f"{self.url}/health", timeout=self.seconds[1])
+            opener.open(f"{self.url}/health", timeout=self.waits.answer_s)
         except urllib.error.HTTPError:
             return True
         except (OSError, ValueError):

@@ -16,13 +16,13 @@ from retrain.errors import ServerFailed
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that an engine waits for its servers, and how often."""
+    """Limits of an engine's patience with its servers."""
 
     pause_s: float = 0.25  # Before the second attempt at a completion; doubled before each later one
     probe_s: tuple[float, float] = (0.5, 10.0)  # Between probes of an unavailable server: first, and most
-    start_s: float = 20.0  # For the first answer of a server that is not ours
+    start_s: float = 20.0  # For the first answer of a server that retrain did not start
     closing_s: float = 5.0  # To unload all adapters at the end; the rest stay on the server
-    losses: int = 10  # Of servers that a completion was under way at: it is what ends them
+    losses: int = 10  # Times that a server goes away during the same completion, which then counts as the cause
 
 
 WAITS = Waits()
@@ -41,8 +41,8 @@ class Pool:
         model: str,
         patience_s: float,
         tell: Callable[[str, str], None],
-        gave_up: Callable[[], str] = lambda: "",
-        waits: Waits = WAITS,
+        gave_up: Callable[[], str],
+        waits: Waits,
     ):
         self.servers, self._at, self._model = [at(url) for url in dict.fromkeys(urls)], at, model
         self.patience_s, self.tell, self.gave_up, self.waits = patience_s, tell, gave_up, waits

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import fsspec
 import pytest
-from helpers.campaigns import StopAfter, contents, differing, planned, run_cli
+from helpers.campaigns import StopAfter, contents, differing, eventually, files_of, planned, run_cli
 
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
@@ -19,6 +19,8 @@ from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
 from retrain.records.observer import NullObserver
 from retrain.util.mirror import INDEX, Mirror, uploading
 from retrain.util.session import LEASE
+
+files = partial(files_of, without={".lock", LEASE, INDEX})
 
 
 def add_checkpoint(folder: Path, owner: Owner, step: int) -> None:
@@ -47,14 +49,6 @@ def train_on(run: Path) -> None:
     add_checkpoint(run, owner, 2)
     remove(run / "checkpoints/step_000001", owner.at("checkpoints/step_000001"))
     (run / "manifest.json").write_text('{"runs": [1]}')
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in (".lock", LEASE, INDEX)
-    }
 
 
 def copied(run: Path, url: str) -> Mirror:
@@ -218,8 +212,7 @@ def test_a_store_that_fails_is_reported_once_and_gets_everything_when_it_answers
     with uploading(flaky.mirror, lambda *message: messages.append(message), ignore, period=0.01):
         flaky.broken = lambda: True
         (run / "evals.jsonl").write_text("{}\n")
-        while not messages:
-            os.sched_yield()
+        eventually(lambda: messages)
         train_on(run)
         flaky.broken = lambda: False
     ((text, level),) = messages

@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from helpers.campaigns import run_cli
 from helpers.models import qwen3_directory
-from helpers.servers import IMPATIENT, StandIn
+from helpers.servers import StandIn
 from starlette.responses import JSONResponse
 
-from retrain.engines.server import build
 from retrain.engines.server.canary import TEXT
+
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +23,6 @@ def server(model):
     made = StandIn(model)
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(build, "WAITS", IMPATIENT)
 
 
 def doctor(*arguments: object):

@@ -10,26 +10,12 @@ import torch
 from helpers.lanes import fresh_logprobs, publish, trained
 from helpers.lanes import ref as ref_of
 
-from retrain.engines.dense import CachedBatch, DenseDecoder, SequenceCache
+from retrain.engines.dense import CachedBatch, SequenceCache
 from retrain.engines.local import LocalEngine
 from retrain.errors import RunFailed
 from retrain.types import Action, PolicyRef, SampleRequest
 
 TURNS, TOKENS = 3, 6
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """Shapes of the whole prompts (``prefill``) and continuations (``extend``) that decoders read."""
-    shapes = {"prefill": [], "extend": []}
-    for name, function in (("prefill", DenseDecoder.prefill), ("extend", DenseDecoder.extend)):
-
-        def counted(decoder, ids_RT, *rest, name=name, function=function):
-            shapes[name].append(tuple(ids_RT.shape))
-            return function(decoder, ids_RT, *rest)
-
-        monkeypatch.setattr(DenseDecoder, name, counted)
-    return shapes
 
 
 Turns = dict[tuple[int, int], list[tuple[list[int], Action]]]

@@ -127,7 +127,7 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
 def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, dense_path):
     """Whole distributions, truncated ones and a greedy one in one batch give what each gives alone, the whole ones to
     the last bit and without a support."""
-    endless = dataclasses.replace(base, eos_ids=(10**6,))  # the shape of a batch shows in the last bits
+    endless = dataclasses.replace(base, eos_ids=(10**6,))  # no row leaves: shapes change the last bits
     adapters = [trained(lanes, lane, rank=2) for lane in range(4)]
     each = [asked_for(0), asked_for(1, top_p=0.8), asked_for(2, top_k=3, min_p=0.05)]
     each.append(asked_for(3, temperature=0.0, top_p=0.5))

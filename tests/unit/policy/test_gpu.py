@@ -10,6 +10,7 @@ import torch
 from helpers.campaigns import campaign
 from helpers.lanes import AS_ON_A_GPU, requests, sample, trained
 from helpers.models import qwen3_directory, toy_base
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -145,7 +146,8 @@ def bits(groups):
 
 def engine_of(base, lanes, new_capture=None, tell=lambda line: None):
     engine = LocalEngine(base, lanes, tell=tell, stepping=AS_ON_A_GPU)
-    engine.graphs = new_capture and StepGraphs(new_capture, tell)
+    if new_capture is not None:
+        engine.graphs = StepGraphs(new_capture, tell)
     return engine
 
 
@@ -242,22 +244,19 @@ def numbers(directory: Path) -> list[list]:
     return [[row.get(key) for key in keys] for row in rows]
 
 
-def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_path, model, monkeypatch):
+def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_path, model):
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false", "training.save_every=1"]
     loaded = load(campaign(tmp_path, model, steps=2), keys)
     launch(loaded, tmp_path / "whole", NullObserver())
-    calls = []
+    steps = []
 
-    update = LocalPolicy.update
-
-    def lose_the_device(*args):
-        calls.append(args)
-        if len(calls) == 3:  # two runs: in the second step
+    def lose_the_device(*step):
+        steps.append(step)
+        if len(steps) == 3:  # two runs: in the second step
             raise RuntimeError(STICKY)
-        return update(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalPolicy, "update", lose_the_device)
+    with ExitStack() as stack:
+        stack.callback(register_optimizer_step_pre_hook(lose_the_device).remove)
         with pytest.raises(RetrainError, match=r"(?s)device-side assert.*nvidia-smi.*retrain resume"):
             launch(loaded, tmp_path / "cut", NullObserver())
     runs = read_manifest(tmp_path / "cut")["runs"]
@@ -268,11 +267,11 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
 
 
-def test_a_fused_optimizer_publishes_every_update(tmp_path, model, monkeypatch):
+def test_a_fused_optimizer_publishes_every_update(tmp_path, model, fuse_on_cpu):
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false", "training.lr=0.05"]
     loaded = load(campaign(tmp_path, model, steps=2), keys)
     launch(loaded, tmp_path / "plain", NullObserver())
-    monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
+    fuse_on_cpu()
     launch(loaded, tmp_path / "fused", NullObserver())
     plain, fused = numbers(tmp_path / "plain"), numbers(tmp_path / "fused")
     assert any(row[3] for row in plain)  # some update had a gradient

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine, dense_decoder, reproduces
+from retrain.engines.step import CPU_STEPPING
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
@@ -242,10 +243,10 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
     is_bundled = family == "tiny-reasoner"
     name = str(dtype).removeprefix("torch.")
     base = load_base(family, devices="cpu", dtype=name) if is_bundled else tiny(family, dtype)
-    assert is_bundled or dense_decoder(tiny(family, dtype, 0.0)) is not None  # weights of a fresh model
-    assert reproduces(sound := DenseDecoder(base), base)
+    assert is_bundled or dense_decoder(tiny(family, dtype, 0.0), CPU_STEPPING) is not None  # weights of a fresh model
+    assert reproduces(sound := DenseDecoder(base, CPU_STEPPING), base)
     for fault in FAULTS:
-        decoder = DenseDecoder(base)
+        decoder = DenseDecoder(base, CPU_STEPPING)
         fault(decoder)
         assert not reproduces(decoder, base), fault
     base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)

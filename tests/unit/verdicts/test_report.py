@@ -69,7 +69,7 @@ def made(tmp_path: Path, seeds: int = 3, conditions: int = 2, states: dict | Non
 
 def harmless_report(out: Path) -> Reader:
     reader = Reader(write_report(out).read_text(encoding="utf-8"))
-    assert [tag for tag, _ in reader.elements].count("script") == 1  # the page's own switch of light and dark
+    assert reader.tags.count("script") == 1  # the page's own switch of light and dark
     for tag, attributes in reader.elements:
         assert tag not in ("img", "iframe", "link", "object", "form", "base"), tag
         assert not [name for name in attributes if name.startswith("on")], attributes
@@ -85,14 +85,14 @@ def harmless_report(out: Path) -> Reader:
 
 def test_a_whole_campaign(tmp_path):
     reader = harmless_report(made(tmp_path))
-    assert "made <b>" in "".join(reader.texts)
-    assert "2 conditions × 3 seeds" in "".join(reader.texts)
+    assert "made <b>" in reader.text
+    assert "2 conditions × 3 seeds" in reader.text
     pooling = reader.page[reader.page.index("SEPA: pooling λ") :].partition("</figure>")[0]
     assert pooling.count('<path class="line"') == 1  # 0 where there is no SEPA
-    assert "SEPA: gate open" not in "".join(reader.texts)
+    assert "SEPA: gate open" not in reader.text
     links = [attributes["href"] for tag, attributes in reader.elements if tag == "a"]
     assert "runs/rloo%2Bnone_s2/train_iteration_000000.html" in links
-    same = "".join(reader.texts)["".join(reader.texts).index("grpo → rloo, after training") :]
+    same = reader.text[reader.text.index("grpo → rloo, after training") :]
     assert same.index("What is 2?") < same.index("0/3 → 3/3") < same.index("+100 points")
     assert "rloo, seed 1: right" in same
     done = run_cli("report", tmp_path / "out", "--out", tmp_path / "made/by/it/r.html")
@@ -117,8 +117,8 @@ ALL = [f"{mode}+none_s{seed}" for mode in ("grpo", "rloo") for seed in (1, 2, 3)
 ])  # fmt: skip
 def test_campaigns_of_every_shape(tmp_path, shape, parts):
     reader = harmless_report(made(tmp_path, **shape))
-    assert "Runs" in "".join(reader.texts)
+    assert "Runs" in reader.text
     for part in parts:
-        assert part.lower() in "".join(reader.texts).lower()
+        assert part.lower() in reader.text.lower()
     assert f"<script>window.{MARKER}" not in reader.page
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066]", reader.page)
