@@ -1,7 +1,7 @@
 // Controls: choices, ticks, search, tabs, menus, copying.
 
 import {copy, later} from "../lib/browser.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {html, useEffect, useId, useMemo, useRef} from "../lib/html.js";
 
 /** @typedef {[value: string, text: string]} Option */
 
@@ -29,27 +29,39 @@ export function Tick({checked, onChoose, title, children}) {
 }
 
 /**
- * A search field. `onSearch` is called a moment after the last key; while it has the focus, what is typed stays.
- * @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props
+ * A text field that shows `value`, except while it has the focus: what is typed stays. `onEnter` gets the text when it
+ * was changed, or with `wait` so many ms after the last key. `options` are offered; further properties are the input's.
+ * @param {{label: string, value: string, onEnter: (text: string) => void, wait?: number, options?: string[],
+ *   wrong?: boolean, class?: string, [attribute: string]: any}} props
  */
-export function SearchField({label, value, onSearch, wait = 200, wrong = false}) {
+export function Field({label, value, onEnter, wait, options, wrong = false, class: name = "", ...attributes}) {
   const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const newest = useRef(onSearch);
-  newest.current = onSearch;
-  const search = useMemo(() => later((text) => newest.current(text), wait), [wait]);
-  useEffect(() => search.stop, [search]);
+  const list = useId();
+  const newest = useRef(onEnter);
+  newest.current = onEnter;
+  const enter = useMemo(() => later((text) => newest.current(text), wait || 0), [wait]);
+  useEffect(() => enter.stop, [enter]);
   useEffect(() => {
     if (field.current && document.activeElement !== field.current) field.current.value = value;
   }, [value]);
+  const typed = (event) => enter(event.target.value);
+  const changed = (event) => onEnter(event.target.value);
   return html`<input
-    ref=${field}
-    type="search"
-    class=${wrong ? "wrong" : null}
-    aria-invalid=${wrong ? "true" : null}
-    placeholder=${label}
-    aria-label=${label}
-    onInput=${(event) => search(event.target.value)}
-  />`;
+      ref=${field}
+      type="text"
+      class=${[name, wrong && "wrong"].filter(Boolean).join(" ") || null}
+      aria-label=${label}
+      aria-invalid=${wrong ? "true" : null}
+      list=${options ? list : null}
+      ...${wait ? {onInput: typed} : {onChange: changed}}
+      ...${attributes}
+    />
+    ${options && html`<datalist id=${list}>${options.map((each) => html`<option key=${each} value=${each} />`)}</datalist>`}`;
+}
+
+/** @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props */
+export function SearchField({onSearch, wait = 200, ...field}) {
+  return html`<${Field} type="search" placeholder=${field.label} wait=${wait} onEnter=${onSearch} ...${field} />`;
 }
 
 /**

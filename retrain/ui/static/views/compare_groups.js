@@ -10,7 +10,7 @@ import {useCurves, zoomOf, zoomTo} from "../lib/curves.js";
 import {groupKeys, namedGroups, shownValue} from "../lib/groups.js";
 import {html, useMemo} from "../lib/html.js";
 import {MetricChoice, SMOOTHINGS, countsOf, levelWords, linesOf} from "./campaign_curves.js";
-import {PlaceField, PlaceNames} from "./compare_places.js";
+import {PlaceField, usePlaces} from "./compare_places.js";
 
 // Places in the address: each encoded, so that a comma may stand in a name.
 function placesOf(query) {
@@ -48,6 +48,7 @@ export function Groups() {
 /** @param {{at: string[], others: string[]}} props */
 function Places({at, others}) {
   const {patch} = useAddress();
+  const options = usePlaces();
   const drop = (place) => patch(withPlaces(others.filter((each) => each !== place)));
   const add = (place) => place && !at.includes(place) && patch(withPlaces([...others, place]));
   const chip = (place) =>
@@ -62,8 +63,7 @@ function Places({at, others}) {
     <ul class="places" aria-label="compared">
       ${at.map(chip)}
     </ul>
-    <${PlaceField} label="add a campaign or a run" value="" list="places" onChoose=${add} key=${at.length} />
-    <${PlaceNames} id="places" first=${[]} />
+    <${PlaceField} label="add a campaign or a run" value="" options=${options} onChoose=${add} key=${at.length} />
   </div>`;
 }
 

@@ -7,7 +7,7 @@ import {useAnswer} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
 import {EVERY_KIND} from "../lib/live.js";
 import {useCampaign} from "../lib/campaign.js";
-import {PlaceField, PlaceNames} from "./compare_places.js";
+import {PlaceField, usePlaces} from "./compare_places.js";
 
 const MOST_LINES = 3000;
 const OPEN_LINES = 80;
@@ -23,17 +23,16 @@ export function Pair() {
   }, [other && other.place, isChosen]);
   const a = query.a || place;
   const b = query.b || "";
-  const places = runs.map((run) => run.place);
+  const options = usePlaces(runs.map((run) => run.place));
   const field = (name, label, value) => {
     const choose = (text) => patch({[name]: text});
-    return html`<${PlaceField} label=${label} value=${value} list="places" onChoose=${choose} />`;
+    return html`<${PlaceField} label=${label} value=${value} options=${options} onChoose=${choose} />`;
   };
   const nothing = html`<${Empty} title="Choose the second place">
     Any campaign or run below the given directories: type a part of its name.
   <//>`;
   return html`<div class="tools">
       ${field("a", "first place", a)}<span class="muted">and</span>${field("b", "second place", b)}
-      <${PlaceNames} id="places" first=${places} />
     </div>
     ${b ? html`<${Differences} a=${a} b=${b} />` : nothing}`;
 }

@@ -3,7 +3,7 @@
 import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
 import {zoomTo} from "../components/curve_controls.js";
-import {SignButton} from "../components/inputs.js";
+import {Field, SignButton} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {say} from "../lib/browser.js";
@@ -85,18 +85,6 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
     <${SignButton} label=${`why? ${key}`} hint="what this number means" onPress=${explain}>Why?<//>`;
 }
 
-/** @param {{only: string, metricKey: string, onFilter: (only: string) => void}} props */
-function RunFilter({only, metricKey, onFilter}) {
-  return html`<input
-    type="text"
-    class="only"
-    placeholder="all runs; or a filter …"
-    aria-label=${`runs in this chart of ${metricKey}`}
-    value=${only}
-    onChange=${(event) => onFilter(event.target.value)}
-  />`;
-}
-
 // Return what a chart draws of an answer, and what there is to say of its rows.
 function drawing(body, metric, {byCondition, thin, hidden}, only) {
   const fits = runFilter(only);
@@ -156,6 +144,7 @@ export function MetricChart({metric, page, level = "h3", big = false, mine, only
     ...{height: big ? 460 : 172, group: "metrics", share: unit === "share", unit: unit === "share" ? "%" : ""},
     ...settings.plot,
   };
+  const filter = {label: `runs in this chart of ${key}`, class: "only", placeholder: "all runs; or a filter …"};
   // Out of sight it stays as it was.
   const seen = useRef(options);
   if (inSight) seen.current = options;
@@ -165,7 +154,7 @@ export function MetricChart({metric, page, level = "h3", big = false, mine, only
       id=${null}
       tools=${html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`}
     >
-      ${onFilter && html`<${RunFilter} only=${only} metricKey=${key} onFilter=${onFilter} />`}
+      ${onFilter && html`<${Field} ...${filter} value=${only} onEnter=${onFilter} />`}
     <//>
   </div>`;
 }

@@ -1,10 +1,9 @@
 // Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
-import {SearchField} from "../components/inputs.js";
+import {Choice, Field, SearchField} from "../components/inputs.js";
 import {DataTable} from "../components/table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
-import {later} from "../lib/browser.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {html, useState} from "../lib/html.js";
 import {Marked, Strip} from "./conversation.js";
 import {shortName} from "./reading.js";
 
@@ -140,36 +139,16 @@ export function Groups({groups, group, index, onGroup, onSample}) {
 
 /**
  * One end of a range; what is no number is marked and not asked for.
- * @param {{label: string, hint: string, value: string, onChange: (text: string) => void}} props
+ * @param {{label: string, placeholder: string, value: string, onChange: (text: string) => void}} props
  */
-function NumberField({label, hint, value, onChange}) {
-  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const newest = useRef(onChange);
-  newest.current = onChange;
-  const change = useMemo(
-    () =>
-      later(() => {
-        if (!field.current) return;
-        const text = field.current.value;
-        const isWrong = text !== "" && !Number.isFinite(Number(text));
-        field.current.classList.toggle("wrong", isWrong);
-        if (!isWrong) newest.current(text);
-      }, 250),
-    [],
-  );
-  useEffect(() => change.stop, []);
-  useEffect(() => {
-    if (field.current && document.activeElement !== field.current) field.current.value = value;
-  }, [value]);
-  return html`<input
-    ref=${field}
-    type="text"
-    inputmode="decimal"
-    class="narrow"
-    placeholder=${hint}
-    aria-label=${label}
-    onInput=${change}
-  />`;
+function NumberField({onChange, ...field}) {
+  const [isWrong, setWrong] = useState(false);
+  const enter = (text) => {
+    const isNumber = Number.isFinite(Number(text));
+    setWrong(!isNumber);
+    if (isNumber) onChange(text);
+  };
+  return html`<${Field} class="narrow" inputmode="decimal" wait=${250} wrong=${isWrong} onEnter=${enter} ...${field} />`;
 }
 
 /**
@@ -180,7 +159,7 @@ export function Filters({query, body, set}) {
   const change = (key) => (value) => set({[key]: value || null, first: null}, {replace: true});
   const end = (key, words, hint) => {
     const value = query[key] || "";
-    return html`<${NumberField} label=${words} hint=${hint} value=${value} onChange=${change(key)} />`;
+    return html`<${NumberField} label=${words} placeholder=${hint} value=${value} onChange=${change(key)} />`;
   };
   const ends = (name, key) =>
     html`<span class="range">
@@ -203,18 +182,12 @@ export function Filters({query, body, set}) {
 
 /** @param {{query: Query, body: any, set: (changes: Record<string, any>) => void}} props */
 function Choices({query, body, set}) {
-  const select = (label, key, any, values) =>
-    values.length > 0 &&
-    html`<select
-      aria-label=${label}
-      value=${query[key] || ""}
-      onChange=${(event) => set({[key]: event.target.value || null, first: null})}
-    >
-      ${[["", any], ...values].map(
-        ([value, text]) =>
-          html`<option key=${value} value=${value} selected=${value === (query[key] || "")}>${text}</option>`,
-      )}
-    </select>`;
+  const choose = (key) => (value) => set({[key]: value || null, first: null});
+  const select = (label, key, any, values) => {
+    const options = [["", any], ...values];
+    const value = query[key] || "";
+    return values.length > 0 && html`<${Choice} ...${{label, options, value}} onChoose=${choose(key)} />`;
+  };
   const same = (names) => names.map((name) => [name, name]);
   const kept = [
     ["trained", "trained on"],
