@@ -2,7 +2,7 @@
 
 import {Condition} from "../components/marks.js";
 import {Answered, NotRecorded} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {ago, count, duration, hours, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";

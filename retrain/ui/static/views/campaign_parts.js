@@ -4,7 +4,7 @@ import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
 import {CopyButton} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {isOpen} from "../verdicts.js";

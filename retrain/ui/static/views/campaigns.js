@@ -4,7 +4,7 @@ import {IntervalBar} from "../components/interval_bar.js";
 import {Choice, SearchField, Tabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";

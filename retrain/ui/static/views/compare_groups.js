@@ -4,12 +4,14 @@ import {X_CHOICES} from "../charts/ticks.js";
 import {Chart} from "../components/chart.js";
 import {Choice, Tick} from "../components/inputs.js";
 import {Condition, Legend} from "../components/marks.js";
+import {Table} from "../components/table.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {useCurves, zoomOf, zoomTo} from "../lib/curves.js";
 import {groupKeys, namedGroups, shownValue} from "../lib/groups.js";
 import {html, useMemo} from "../lib/html.js";
 import {MetricChoice, SMOOTHINGS, countsOf, levelWords, linesOf} from "./campaign_curves.js";
+import {KEY_COLUMN, Value} from "./compare_pair.js";
 import {PlaceField, usePlaces} from "./compare_places.js";
 
 // Places in the address: each encoded, so that a comma may stand in a name.
@@ -141,30 +143,23 @@ function GroupChart({body, metric, error, retry, zoom}) {
  */
 function Differ({groups, rows}) {
   const isSet = (values) => values.some((value) => value !== null);
-  const cell = (values) =>
-    isSet(values) ? values.map(shownValue).join(", ") : html`<span class="muted">not set</span>`;
   // Keys that most groups have come first: those of one tool alone tell little.
   const count = ({values}) => values.filter(isSet).length;
   const ordered = [...rows].sort((a, b) => count(b) - count(a));
-  const row = ({key, values}) =>
-    html`<tr key=${key}>
-      <th scope="row"><code>${key}</code></th>
-      ${values.map((each, i) => html`<td key=${i}>${cell(each)}</td>`)}
-    </tr>`;
-  const head = ({label, index}) => html`<th scope="col" key=${index}><${Condition} index=${index}>${label}<//></th>`;
-  const table = html`<div class="scroll" tabindex="0" role="region" aria-label="differences">
-    <table class="tight diff">
-      <thead>
-        <tr>
-          <th scope="col">key</th>
-          ${groups.map(head)}
-        </tr>
-      </thead>
-      <tbody>
-        ${ordered.map(row)}
-      </tbody>
-    </table>
-  </div>`;
+  const column = ({label, index}, i) => ({
+    key: String(index),
+    title: html`<${Condition} index=${index}>${label}<//>`,
+    cell: ({values}) => (isSet(values[i]) ? values[i].map(shownValue).join(", ") : html`<${Value} value=${null} />`),
+  });
+  const columns = [KEY_COLUMN, ...groups.map(column)];
+  const table = html`<${Table}
+    class="tight diff"
+    label="differences"
+    columns=${columns}
+    rows=${ordered}
+    keyOf=${(row) => row.key}
+    region=${true}
+  />`;
   return html`<section>
     <h2>In what the groups differ <small>configuration, without seeds</small></h2>
     ${rows.length ? table : html`<p class="muted">No key differs between the groups.</p>`}

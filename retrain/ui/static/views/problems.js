@@ -5,7 +5,8 @@ import {Chart} from "../components/chart.js";
 import {Choice, SearchField} from "../components/inputs.js";
 import {Condition, Rate} from "../components/marks.js";
 import {Answered, Empty, Failed, Loading} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
+import {Table} from "../components/table.js";
 import {difference, number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -344,17 +345,17 @@ function Evolution({found, conditions, family}) {
 
 /** @param {{found: any, href: (label: string, step: number) => string | undefined}} props */
 function RatesTable({found, href}) {
-  const row = (label) => (each) =>
-    html`<tr key=${`${label} ${each.step}`}>
-      <td>${label}</td>
-      <td class="number"><a href=${href(label, each.step)}>${each.step}</a></td>
-      <td><${RateText} rate=${each} /></td>
-    </tr>`;
+  const rows = Object.entries(found.conditions).flatMap(([label, points]) =>
+    points.map((each) => ({...each, label})),
+  );
+  const step = ({label, step: number}) => html`<a href=${href(label, number)}>${number}</a>`;
+  const columns = [
+    {key: "condition", title: "condition", cell: (row) => row.label},
+    {key: "step", title: "step", number: true, cell: step},
+    {key: "solved", title: "solved", cell: (row) => html`<${RateText} rate=${row} />`},
+  ];
   return html`<details>
     <summary class="muted small">as a table</summary>
-    <table class="tight">
-      <thead><tr><th scope="col">condition</th><th scope="col">step</th><th scope="col">solved</th></tr></thead>
-      <tbody>${Object.entries(found.conditions).map(([label, points]) => points.map(row(label)))}</tbody>
-    </table>
+    <${Table} label="rates" columns=${columns} rows=${rows} keyOf=${(row) => `${row.label} ${row.step}`} />
   </details>`;
 }

@@ -1,7 +1,7 @@
 // Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
 import {Choice, Field, SearchField} from "../components/inputs.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
 import {html, useState} from "../lib/html.js";
 import {Marked, Strip} from "./conversation.js";
