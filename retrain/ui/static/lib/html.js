@@ -12,7 +12,6 @@ export {
   useId,
   useLayoutEffect,
   useMemo,
-  useReducer,
   useRef,
   useState,
 } from "../vendor/preact/hooks.module.js";
