@@ -8,7 +8,7 @@ import {useAnswer} from "../lib/answer.js";
 import {shownValue} from "../lib/groups.js";
 import {html, useEffect} from "../lib/html.js";
 import {EVERY_KIND} from "../lib/live.js";
-import {useCampaign} from "../lib/campaign.js";
+import {useRuns} from "../lib/campaign.js";
 import {PlaceField, usePlaces} from "./compare_places.js";
 
 const MOST_LINES = 3000;
@@ -16,8 +16,7 @@ const OPEN_LINES = 80;
 
 export function Pair() {
   const {place, query, patch} = useAddress();
-  const campaign = useCampaign(place);
-  const runs = (campaign.data && campaign.data.runs) || [];
+  const {family: runs} = useRuns(place);
   const other = runs.length > 1 ? runs.find((run) => run.label !== runs[0].label) || runs[1] : null;
   const isChosen = Boolean(query.a || query.b);
   useEffect(() => {

@@ -11,11 +11,12 @@ import {difference, number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {useRuns} from "../lib/campaign.js";
+import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
 import {go, link} from "../router.js";
 import {LongText, Marked} from "./conversation.js";
-import {Chips, Pager, useRuns} from "./reading.js";
+import {Chips, NO_ROWS, Pager, useNextRow} from "./reading.js";
 
 const PAGE = 100;
 const RANGE = {min: 0, max: 1};
@@ -126,29 +127,9 @@ export function Problems() {
     </div>`;
 }
 
-/** The keys; at the end of a page j leads to the first problem of the next. */
 function useProblemKeys({data, isCurrent, first, query, patch, family, place}) {
-  const wanted = useRef(0);
-  const rows = data ? data.problems : [];
-  useEffect(() => {
-    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
-    if (wanted.current && isCurrent && row) patch({id: row.id}, {replace: true});
-    if (isCurrent) wanted.current = 0;
-  }, [data, isCurrent]);
-  useEffect(() => {
-    const row = query.id === undefined ? null : document.querySelector(`tr[data-key="${CSS.escape(query.id)}"]`);
-    if (row) row.scrollIntoView({block: "nearest"});
-  }, [query.id]);
-  const move = (by) => () => {
-    const at = rows.findIndex((each) => each.id === query.id);
-    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
-    const start = first + by * PAGE;
-    if (row) patch({id: row.id}, {replace: query.id !== undefined});
-    else if (data && start >= 0 && start < data.total) {
-      wanted.current = by;
-      patch({first: start || null});
-    }
-  };
+  const list = {rows: data ? data.problems : NO_ROWS, total: data ? data.total : 0, isCurrent, first, page: PAGE};
+  const next = useNextRow(list, "id", query.id ?? null, (id, options) => patch({id}, options));
   const compare = () => {
     if (!data || query.id === undefined) return;
     const [pair] = pairsOf({labels: data.conditions, steps: data.steps, family, place});
@@ -157,12 +138,12 @@ function useProblemKeys({data, isCurrent, first, query, patch, family, place}) {
     if (words) go(link("prompt", place, {...about, ...sides}));
   };
   const sorts = SORTS.map(([key]) => key);
-  const next = sorts[(sorts.indexOf(query.sort || "differ") + 1) % sorts.length];
+  const order = sorts[(sorts.indexOf(query.sort || "differ") + 1) % sorts.length];
   useKeys({
-    j: ["next problem", move(1)],
-    k: ["previous problem", move(-1)],
+    j: ["next problem", next(1)],
+    k: ["previous problem", next(-1)],
     d: ["compare the answers (Same prompt)", compare],
-    s: ["next order", () => patch({sort: next, first: null})],
+    s: ["next order", () => patch({sort: order, first: null})],
     Escape: ["close the problem", () => patch({id: null})],
   });
 }

@@ -6,11 +6,12 @@ import {number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
+import {useRuns} from "../lib/campaign.js";
 import {html, useMemo, visible} from "../lib/html.js";
 import {link} from "../router.js";
 import {PromptBox} from "./conversation.js";
 import {Side, SideAnswer} from "./prompt_side.js";
-import {Chips, SplitChoice, partner, splitName, stepBeside, useRuns} from "./reading.js";
+import {Chips, SplitChoice, partner, splitName, stepBeside} from "./reading.js";
 import {ColourChoice, Legend, NUMBERS, cleaned, present, scaleOf} from "./token_numbers.js";
 
 const MOST_PROBLEMS = 500;

@@ -4,35 +4,15 @@ import {Choice} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
+import {useRuns} from "../lib/campaign.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {runName} from "../names.js";
-import {campaignOf} from "../places.js";
 import {go, link} from "../router.js";
 
 /**
- * @typedef {{place: string, run_id: string, label: string, index: number, seed: number | null}} Run
+ * @typedef {import("../lib/campaign.js").Run} Run
  * @typedef {{iteration: number, split: string, recorded: boolean}} Iteration
  */
-
-/**
- * Return the runs of the campaign that holds a place (`family`), those at or below the place (`runs`), and the
- * campaign's place (`home`, null until it is known). `known` says whether the runs have been read.
- */
-export function useRuns(place) {
-  const [home, setHome] = useState(/** @type {string | null} */ (null));
-  useEffect(() => {
-    let left = false;
-    campaignOf(place).then((found) => left || setHome(found));
-    return () => {
-      left = true;
-    };
-  }, [place]);
-  const {data, error, retry} = useAnswer("campaign", home === null ? null : {at: home, wait_ms: 0});
-  /** @type {Run[]} */
-  const family = data ? data.runs : [];
-  const runs = family.filter((run) => run.place === place || run.place.startsWith(`${place}/`));
-  return {home, family, runs, known: data !== null, error, retry};
-}
 
 /**
  * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to
@@ -126,7 +106,12 @@ export function Steps({label, steps, step, onStep}) {
   const send = useMemo(() => later((to) => newest.current(to), 70), []);
   useEffect(() => send.stop, []);
   useEffect(() => setMoved(null), [step]);
-  const at = moved === null ? Math.max(0, step === null ? 0 : steps.indexOf(step)) : moved;
+  const at =
+    moved ??
+    Math.max(
+      0,
+      steps.findLastIndex((each) => step !== null && each <= step),
+    );
   const text = `step ${steps[at] ?? "–"}`;
   const slide = (event) => {
     const to = Number(event.target.value);
@@ -186,6 +171,41 @@ export function Pager({first, page, shown, total, onFirst}) {
     <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
     <button type="button" disabled=${first + page >= total} onClick=${to(first + page)}>next →</button>
   </div>`;
+}
+
+/** @type {any[]} */
+export const NO_ROWS = [];
+
+/**
+ * Return what j and k do: they choose the next row, and at the end of a page lead to the next page and its first row.
+ * The chosen row stays in sight.
+ * @param {{rows: any[], total: number, isCurrent: boolean, first: number, page: number}} list
+ * @param {string} key of a row, by which the address names it
+ * @param {string | number | null} chosen
+ * @param {(key: any, options: {replace: boolean}) => void} choose
+ */
+export function useNextRow({rows, total, isCurrent, first, page}, key, chosen, choose) {
+  const {patch} = useAddress();
+  const wanted = useRef(0);
+  useEffect(() => {
+    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
+    if (wanted.current && isCurrent && row) choose(row[key], {replace: true});
+    if (isCurrent) wanted.current = 0;
+  }, [rows, isCurrent]);
+  useEffect(() => {
+    const row = chosen === null ? null : document.querySelector(`tr[data-key="${CSS.escape(String(chosen))}"]`);
+    if (row) row.scrollIntoView({block: "nearest"});
+  }, [chosen]);
+  return (by) => () => {
+    const at = rows.findIndex((row) => row[key] === chosen);
+    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
+    const start = first + by * page;
+    if (row) choose(row[key], {replace: chosen !== null});
+    else if (start >= 0 && start < total) {
+      wanted.current = by;
+      patch({first: start || null});
+    }
+  };
 }
 
 // Shorten a name in its middle: its end tells names apart more often than its beginning.

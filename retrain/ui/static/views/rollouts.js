@@ -11,7 +11,7 @@ import {html, useEffect, useRef, useState} from "../lib/html.js";
 import {go, link} from "../router.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {Pager, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside} from "./reading.js";
-import {useIterationAnswer, useSampled} from "./reading.js";
+import {NO_ROWS, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
 import {FILTERS, Filters, Groups, Rewards, Samples} from "./rollouts_parts.js";
 
 const PAGE = 100;
@@ -45,11 +45,18 @@ export function Rollouts() {
     const isNewest = about && stepBeside(steps, about.iteration, 1) === null;
     patch({index: null, beside: null, ...(isNewest ? {iteration: null} : {})});
   };
-  const next = useNextSample({data, isCurrent, first, index, choose, patch});
+  const rows = data ? data.rollouts : NO_ROWS;
+  const next = useNextRow(
+    {rows, total: data ? data.passing : 0, isCurrent, first, page: PAGE},
+    "index",
+    index,
+    choose,
+  );
   const open = () => index !== null && about && go(link("tokens", run, {...placeOf(query, about), index}));
   useKeys({
     ...keysOf({data, steps, index, choose, query, patch}),
-    ...next,
+    j: ["next sample", next(1)],
+    k: ["previous sample", next(-1)],
     Enter: [OPEN, open],
     Escape: [CLOSE, close],
   });
@@ -83,32 +90,6 @@ const CLOSE = "close the sample";
 
 function placeOf(query, about) {
   return {split: query.split, iteration: about.iteration};
-}
-
-/** Return the keys j and k. At the end of a page they lead to the next page, and there to its first sample. */
-function useNextSample({data, isCurrent, first, index, choose, patch}) {
-  const wanted = useRef(0);
-  const rows = data ? data.rollouts : [];
-  useEffect(() => {
-    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
-    if (wanted.current && isCurrent && row) choose(row.index, {replace: true});
-    if (isCurrent) wanted.current = 0;
-  }, [data, isCurrent]);
-  const next = (by) => () => {
-    const at = rows.findIndex((row) => row.index === index);
-    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
-    const start = first + by * PAGE;
-    if (row) choose(row.index, {replace: index !== null});
-    else if (data && start >= 0 && start < data.passing) {
-      wanted.current = by;
-      patch({first: start || null});
-    }
-  };
-  useEffect(() => {
-    const row = index === null ? null : document.querySelector(`.samples tr[data-key="${index}"]`);
-    if (row) row.scrollIntoView({block: "nearest"});
-  }, [index]);
-  return /** @type {KeyMap} */ ({j: ["next sample", next(1)], k: ["previous sample", next(-1)]});
 }
 
 function keysOf({data, steps, index, choose, query, patch}) {
