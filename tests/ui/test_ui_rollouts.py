@@ -87,6 +87,44 @@ def test_words_are_found_in_answers_and_in_prompts(page):
     assert "No rollout passes these filters" in page.text(".list")
 
 
+def found(page):
+    """Return the rollouts of all steps in their order: (step, index)."""
+    keys = page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
+    return [tuple(map(int, key.split()[2:])) for key in keys]
+
+
+def test_words_are_found_in_all_steps(page):
+    page.open(f"{ADDRESS}?text=needle")
+    page.page.get_by_label("all steps").check()
+    page.settle()
+    assert page.query == {"text": "needle", "steps": "all"}
+    assert found(page) == [(1, 1), (1, 4), (0, 1), (0, 4)]
+    assert page.page.locator(".samples mark").all_inner_texts() == ["needle"] * 4
+    assert "4 rollouts found, 2 of 2 steps searched" in page.text()
+    page.page.get_by_label("search prompts and answers").fill("first")
+    page.until("() => document.querySelectorAll('.samples tbody tr').length === 8", "the rollouts found")
+    for order, lengths in (("↓", (0, 2)), ("↑", (2, 0))):
+        page.page.locator(".samples thead button", has_text="tokens").click()
+        page.settle()
+        assert page.text(".samples th[aria-sort]") == f"tokens {order}"
+        assert [index % 3 for _, index in found(page)] == [*[lengths[0]] * 4, *[lengths[1]] * 4]
+    page.page.locator(".samples tbody tr", has_text="step 0").first.click()
+    page.settle()
+    assert page.path == f"{ADDRESS}?iteration=0&index=2&text=first"
+    assert page.page.locator(".beside mark").all_inner_texts() == ["first"]
+    page.page.go_back()
+    page.settle()
+    assert len(found(page)) == 8
+
+
+def test_a_search_of_all_steps_goes_on_from_a_step(page):
+    page.open(f"{ADDRESS}?text=needle&steps=all&first=1")
+    assert found(page) == [(0, 1), (0, 4)]
+    page.page.get_by_role("button", name="From the newest step").click()
+    page.settle()
+    assert len(found(page)) == 4
+
+
 def colours(page):
     page.settle()
     return page.page.eval_on_selector_all(".t[data-at]", "all => all.map((each) => each.className)")

@@ -1,4 +1,4 @@
-// The lines of a chart from answers of /api/columns, a line for each run, and of /api/curves, a mean for each condition.
+// The lines of a chart: of /api/columns a line for each run, of /api/curves a mean for each condition.
 
 import {nameOf} from "../names.js";
 import {columnsOf, isValue} from "./data.js";

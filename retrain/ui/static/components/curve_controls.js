@@ -1,5 +1,4 @@
-// What all views with curves let one choose, kept in the address: metric, x axis, smoothing, what is hidden, the part in
-// sight.
+// Choices of all views with curves, kept in the address: metric, x axis, smoothing, hidden lines, the part in sight.
 
 import {isCopy} from "../copy.js";
 import {X_CHOICES} from "../charts/ticks.js";

@@ -44,6 +44,7 @@ export function Field({label, value, onEnter, wait, options, wrong = false, clas
   useEffect(() => {
     if (field.current && document.activeElement !== field.current) field.current.value = value;
   }, [value]);
+  const option = (each) => html`<option key=${each} value=${each} />`;
   const typed = (event) => enter(event.target.value);
   const changed = (event) => onEnter(event.target.value);
   return html`<input
@@ -56,7 +57,7 @@ export function Field({label, value, onEnter, wait, options, wrong = false, clas
       ...${wait ? {onInput: typed} : {onChange: changed}}
       ...${attributes}
     />
-    ${options && html`<datalist id=${list}>${options.map((each) => html`<option key=${each} value=${each} />`)}</datalist>`}`;
+    ${options && html`<datalist id=${list}>${options.map(option)}</datalist>`}`;
 }
 
 /** @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props */

@@ -1,5 +1,5 @@
-// What came of a campaign: one banner with state, failures, the command that continues it and then the verdicts, each in
-// a sentence; below it what a reader must know.
+// The result of a campaign: one banner with state, failures, the command that continues it and then the verdicts, each
+// in a sentence; below it what a reader must know.
 
 import {CopyButton} from "../components/inputs.js";
 import {Banner} from "../components/states.js";

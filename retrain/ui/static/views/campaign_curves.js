@@ -4,6 +4,7 @@ import {conditionLines, countsOf, differenceLines} from "../charts/curve_lines.j
 import {Chart} from "../components/chart.js";
 import {AddressTick, AxisChoice, MetricChoice, SmoothingChoice, WholeRange} from "../components/curve_controls.js";
 import {smoothOf, useHidden, zoomOf, zoomTo} from "../components/curve_controls.js";
+import {SignButton} from "../components/inputs.js";
 import {Legend} from "../components/marks.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -112,11 +113,12 @@ function CurvePair({campaign, metric, body, error, retry, zoom, empty}) {
   };
   const places = campaign.runs.map((run) => run.place);
   const explain = () => metric && why(metric, places);
-  const tools = html`<button type="button" class="bare" title="what this number means" onClick=${explain}>Why?</button>`;
+  const tools = html`<${SignButton} label="Why?" hint="what this number means" onPress=${explain}>Why?<//>`;
   const about = (body && body.about) || {};
   const baseline = conditions.length ? conditions[0].label : "the baseline";
   const key = body ? body.key : metric || "";
-  return html`${groups.length > 1 && html`<${Legend} groups=${groups} onToggle=${({index}) => toggle(String(index))} />`}
+  const hide = ({index}) => toggle(String(index));
+  return html`${groups.length > 1 && html`<${Legend} groups=${groups} onToggle=${hide} />`}
     <div class="two">
       <${Chart}
         ...${shared}

@@ -4,7 +4,7 @@ import {conditionLines, countsOf} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
 import {AddressTick, AxisChoice, MetricChoice, SmoothingChoice, WholeRange} from "../components/curve_controls.js";
 import {smoothOf, useHidden, zoomOf, zoomTo} from "../components/curve_controls.js";
-import {Choice} from "../components/inputs.js";
+import {Choice, SignButton} from "../components/inputs.js";
 import {Condition, Legend} from "../components/marks.js";
 import {Table} from "../components/table.js";
 import {useAddress} from "../lib/address.js";
@@ -61,7 +61,7 @@ function Places({at, others}) {
       <code>${place}</code>
       ${
         others.includes(place) &&
-        html`<button type="button" class="bare" aria-label=${`leave out ${place}`} onClick=${() => drop(place)}>×</button>`
+        html`<${SignButton} label=${`leave out ${place}`} onPress=${() => drop(place)}>×<//>`
       }
     </li>`;
   return html`<div class="tools">

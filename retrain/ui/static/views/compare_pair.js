@@ -74,9 +74,10 @@ function DifferenceTable({rows, names, label}) {
 
 /** @param {{title: string, rows: Row[], names: string[], none: string}} props */
 function Section({title, rows, names, none}) {
+  const table = html`<${DifferenceTable} rows=${rows} names=${names} label=${title} />`;
   return html`<section>
     <h2>${title} <small>${rows.length > 0 && plural(rows.length, "difference")}</small></h2>
-    ${rows.length ? html`<${DifferenceTable} rows=${rows} names=${names} label=${title} />` : html`<p class="muted">${none}</p>`}
+    ${rows.length ? table : html`<p class="muted">${none}</p>`}
   </section>`;
 }
 

@@ -68,8 +68,9 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   const column = (step, i) => {
     const place = {x: left + i * wide, y: TOP, width: wide, height: BOTTOM - TOP};
     const style = step === chosen ? "column on" : "column";
+    const choose = () => onStep(step);
     return html`${shares[i].map((share, j) => cell(share, i, j))}
-      <rect ...${place} fill="transparent" class=${style} onClick=${() => onStep(step)}><title>step ${step}</title></rect>`;
+      <rect ...${place} fill="transparent" class=${style} onClick=${choose}><title>step ${step}</title></rect>`;
   };
   const label = (i) => {
     const edge = Math.round((i * (edges.length - 1)) / 4);
@@ -129,7 +130,10 @@ export function Distribution({place, runs, mover}) {
         ${
           over &&
           html`<div>
-            <h3>Over steps<small>the darker, the larger a share of the step's rollouts; a click goes to the step</small></h3>
+            <h3>
+              Over steps
+              <small>the darker, the larger a share of the step's rollouts; a click goes to the step</small>
+            </h3>
             <${Heat} over=${over} name=${name} chosen=${at.step} onStep=${(to) => patch({step: to})} />
           </div>`
         }

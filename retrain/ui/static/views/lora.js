@@ -135,13 +135,12 @@ function Overlap({pairs, runs, directions}) {
     share: (a) => (of(a, b) ? of(a, b).overlap : 0),
   });
   const columns = [{key: "run", title: "run", head: true, cell: runName}, ...shown.map(column)];
+  const counted = plural(directions, "direction");
   const table = {class: "tight matrix", label: "overlap", columns, rows: shown, keyOf: (run) => run.place};
   return html`<section>
     <h2>
       Overlap of directions between runs
-      <small
-        >mean over modules of the first ${plural(directions, "direction")}; 1: the same; by chance ${number(chance, 2)}</small
-      >
+      <small>mean over modules of the first ${counted}; 1: the same; by chance ${number(chance, 2)}</small>
     </h2>
     <${Table} ...${table} region=${true} />
   </section>`;

@@ -37,6 +37,7 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
   const open = () => patch({open: big ? null : key});
   const places = runs.map((run) => run.place);
   const explain = () => why(key, places);
+  const size = big ? {label: "close the large chart", hint: "close"} : {label: `${key} large`, hint: "large"};
   const distribution = () => patch({hist: histogram, step: null});
   return html`${mine || html`<${SignButton} label=${`add ${key} to Mine`} hint="add to Mine" onPress=${pin}>☆<//>`}
     ${
@@ -45,9 +46,7 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
         >▥<//
       >`
     }
-    <${SignButton} label=${big ? "close the large chart" : `${key} large`} hint=${big ? "close" : "large"} onPress=${open}
-      >${big ? "×" : "⤢"}<//
-    >
+    <${SignButton} ...${size} onPress=${open}>${big ? "×" : "⤢"}<//>
     <${SignButton} label=${`why? ${key}`} hint="what this number means" onPress=${explain}>Why?<//>`;
 }
 

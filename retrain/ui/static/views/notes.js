@@ -156,12 +156,12 @@ function LogLines({lines, search, known}) {
     first.current = start;
   }, [lines]);
   const colours = /** @type {Record<string, string>} */ ({warning: "warn", error: "bad", critical: "bad"});
-  const rows = lines.map(
-    ({text, level, byte}) =>
-      html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}><${Marked} text=${text} search=${search} /></div>`,
-  );
+  const row = ({text, level, byte}) => {
+    const content = html`<${Marked} text=${text} search=${search} />`;
+    return html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}>${content}</div>`;
+  };
   const empty = html`<p class="state">${search ? "No line matches." : "The log is empty."}</p>`;
   return html`<div class="log" ref=${root} tabindex="0" role="log" aria-label="run.log">
-    ${lines.length || !known ? rows : empty}
+    ${lines.length || !known ? lines.map(row) : empty}
   </div>`;
 }

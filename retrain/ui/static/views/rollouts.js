@@ -9,6 +9,7 @@ import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useRef, useState} from "../lib/html.js";
 import {go, link} from "../router.js";
+import {Found} from "./found.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {Pager, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside} from "./reading.js";
 import {NO_ROWS, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
@@ -28,6 +29,11 @@ function questionOf({query, run, split, first}) {
 }
 
 export function Rollouts() {
+  const {query} = useAddress();
+  return query.steps === "all" ? html`<${Found} />` : html`<${OneStep} />`;
+}
+
+function OneStep() {
   const {place, query, patch} = useAddress();
   const sampled = useSampled();
   const {run, split, ready, empty, iterations} = sampled;
@@ -75,7 +81,7 @@ export function Rollouts() {
     <${Tools} sampled=${sampled} steps=${steps} about=${about} />
     <div class="stack">
       ${data && !empty && html`<${Overview} data=${data} index=${index} choose=${choose} />`}
-      <${Filters} query=${query} body=${data} set=${patch} />
+      <${Filters} body=${data} />
       <div class=${`panes ${index === null ? "" : "opened"}`}>
         <section class="list" aria-label="rollouts">${body}</section>
         <aside class="beside" aria-label="the chosen rollout">
@@ -159,7 +165,7 @@ function Overview({data, index, choose}) {
 /** @param {{data: any, index: number | null, choose: (index: number) => void}} props */
 function List({data, index, choose}) {
   const {query, patch, linkTo} = useAddress();
-  const href = (to) => linkTo({iteration: data.about.iteration, index: to});
+  const href = ({index: to}) => linkTo({iteration: data.about.iteration, index: to});
   if (data.rollouts.length) {
     const shown = {rows: data.rollouts, query, index, href};
     return html`<${Samples} ...${shown} set=${patch} onOpen=${choose} />`;

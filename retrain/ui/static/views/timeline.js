@@ -80,7 +80,6 @@ function Window({data: {shown, steps, from, to}}) {
     ${button("later ▸", {...rowsFrom(to), step: null}, to >= steps)}
     ${button("newest", {from: null, to: null, step: null}, !query.from)}
     <span class="muted small">
-      steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l go from step to
-      step
+      steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l: other steps
     </span>`;
 }
