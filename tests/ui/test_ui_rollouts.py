@@ -95,7 +95,7 @@ def found(page):
 
 def test_words_are_found_in_all_steps(page):
     page.open(f"{ADDRESS}?text=needle")
-    page.page.get_by_label("all steps").check()
+    page.page.get_by_label("all steps", exact=True).check()
     page.settle()
     assert page.query == {"text": "needle", "steps": "all"}
     assert found(page) == [(1, 1), (1, 4), (0, 1), (0, 4)]
