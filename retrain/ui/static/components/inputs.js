@@ -3,7 +3,7 @@
 import {copy, later} from "../lib/browser.js";
 import {html, useEffect, useId, useMemo, useRef} from "../lib/html.js";
 
-/** @typedef {[value: string, text: string]} Option */
+/** @typedef {[value: string, text: string, hint?: string]} Option the hint is of a button */
 
 /** @param {{label: string, options: Option[], value: string, onChoose: (key: string) => void, class?: string}} props */
 export function Choice({label, options, value, onChoose, class: name}) {
@@ -70,10 +70,11 @@ export function SearchField({onSearch, wait = 200, ...field}) {
  * @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void}} props
  */
 export function Tabs({label, options, value, onChoose}) {
-  const button = ([key, text]) =>
+  const button = (/** @type {Option} */ [key, text, hint]) =>
     html`<button
       type="button"
       key=${key}
+      title=${hint}
       aria-pressed=${key === value ? "true" : "false"}
       onClick=${() => onChoose(key)}
     >
@@ -107,9 +108,15 @@ export function Menu({label, text, items}) {
   </details>`;
 }
 
-/** @param {{text: string, message?: string, children?: any}} props */
-export function CopyButton({text, message, children = "Copy"}) {
-  return html`<button type="button" onClick=${() => copy(text, message)}>${children}</button>`;
+/**
+ * A text in full, with a button that copies it.
+ * @param {{text: string, label: string, message: string, children?: any}} props
+ */
+export function Copyable({text, label, message, children}) {
+  return html`<div class="toml">
+    <pre tabindex="0" aria-label=${label}>${text}</pre>
+    <button type="button" onClick=${() => copy(text, message)}>Copy</button>${children}
+  </div>`;
 }
 
 /**

@@ -32,7 +32,6 @@ export function useCurves(name, params, zoom, asking) {
   const whole = useAnswer(name, asking && readWhole.current === about ? params : null, FOLLOWED);
   const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
   const exact = zoom ? part : whole;
-  const isNew = exact.data !== null && exact.about === exact.question;
-  const known = [...(isNew ? [exact] : []), whole, part].find((answer) => isAbout(answer, name, params));
+  const known = [...(exact.isCurrent ? [exact] : []), whole, part].find((answer) => isAbout(answer, name, params));
   return {body: known ? known.data : null, error: exact.error, retry: exact.retry};
 }

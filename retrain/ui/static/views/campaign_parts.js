@@ -2,7 +2,7 @@
 
 import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
-import {CopyButton} from "../components/inputs.js";
+import {Copyable} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
 import {DataTable} from "../components/data_table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
@@ -169,13 +169,7 @@ export function Seeds({power}) {
   if (!known.length) return null;
   const item = ({label, line, toml}) => html`<div key=${label}>
     <p>${line}</p>
-    ${
-      toml &&
-      html`<div class="toml">
-        <pre tabindex="0" aria-label=${`seeds for ${label}`}>${toml}</pre>
-        <${CopyButton} text=${toml} message="TOML copied" />
-      </div>`
-    }
+    ${toml && html`<${Copyable} text=${toml} label=${`seeds for ${label}`} message="TOML copied" />`}
   </div>`;
   return html`<section class="card">
     <h2>How many more seeds?</h2>

@@ -97,7 +97,7 @@ export function Distribution({place, runs, mover}) {
   const answer = useAnswer("histogram", {at: run, metric: name, step});
   const {data: at} = answer;
   const whole = useAnswer("histogram", {at: run, metric: name, over: "steps"});
-  const over = whole.about === whole.question ? whole.data : null;
+  const over = whole.isCurrent ? whole.data : null;
   const steps = over && over.steps.length ? over.steps : at ? [at.step] : [];
   mover.current = (by) => {
     const next = at && steps[steps.findLastIndex((each) => each <= at.step) + by];

@@ -45,7 +45,7 @@ function Adapters({body}) {
   // Checkpoints are read of one run at a time.
   const several = body.runs.length > 1;
   const whole = useAnswer("lora", several ? {at: first.place} : null, AGAIN);
-  const run = (whole.about === whole.question && whole.data && whole.data.runs[0]) || first;
+  const run = (whole.isCurrent && whole.data.runs[0]) || first;
   const options = runs.map((each) => [each.place, runName(each)]);
   const choose = (value) => patch({run: value});
   return html`<div class="tools">

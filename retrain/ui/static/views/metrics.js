@@ -53,8 +53,7 @@ function useFacts(place, runs, x) {
     wait: FOLLOWED.wait,
   });
   const facts = useSame(answer.data);
-  const isCurrent = answer.about === answer.question;
-  return {facts, marks: facts && isCurrent ? facts.marks : null};
+  return {facts, marks: facts && answer.isCurrent ? facts.marks : null};
 }
 
 // Return what this kind of directory does not hold, of a run that stands alone.

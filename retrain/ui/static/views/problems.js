@@ -95,8 +95,7 @@ export function Problems() {
   const first = Math.max(0, Number(query.first) || 0);
   const question = {at: place, set, sort, tag, text, first, count: PAGE};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
-  const {data} = answer;
-  const isCurrent = answer.about === answer.question;
+  const {data, isCurrent} = answer;
   const conditions = useMemo(() => {
     const labels = data ? data.conditions : [];
     const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
@@ -266,9 +265,6 @@ function runOf(family, place, label) {
 function Problem({set, conditions, family}) {
   const {place, query, patch} = useAddress();
   const answer = useAnswer("problem", {at: place, set, id: query.id}, {kinds: ["evals"], wait: 3000});
-  if (answer.error && answer.about !== answer.question) {
-    return html`<${Failed} error=${answer.error} retry=${answer.retry} />`;
-  }
   return html`<${Answered} of=${answer}>
     ${(found) =>
       html`<div class="head">

@@ -54,7 +54,7 @@ function useSides() {
     ...{home, runs: family, run, splits, split},
     steps: {a: steps("a"), b: steps("b")},
     step: {a: stepOf("a"), b: stepOf("b")},
-    listed: SIDES.every((side) => lists[side].data !== null && lists[side].about === lists[side].question),
+    listed: SIDES.every((side) => lists[side].isCurrent),
     empty: !all.length,
     error: error || lists.a.error || lists.b.error,
     retry: error ? retry : lists.a.error ? lists.a.retry : lists.b.retry,
@@ -82,7 +82,7 @@ export function Prompt() {
   const sample = Number(query.sample) || 0;
   const both = {a: run.a, b: run.b, split, step_a: step.a, step_b: step.b};
   const answer = useAnswer("prompt", ready ? {...both, problem: query.problem, sample} : null);
-  const failure = sides.error || (answer.about === answer.question ? null : answer.error);
+  const failure = sides.error || (answer.isCurrent ? null : answer.error);
   const data = useMemo(() => answer.data && {...answer.data, ...cleanedSides(answer.data)}, [answer.data]);
   const problems = useProblems({...sides, ready}, query.order);
   const problem = query.problem || (data && data.problem);

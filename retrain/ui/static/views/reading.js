@@ -1,6 +1,7 @@
 // What the views of texts and tokens share: the runs of a place, what a run has sampled, a slider over its steps.
 
 import {Choice} from "../components/inputs.js";
+import {Answered, Empty, Failed} from "../components/states.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
@@ -24,7 +25,7 @@ export function useSampled() {
   const run = query.run || (runs.length && !runs.some((each) => each.place === place) ? runs[0].place : place);
   const split = query.split || "train";
   const answer = useAnswer("iterations", known ? {at: run} : null, {kinds: ["metrics", "evals"], wait: 3000});
-  const listed = answer.data !== null && answer.about === answer.question;
+  const listed = answer.isCurrent;
   /** @type {Iteration[]} */
   const every = answer.data ? answer.data.iterations : [];
   const iterations = every.filter((each) => each.split === split);
@@ -56,9 +57,19 @@ export function useIterationAnswer(name, params, options) {
   const isSame = params && asked.current && rest(params) === rest(asked.current);
   if (!isSame || String(given.current) !== params.iteration) asked.current = params;
   const answer = useAnswer(name, asked.current, options);
-  const isCurrent = answer.data !== null && answer.about === answer.question;
-  given.current = isCurrent ? answer.data.about.iteration : null;
-  return {...answer, isCurrent};
+  given.current = answer.isCurrent ? answer.data.about.iteration : null;
+  return answer;
+}
+
+/**
+ * Shows an answer about what was sampled: what `children()` returns, or why there is none.
+ * @param {{sampled: ReturnType<typeof useSampled>, of: import("../lib/answer.js").Answer, children: () => any}} props
+ */
+export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
+  if (error) return html`<${Failed} error=${error} retry=${retry} />`;
+  if (empty)
+    return html`<${Empty} title="Nothing has been sampled yet">Rollouts appear here with the first step.<//>`;
+  return html`<${Answered} of=${of}>${children}<//>`;
 }
 
 /** Return the run to set beside another: the same seed of another condition, else itself. @param {Run[]} runs */

@@ -2,7 +2,7 @@
 
 import {get, gone} from "../api.js";
 import {Rate} from "../components/marks.js";
-import {Empty, Failed, Loading} from "../components/states.js";
+import {Answered, Empty, Failed, Loading} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -12,7 +12,7 @@ import {go, link} from "../router.js";
 import {Found} from "./found.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {Pager, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside} from "./reading.js";
-import {NO_ROWS, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
+import {NO_ROWS, SampledAnswer, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
 import {FILTERS, Filters, Groups, Rewards, Samples} from "./rollouts_parts.js";
 
 const PAGE = 100;
@@ -66,16 +66,11 @@ function OneStep() {
     Enter: [OPEN, open],
     Escape: [CLOSE, close],
   });
-  const failure = sampled.error || (isCurrent ? null : list.error);
-  let body = html`<${Loading} />`;
-  if (failure) body = html`<${Failed} error=${failure} retry=${sampled.error ? sampled.retry : list.retry} />`;
-  else if (empty) {
-    body = html`<${Empty} title="Nothing has been sampled yet">Rollouts appear here with the first step.<//>`;
-  } else if (data) {
+  const body = () => {
     const pages = {first, page: PAGE, shown: data.rollouts.length, total: data.passing};
-    body = html`<${List} data=${data} index=${index} choose=${choose} />
+    return html`<${List} data=${data} index=${index} choose=${choose} />
       <${Pager} ...${pages} onFirst=${(to) => patch({first: to})} />`;
-  }
+  };
   const opened = {run, split, index, family: sampled.family, place};
   return html`<${Title} data=${data} />
     <${Tools} sampled=${sampled} steps=${steps} about=${about} />
@@ -83,7 +78,9 @@ function OneStep() {
       ${data && !empty && html`<${Overview} data=${data} index=${index} choose=${choose} />`}
       <${Filters} body=${data} />
       <div class=${`panes ${index === null ? "" : "opened"}`}>
-        <section class="list" aria-label="rollouts">${body}</section>
+        <section class="list" aria-label="rollouts">
+          <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
+        </section>
         <aside class="beside" aria-label="the chosen rollout">
           ${index !== null && ready && html`<${Opened} ...${opened} choose=${choose} close=${close} />`}
         </aside>
@@ -180,30 +177,28 @@ function List({data, index, choose}) {
 function Opened({run, split, index, family, place, choose, close}) {
   const {query} = useAddress();
   const answer = useAnswer("rollout", {at: run, split, iteration: query.iteration, index});
-  const {data, error, retry} = answer;
   const root = useRef(/** @type {HTMLElement | null} */ (null));
   useEffect(() => {
     const pane = root.current && root.current.parentElement;
     if (pane) pane.scrollTop = 0;
-  }, [data]);
-  if (error && answer.about !== answer.question) return html`<${Failed} error=${error} retry=${retry} />`;
-  if (!data) return html`<${Loading} />`;
-  const {prompt, line, siblings} = data;
+  }, [answer.data]);
   const isBeside = query.beside === "1";
-  const tags = [`sample ${line.sample}`, ...(prompt.tags || [])].join(" · ");
-  const others = {run, split, iteration: data.about.iteration, siblings, index};
-  return html`<div ref=${root}>
-    <div class="head">
-      <h2>${prompt.problem_id ?? `rollout ${index}`}<small>${tags}</small></h2>
-      <button type="button" onClick=${close}>Close</button>
-    </div>
-    <${OpenedLinks} ...${{data, run, index, family, place, choose, isBeside}} />
-    <${Search.Provider} value=${query.text || ""}>
-      ${!isBeside && html`<${Outcome} line=${line} />`}
-      <${PromptBox} prompt=${prompt} />
-      ${isBeside ? html`<${Siblings} ...${others} />` : html`<${Turns} line=${line} />`}
-    <//>
-  </div>`;
+  const content = (data) => {
+    const {prompt, line, siblings, about} = data;
+    const tags = [`sample ${line.sample}`, ...(prompt.tags || [])].join(" · ");
+    const others = {run, split, iteration: about.iteration, siblings, index};
+    return html`<div class="head">
+        <h2>${prompt.problem_id ?? `rollout ${index}`}<small>${tags}</small></h2>
+        <button type="button" onClick=${close}>Close</button>
+      </div>
+      <${OpenedLinks} ...${{data, run, index, family, place, choose, isBeside}} />
+      <${Search.Provider} value=${query.text || ""}>
+        ${!isBeside && html`<${Outcome} line=${line} />`}
+        <${PromptBox} prompt=${prompt} />
+        ${isBeside ? html`<${Siblings} ...${others} />` : html`<${Turns} line=${line} />`}
+      <//>`;
+  };
+  return html`<div ref=${root}><${Answered} of=${answer}>${content}<//></div>`;
 }
 
 /**
