@@ -125,9 +125,15 @@ def context(browser: Any) -> Iterator[Any]:
     context.close()
 
 
+@pytest.fixture(scope="session")
+def url(server: str) -> str:
+    """The address that ``page`` is of; a module may have a fixture of this name for a server of its own."""
+    return server
+
+
 @pytest.fixture
-def page(context: Any, server: str) -> Iterator[Watched]:
+def page(context: Any, url: str) -> Iterator[Watched]:
     """A page of its own, which nothing may have gone wrong on."""
-    watched = Watched(context.new_page(), server)
+    watched = Watched(context.new_page(), url)
     yield watched
     watched.fine().page.close()

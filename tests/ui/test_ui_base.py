@@ -5,8 +5,8 @@ import pytest
 from tests.ui.addresses import HOME, HOSTILE
 from tests.ui.hostile import BIDI, IMAGE, LINK, NUL, SCRIPT
 
-MODULES = ("lib/html", "lib/answer", "components/chart", "components/marks", "components/states", "components/table",
-           "colours", "charts/ticks")  # fmt: skip
+MODULES = ("lib/html", "lib/answer", "components/chart", "components/marks", "components/states",
+           "components/data_table", "colours", "charts/ticks")  # fmt: skip
 # Makes the page's modules known to later scripts, and an element to render into.
 LOAD = f"""async () => {{
   const static_ = document.querySelector("script[type=module]").src.replace(/app\\.js$/, "");

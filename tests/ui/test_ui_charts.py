@@ -6,7 +6,6 @@ from helpers.pages import LABELS, campaign, row
 
 from retrain.files import append_jsonl
 from tests.ui.conftest import serving
-from tests.ui.watch import Watched
 
 STEPS = 3000
 CURVES = "/campaign/long?key=mean_reward&thin=0"
@@ -29,11 +28,9 @@ def url(tmp_path_factory):
 
 
 @pytest.fixture
-def page(context, url):
-    watched = Watched(context.new_page(), url)
-    watched.page.add_init_script(KEPT)
-    yield watched
-    watched.fine().page.close()
+def page(page):
+    page.page.add_init_script(KEPT)
+    return page
 
 
 def asked(page, name="curves"):

@@ -12,8 +12,8 @@ from tests.ui.watch import Watched
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """Directories: two campaigns of two conditions and three seeds with other learning rates, and other tools' runs."""
+def url(tmp_path_factory):
+    """Two campaigns of two conditions and three seeds, with other learning rates, and runs of other tools."""
     home = tmp_path_factory.mktemp("compared")
     for name, rate in (("low", 1e-5), ("high", 3e-4)):
         path = campaign(home / name, seeds=3, steps=12)
@@ -26,28 +26,15 @@ def compared(tmp_path_factory):
             (run / "metrics.jsonl").unlink()
             append_jsonl(run / "metrics.jsonl", rows)
     trainer_state(home / "grpo_out/checkpoint-10", 10)
-    return [home / "low", home / "high", cookbook_run(home / "math_rl"), home / "grpo_out"]
-
-
-@pytest.fixture(scope="module")
-def address(compared, tmp_path_factory):
-    with serving(compared, tmp_path_factory.mktemp("cache") / "c") as url:
-        yield url
+    directories = [home / "low", home / "high", cookbook_run(home / "math_rl"), home / "grpo_out"]
+    with serving(directories, home / "cache") as address:
+        yield address
 
 
 @pytest.fixture
-def compare(context, address):
-    """compare(query): the view with all four directories."""
-    opened = []
-
-    def open_view(query=""):
-        watched = Watched(context.new_page(), address)
-        opened.append(watched)
-        return watched.open(f"/compare/low?with=high,math_rl,grpo_out&key=mean_reward{query}")
-
-    yield open_view
-    for watched in opened:
-        watched.fine().page.close()
+def page(page):
+    """Return the page, at the view with all four directories."""
+    return page.open("/compare/low?with=high,math_rl,grpo_out&key=mean_reward")
 
 
 def entries(page):
@@ -58,8 +45,7 @@ def entries(page):
     return dict(found)
 
 
-def test_groups_of_campaigns_and_tools_stand_on_one_chart(compare):
-    page = compare()
+def test_groups_of_campaigns_and_tools_stand_on_one_chart(page):
     groups = entries(page)
     assert len(groups) == 6, "two conditions of two campaigns, and a run of each other tool"
     assert sum(name.endswith("(3)") for name in groups) == 4, "three seeds are one group"
@@ -77,8 +63,7 @@ def test_groups_of_campaigns_and_tools_stand_on_one_chart(compare):
     assert page.page.locator("main script").count() == 0
 
 
-def test_groups_are_coloured_by_a_key_and_put_together_by_it(compare):
-    page = compare()
+def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
     page.page.get_by_label("colour").select_option("training.lr")
     page.settle()
     groups = entries(page)
@@ -103,8 +88,7 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(compare):
     assert page.query["alone"] == "1"
 
 
-def test_places_are_added_left_out_and_kept_in_the_address(compare, address, context):
-    page = compare()
+def test_places_are_added_left_out_and_kept_in_the_address(page, url, context):
     page.page.get_by_role("button", name="leave out math_rl").click()
     page.settle()
     assert page.query["with"] == "high,grpo_out"
@@ -118,6 +102,6 @@ def test_places_are_added_left_out_and_kept_in_the_address(compare, address, con
     page.settle()
     assert page.page.locator(".legend .off").count() == 1
     before = page.seen()
-    again = Watched(context.new_page(), address).open(page.path)
+    again = Watched(context.new_page(), url).open(page.path)
     assert again.seen() == before
     again.fine().page.close()

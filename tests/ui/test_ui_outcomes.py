@@ -53,13 +53,6 @@ def url(tmp_path_factory):
             yield address
 
 
-@pytest.fixture
-def page(context, url):
-    watched = Watched(context.new_page(), url)
-    yield watched
-    watched.fine().page.close()
-
-
 def test_a_banner_has_failures_and_the_command_above_the_verdict(page):
     page.open("/campaign/logs/failed")
     assert page.page.locator(".banner").count() == 1

@@ -1,4 +1,5 @@
 import importlib.util
+import re
 from pathlib import Path
 from urllib.parse import quote
 
@@ -69,6 +70,15 @@ def test_axe_finds_nothing(page, name):
             found += [f"{scheme}, why: {each}" for each in page.page.evaluate(VIOLATIONS)]
             page.page.keyboard.press("Escape")
     assert not found, "\n".join(found)
+
+
+def test_every_rate_stands_with_its_count_and_its_interval(page):
+    page.open(f"/problems{HOME}")
+    rates = page.page.locator(".matrixtable .proportion").all_inner_texts()
+    assert len(rates) == 2 * 2 + 2 * 2 * 100
+    assert all(re.fullmatch(r"\d+% \d+–\d+%, n \d+", each) for each in rates), rates[:8]
+    page.open(f"/rollouts{HOME}")
+    assert re.search(r"\d+% \d+–\d+%, n 64 correct$", page.text("h1 + p"))
 
 
 def test_what_is_not_there_is_said(context, server):

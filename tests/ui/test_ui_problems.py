@@ -1,4 +1,3 @@
-import re
 from contextlib import closing
 
 import pytest
@@ -6,11 +5,8 @@ from helpers.pages import manifest
 from helpers.records import context, evaluation, group, with_action
 
 from retrain.records.recorder import RunRecorder
-from tests.ui.addresses import HOME
 from tests.ui.conftest import serving
-from tests.ui.watch import Watched
 
-RATE = re.compile(r"(\d+%|–) ?(\d+–\d+%, n \d+)?")
 PROBLEMS = ("falls", "dips", "stays")
 ENDS = 10
 """The step of the last evaluation."""
@@ -38,19 +34,12 @@ def campaign(path, seeds):
 
 
 @pytest.fixture(scope="module")
-def seeds(tmp_path_factory):
+def url(tmp_path_factory):
     """The address of a server over a campaign of eight seeds, and one of one."""
     home = tmp_path_factory.mktemp("problems")
     directories = [campaign(home / name, seeds) for name, seeds in (("eight", 8), ("one", 1))]
     with serving(directories, home / "cache") as url:
         yield url
-
-
-@pytest.fixture
-def judged(seeds, context):
-    watched = Watched(context.new_page(), seeds)
-    yield watched
-    watched.fine().page.close()
 
 
 def cells(page, problem):
@@ -59,67 +48,58 @@ def cells(page, problem):
     return [" ".join(text.split()) for text in row.all_inner_texts()[1:]]
 
 
-def test_every_rate_stands_with_its_count_and_its_interval(page):
-    page.open(f"/problems{HOME}")
-    rates = page.page.locator(".matrixtable .proportion").all_inner_texts()
-    assert len(rates) == 2 * 2 + 2 * 2 * 100
-    assert all(re.fullmatch(r"\d+% \d+–\d+%, n \d+", each) for each in rates), rates[:8]
-    page.open(f"/rollouts{HOME}")
-    assert re.search(r"\d+% \d+–\d+%, n 64 correct$", page.text("h1 + p"))
-
-
-def test_problems_that_got_worse_are_told_by_the_test_over_seeds(judged):
-    judged.open("/problems/eight?sort=worse")
-    assert judged.text(".judgement summary").startswith("Some problems got worse")
-    assert "worse: 1 problem of 3 worse than under the baseline over 8 runs" in judged.text(".judgement")
-    calm, fell = cells(judged, "falls")
+def test_problems_that_got_worse_are_told_by_the_test_over_seeds(page):
+    page.open("/problems/eight?sort=worse")
+    assert page.text(".judgement summary").startswith("Some problems got worse")
+    assert "worse: 1 problem of 3 worse than under the baseline over 8 runs" in page.text(".judgement")
+    calm, fell = cells(page, "falls")
     assert calm == "100% 68–100%, n 8 → 100% 68–100%, n 8"
     assert fell.startswith("100% 68–100%, n 8 → 0% 0–32%, n 8 ▼ worse than")
-    calm, dipped = cells(judged, "dips")  # one draw of eight is no verdict
+    calm, dipped = cells(page, "dips")  # one draw of eight is no verdict
     assert "▼" not in dipped
     assert dipped.startswith("100% 68–100%, n 8 → 88% 53–98%, n 8 p 0.")
-    assert "▼" not in cells(judged, "stays")[1]
-    assert judged.page.locator(".matrixtable tbody tr").first.get_attribute("data-key") == "falls"
+    assert "▼" not in cells(page, "stays")[1]
+    assert page.page.locator(".matrixtable tbody tr").first.get_attribute("data-key") == "falls"
 
 
-def test_of_one_seed_nothing_is_told_and_three_problems_are_no_percentage(judged):
-    judged.open("/problems/one?sort=worse")
-    assert judged.text(".judgement summary") == (
+def test_of_one_seed_nothing_is_told_and_three_problems_are_no_percentage(page):
+    page.open("/problems/one?sort=worse")
+    assert page.text(".judgement summary") == (
         "Too few runs to tell whether a problem got worse · 3 problems: too few for a percentage over all"
     )
-    judged.page.locator(".judgement summary").click()
-    assert "nothing can be shown" in judged.text(".judgement ul")
-    assert judged.page.locator(".matrixtable th .all").count() == 0
-    assert cells(judged, "falls")[1] == "100% 21–100%, n 1 → 0% 0–79%, n 1"
-    judged.open(f"/problems/one?id={PROBLEMS[0]}")
-    assert "[20.7%, 100.0%] n 1" in judged.text(".beside .readout")
+    page.page.locator(".judgement summary").click()
+    assert "nothing can be shown" in page.text(".judgement ul")
+    assert page.page.locator(".matrixtable th .all").count() == 0
+    assert cells(page, "falls")[1] == "100% 21–100%, n 1 → 0% 0–79%, n 1"
+    page.open(f"/problems/one?id={PROBLEMS[0]}")
+    assert "[20.7%, 100.0%] n 1" in page.text(".beside .readout")
 
 
-def test_a_click_on_a_step_of_the_chart_opens_its_answers(judged):
-    judged.open("/problems/eight?id=falls")
-    area = judged.page.locator(".beside .plot .u-over")
+def test_a_click_on_a_step_of_the_chart_opens_its_answers(page):
+    page.open("/problems/eight?id=falls")
+    area = page.page.locator(".beside .plot .u-over")
     box = area.bounding_box()
     for share, height, step, run in ((0.62, 0.05, "6", "grpo_s1"), (0.98, 0.95, "10", "worse_s1")):
         area.click(position={"x": share * box["width"], "y": height * box["height"]})
-        judged.settle()
-        assert judged.path.startswith(f"/rollouts/eight/runs/{run}?")
-        assert judged.query == {"split": "eval/heldout", "problem": "falls", "iteration": step}
-        assert judged.page.locator(".samples tbody tr").count() == 1
-        assert f"seed 1 at {step}" in judged.text(".samples")
-        judged.page.go_back()
-        judged.settle()
-        area = judged.page.locator(".beside .plot .u-over")
+        page.settle()
+        assert page.path.startswith(f"/rollouts/eight/runs/{run}?")
+        assert page.query == {"split": "eval/heldout", "problem": "falls", "iteration": step}
+        assert page.page.locator(".samples tbody tr").count() == 1
+        assert f"seed 1 at {step}" in page.text(".samples")
+        page.page.go_back()
+        page.settle()
+        area = page.page.locator(".beside .plot .u-over")
 
 
-def test_a_problem_opens_at_two_steps_and_under_two_conditions(judged):
+def test_a_problem_opens_at_two_steps_and_under_two_conditions(page):
     for link, steps, ends in (
         ("grpo and worse", (10, 10), ("✓ yes", "✗ no")),
         ("worse: step 0 and 10", (0, 10), ("✓ yes", "✗ no")),
     ):
-        judged.open("/problems/eight?id=falls")
-        judged.page.get_by_role("link", name=link, exact=True).click()
-        judged.settle()
-        sides = [judged.text(f"section.side.{side}") for side in "ab"]
+        page.open("/problems/eight?id=falls")
+        page.page.get_by_role("link", name=link, exact=True).click()
+        page.settle()
+        sides = [page.text(f"section.side.{side}") for side in "ab"]
         for text, step, end in zip(sides, steps, ends, strict=True):
             assert f"step {step}" in text
             assert end in text

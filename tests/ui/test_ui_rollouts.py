@@ -7,7 +7,6 @@ from helpers.records import context as run_context
 
 from retrain.records.recorder import RunRecorder
 from tests.ui.conftest import serving
-from tests.ui.watch import Watched
 
 RUN = "/run"
 ADDRESS = f"/rollouts{RUN}"
@@ -36,7 +35,7 @@ def group_of(problem):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def url(tmp_path_factory):
     """The address of a server over a run of two steps."""
     home = tmp_path_factory.mktemp("rollouts")
     settings = run_context(config=config(logging={"rollouts_every": 1}))
@@ -47,13 +46,6 @@ def run(tmp_path_factory):
         yield url
 
 
-@pytest.fixture
-def read(run, context):
-    watched = Watched(context.new_page(), run)
-    yield watched
-    watched.fine().page.close()
-
-
 def shown(page):
     """Return the rollouts of the table in their order."""
     return [
@@ -62,37 +54,75 @@ def shown(page):
     ]
 
 
-def test_rollouts_are_sorted_by_advantage_length_and_reward(read):
-    read.open(ADDRESS)
-    assert shown(read) == [0, 1, 2, 3, 4, 5]
+def test_rollouts_are_sorted_by_advantage_length_and_reward(page):
+    page.open(ADDRESS)
+    assert shown(page) == [0, 1, 2, 3, 4, 5]
     for column, down, up in (("advantage", [1, 4, 2, 5, 0, 3], [0, 3, 2, 5, 1, 4]),
                              ("tokens", [0, 3, 2, 5, 1, 4], [1, 4, 2, 5, 0, 3]),
                              ("reward", [1, 4, 2, 5, 0, 3], [0, 3, 2, 5, 1, 4])):  # fmt: skip
         for order, arrow in ((down, "↓"), (up, "↑")):
-            read.page.locator(".samples thead button", has_text=column).click()
-            read.settle()
-            assert shown(read) == order, (column, arrow)
-            assert read.text(".samples th[aria-sort]") == f"{column} {arrow}"
+            page.page.locator(".samples thead button", has_text=column).click()
+            page.settle()
+            assert shown(page) == order, (column, arrow)
+            assert page.text(".samples th[aria-sort]") == f"{column} {arrow}"
 
 
-def test_words_are_found_in_answers_and_in_prompts(read):
-    read.open(ADDRESS)
-    field = read.page.get_by_label("search prompts and answers")
+def test_words_are_found_in_answers_and_in_prompts(page):
+    page.open(ADDRESS)
+    field = page.page.get_by_label("search prompts and answers")
     field.fill("NEEDLE")
-    read.until("() => document.querySelectorAll('.samples tbody tr').length === 2", "the rollouts found")
-    assert shown(read) == [1, 4]
-    assert read.page.locator(".samples mark").all_inner_texts() == ["needle", "needle"]
+    page.until("() => document.querySelectorAll('.samples tbody tr').length === 2", "the rollouts found")
+    assert shown(page) == [1, 4]
+    assert page.page.locator(".samples mark").all_inner_texts() == ["needle", "needle"]
     field.fill("is meadow")
-    read.until("() => document.querySelector('.samples tbody tr').dataset.key === '3'", "those of the other prompt")
-    assert shown(read) == [3, 4, 5]
-    assert "prompt: What is meadow?" in read.text(".samples tbody tr td:last-child")
-    assert read.query == {"text": "is meadow"}
-    read.page.locator(".samples tbody tr").nth(1).click()
-    read.settle()
-    assert read.page.locator(".beside mark").all_inner_texts() == ["is meadow"]
+    page.until("() => document.querySelector('.samples tbody tr').dataset.key === '3'", "those of the other prompt")
+    assert shown(page) == [3, 4, 5]
+    assert "prompt: What is meadow?" in page.text(".samples tbody tr td:last-child")
+    assert page.query == {"text": "is meadow"}
+    page.page.locator(".samples tbody tr").nth(1).click()
+    page.settle()
+    assert page.page.locator(".beside mark").all_inner_texts() == ["is meadow"]
     field.fill("no such words")
-    read.until("() => document.querySelector('.list .state')", "that nothing is found")
-    assert "No rollout passes these filters" in read.text(".list")
+    page.until("() => document.querySelector('.list .state')", "that nothing is found")
+    assert "No rollout passes these filters" in page.text(".list")
+
+
+def found(page):
+    """Return the rollouts of all steps in their order: (step, index)."""
+    keys = page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
+    return [tuple(map(int, key.split()[2:])) for key in keys]
+
+
+def test_words_are_found_in_all_steps(page):
+    page.open(f"{ADDRESS}?text=needle")
+    page.page.get_by_label("all steps", exact=True).check()
+    page.settle()
+    assert page.query == {"text": "needle", "steps": "all"}
+    assert found(page) == [(1, 1), (1, 4), (0, 1), (0, 4)]
+    assert page.page.locator(".samples mark").all_inner_texts() == ["needle"] * 4
+    assert "4 rollouts found, 2 of 2 steps searched" in page.text()
+    page.page.get_by_label("search prompts and answers").fill("first")
+    page.until("() => document.querySelectorAll('.samples tbody tr').length === 8", "the rollouts found")
+    for order, lengths in (("↓", (0, 2)), ("↑", (2, 0))):
+        page.page.locator(".samples thead button", has_text="tokens").click()
+        page.settle()
+        assert page.text(".samples th[aria-sort]") == f"tokens {order}"
+        assert [index % 3 for _, index in found(page)] == [*[lengths[0]] * 4, *[lengths[1]] * 4]
+    page.page.locator(".samples tbody tr", has_text="step 0").first.click()
+    page.settle()
+    assert page.path == f"{ADDRESS}?iteration=0&index=2&text=first"
+    assert page.page.locator(".beside mark").all_inner_texts() == ["first"]
+    page.page.go_back()
+    page.settle()
+    assert len(found(page)) == 8
+
+
+def test_a_search_of_all_steps_goes_on_from_a_step(page):
+    page.open(f"{ADDRESS}?text=needle&steps=all&first=1")
+    assert found(page) == [(0, 1), (0, 4)]
+    page.page.get_by_role("button", name="From the newest step").click()
+    page.settle()
+    assert len(found(page)) == 4
 
 
 def colours(page):
@@ -100,37 +130,37 @@ def colours(page):
     return page.page.eval_on_selector_all(".t[data-at]", "all => all.map((each) => each.className)")
 
 
-def test_tokens_are_coloured_by_advantage_log_ratio_and_entropy(read):
-    read.open(f"/tokens{RUN}?iteration=1&index=1")
+def test_tokens_are_coloured_by_advantage_log_ratio_and_entropy(page):
+    page.open(f"/tokens{RUN}?iteration=1&index=1")
     for button, wanted in (("advantage", ["t m6", "t", "t p6"]), ("log-ratio", ["t m6", "t m3", "t p6"]),
                            ("entropy", ["t s1", "t s3", "t s6"]), ("plain", ["t", "t", "t"])):  # fmt: skip
-        read.page.get_by_role("button", name=button, exact=True).click()
-        assert colours(read) == wanted, button
-    read.page.get_by_role("button", name="log-ratio", exact=True).click()
-    read.settle()
-    read.page.locator(".t[data-at='2']").hover()
-    facts = dict(zip(*(read.page.locator(f".tokenfacts {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+        page.page.get_by_role("button", name=button, exact=True).click()
+        assert colours(page) == wanted, button
+    page.page.get_by_role("button", name="log-ratio", exact=True).click()
+    page.settle()
+    page.page.locator(".t[data-at='2']").hover()
+    facts = dict(zip(*(page.page.locator(f".tokenfacts {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert (facts["token"], facts["advantage"], facts["log-ratio"]) == ("2 of 3", "+1", "+0.2 nats")
-    assert read.query["colour"] == "mismatch"
+    assert page.query["colour"] == "mismatch"
 
 
-def test_the_step_that_a_sample_is_chosen_from_stays(read):
-    read.open(ADDRESS)
-    asked = len([url for url in read.requests if "/api/rollouts" in url])
-    read.press("j")
-    assert read.query == {"iteration": "1", "index": "0"}
-    assert len([url for url in read.requests if "/api/rollouts" in url]) == asked, "the list is not asked for again"
-    assert read.text(".beside h2").startswith("haystack")
-    read.press("l", "h")
-    assert read.query["iteration"] == "0"
-    assert read.text("h1 + p").startswith("train · step 0")
+def test_the_step_that_a_sample_is_chosen_from_stays(page):
+    page.open(ADDRESS)
+    asked = len([url for url in page.requests if "/api/rollouts" in url])
+    page.press("j")
+    assert page.query == {"iteration": "1", "index": "0"}
+    assert len([url for url in page.requests if "/api/rollouts" in url]) == asked, "the list is not asked for again"
+    assert page.text(".beside h2").startswith("haystack")
+    page.press("l", "h")
+    assert page.query["iteration"] == "0"
+    assert page.text("h1 + p").startswith("train · step 0")
 
 
-def test_a_click_on_a_step_of_a_metric_opens_its_rollouts(read):
-    read.open(f"/metrics{RUN}?keys=mean_reward")
-    area = read.page.locator(".chartcard .plot .u-over").first
+def test_a_click_on_a_step_of_a_metric_opens_its_rollouts(page):
+    page.open(f"/metrics{RUN}?keys=mean_reward")
+    area = page.page.locator(".chartcard .plot .u-over").first
     box = area.bounding_box()
     area.click(position={"x": 3, "y": box["height"] / 2})
-    read.settle()
-    assert read.path == f"{ADDRESS}?iteration=0"
-    assert shown(read) == [0, 1, 2, 3, 4, 5]
+    page.settle()
+    assert page.path == f"{ADDRESS}?iteration=0"
+    assert shown(page) == [0, 1, 2, 3, 4, 5]

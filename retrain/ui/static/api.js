@@ -54,21 +54,6 @@ async function ask(name, params, signal) {
   return body;
 }
 
-// A signal for the newest request; whoever asked before is no longer waited for.
-export function newest() {
-  /** @type {AbortController | null} */
-  let before = null;
-  const next = () => {
-    next.stop();
-    before = new AbortController();
-    return before.signal;
-  };
-  next.stop = () => {
-    if (before) before.abort();
-  };
-  return next;
-}
-
 // Whether a request ended because nobody waits for it any more.
 export function gone(error) {
   return error && error.name === "AbortError";

@@ -9,6 +9,7 @@ import {AddressContext} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
 import {EVERY_KIND, announce} from "./lib/live.js";
 import {nameOf} from "./names.js";
+import {switchTheme} from "./lib/theme_button.js";
 import {listed, owner} from "./places.js";
 import {go, link, onRoute, startRouter} from "./router.js";
 import {Campaign} from "./views/campaign.js";
@@ -95,7 +96,7 @@ function Bar({state: shown}) {
     <div class="end">
       <span class=${`live ${connection}`} role="status">${texts[connection]}</span>
       <button type="button" title="keys (?)" aria-label="keys and help" onClick=${help}>?</button>
-      <button type="button" title="light or dark" aria-label="light or dark" onClick=${switchTheme}>◐</button>
+      <button type="button" title="light or dark" aria-label="light or dark" onClick=${keepTheme}>◐</button>
     </div>`;
 }
 
@@ -133,12 +134,10 @@ function setTitle(title, place) {
   document.title = [title, place, "retrain"].filter(Boolean).join(" · ");
 }
 
-function switchTheme() {
-  const root = document.documentElement;
-  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
-  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
+function keepTheme() {
+  const theme = switchTheme();
   try {
-    localStorage.setItem("retrain-theme", root.dataset.theme);
+    localStorage.setItem("retrain-theme", theme);
   } catch (error) {
     // Only remembered where storage is allowed.
   }
@@ -183,7 +182,7 @@ function show(next) {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
 startKeys();
-frameKey("t", "light or dark", switchTheme);
+frameKey("t", "light or dark", keepTheme);
 WITH_PLACE.forEach(({title}, i) =>
   frameKey(String((i + 1) % 10), title, () => {
     const tabs = [...bar.querySelectorAll("nav[aria-label=views] a")];

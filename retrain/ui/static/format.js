@@ -9,7 +9,7 @@ export function minus(text) {
 }
 
 // As Python rounds: a tie that is exact goes to the even digit, so that the page says what the sentences say.
-export function fixed(value, digits) {
+function fixed(value, digits) {
   const scale = 10 ** digits;
   const floor = Math.floor(value * scale);
   if (value * scale - floor !== 0.5) return value.toFixed(digits);

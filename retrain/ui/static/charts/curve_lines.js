@@ -1,4 +1,4 @@
-// The lines of a chart from answers of /api/columns (a line for each run) and of /api/curves (a mean for each condition).
+// The lines of a chart: of /api/columns a line for each run, of /api/curves a mean for each condition.
 
 import {nameOf} from "../names.js";
 import {columnsOf, isValue} from "./data.js";
@@ -48,23 +48,41 @@ export function runLines(runs, metric, keeps) {
 }
 
 /**
+ * @param {any} condition of /api/curves: its mean, band and own values
+ * @param {string} key of the metric
+ * @returns {Line}
+ */
+function meanLine({label, index, mean, band, raw = null, n}, key) {
+  return {name: label, index, kind: "mean", sparse: key.startsWith("eval/"), n, raw, ...columnsOf(mean, band)};
+}
+
+/**
  * @param {any} body of /api/curves
  * @param {boolean} thin also a line for each run
  * @returns {Line[]}
  */
 export function conditionLines({key, smoothing, conditions}, thin) {
-  const sparse = key.startsWith("eval/");
   const line = ({label, index, runs}) =>
     runs.map((run) => {
       const name = lineName({label, seed: run.seed});
+      const sparse = key.startsWith("eval/");
       return {name, index, kind: /** @type {const} */ ("thin"), sparse, ...columnsOf(run.points)};
     });
-  const mean = ({label, index, mean: points, band, raw}) => {
-    const own = smoothing === "none" ? null : raw;
-    return {name: label, index, kind: /** @type {const} */ ("mean"), sparse, raw: own, ...columnsOf(points, band)};
-  };
   const means = conditions.filter((each) => each.mean.length);
-  return [...(thin || !means.length ? conditions.flatMap(line) : []), ...means.map(mean)];
+  const isRaw = smoothing === "none";
+  return [
+    ...(thin || !means.length ? conditions.flatMap(line) : []),
+    ...means.map((each) => meanLine(isRaw ? {...each, raw: null} : each, key)),
+  ];
+}
+
+/**
+ * Return the paired differences to the baseline.
+ * @param {any} body of /api/curves
+ * @returns {Line[]}
+ */
+export function differenceLines({key, differences}) {
+  return differences.map((each) => meanLine({...each, raw: null}, key));
 }
 
 /**

@@ -4,7 +4,8 @@ import {colour} from "../colours.js";
 import {Hatch} from "../components/interval_bar.js";
 import {Mark} from "../components/marks.js";
 import {niceStep, shortened, tickText} from "../format.js";
-import {html, useId, useLayoutEffect, useRef, useState} from "../lib/html.js";
+import {html, useId, useRef} from "../lib/html.js";
+import {useWidth} from "../lib/width.js";
 import {SaveMenu, painted} from "./save.js";
 
 /**
@@ -27,7 +28,7 @@ const TOP = 6;
  * Return a linear axis whose ends are ticks, from all the numbers that it must hold.
  * @param {number[]} values
  */
-export function axis(values, start, end, wanted, stepOf = niceStep) {
+function axis(values, start, end, wanted, stepOf = niceStep) {
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (!Number.isFinite(low)) [low, high] = [0, 1];
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
@@ -40,24 +41,6 @@ export function axis(values, start, end, wanted, stepOf = niceStep) {
   const at = (/** @type {number} */ value) =>
     start + ((value - first * step) / ((last - first) * step)) * (end - start);
   return Object.assign(at, {step, ticks: Array.from({length: last - first + 1}, (_, i) => (first + i) * step)});
-}
-
-/**
- * A picture that follows the width of its place.
- * @param {{paint: (width: number) => any}} props
- */
-function Following({paint}) {
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
-  const [width, setWidth] = useState(0);
-  useLayoutEffect(() => {
-    const element = /** @type {HTMLElement} */ (root.current);
-    const measure = () => setWidth(element.clientWidth);
-    const watch = new ResizeObserver(measure);
-    watch.observe(element);
-    measure();
-    return () => watch.disconnect();
-  }, []);
-  return html`<div class="forest" ref=${root}>${width > 0 && paint(width)}</div>`;
 }
 
 /**
@@ -78,7 +61,10 @@ export function FigureCard({heading, words, title, csv, children}) {
 
 /** @param {ForestOptions & {rows: ForestRow[]}} props */
 export function Forest(props) {
-  return html`<${Following} paint=${(width) => html`<${ForestPicture} ...${props} width=${width} />`} />`;
+  const [root, width] = useWidth();
+  return html`<div class="forest" ref=${root}>
+    ${width > 0 && html`<${ForestPicture} ...${props} width=${width} />`}
+  </div>`;
 }
 
 /** @param {ForestOptions & {rows: ForestRow[], width: number}} props */
@@ -169,7 +155,10 @@ function timeStep(least) {
  * @param {string} props.unit
  */
 export function Gain(props) {
-  return html`<${Following} paint=${(width) => html`<${GainPicture} ...${props} width=${width} />`} />`;
+  const [root, width] = useWidth();
+  return html`<div class="forest" ref=${root}>
+    ${width > 0 && html`<${GainPicture} ...${props} width=${width} />`}
+  </div>`;
 }
 
 function GainPicture({points, label, xTitle, xText, yTitle, unit, width}) {

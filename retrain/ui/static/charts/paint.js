@@ -15,8 +15,8 @@ const MARK_COLOURS = {resume: "--bad", checkpoint: "--muted", evaluation: "--acc
 const MOST_SHAPES = 12;
 
 /**
- * Return a painter of uPlot's for the points of a line: marks in the shape of its condition, at every point with a value
- * where there are few (`all`), else at a dozen of them.
+ * Return a painter of uPlot's for the points of a line: marks in the shape of its condition, at every point with a
+ * value where there are few (`all`), else at a dozen of them.
  * @param {boolean} all
  */
 export function shapes(index, radius, all) {

@@ -5,9 +5,7 @@ import {DASHES, css, dashOf, faded, ink} from "../colours.js";
 import {number} from "../format.js";
 import {aligned, flat, isValue, middle} from "./data.js";
 import {STRIP, paintBehind, paintCounts, paintMarks, shapes} from "./paint.js";
-import {X_CHOICES, X_TITLES, xSteps, xText, xTexts, yTexts} from "./ticks.js";
-
-export {X_CHOICES, X_TITLES, xText};
+import {xSteps, xTexts, yTexts} from "./ticks.js";
 
 /**
  * @typedef {import("./data.js").Line} Line

@@ -1,11 +1,13 @@
-// What views with curves let one choose alike: the smoothing, and the part of the x axis in sight.
+// Choices of all views with curves, kept in the address: metric, x axis, smoothing, hidden lines, the part in sight.
 
 import {isCopy} from "../copy.js";
-import {html} from "../lib/html.js";
-import {Choice} from "./inputs.js";
+import {X_CHOICES} from "../charts/ticks.js";
+import {useAddress} from "../lib/address.js";
+import {html, useMemo} from "../lib/html.js";
+import {Choice, Tick} from "./inputs.js";
 
 /** @type {[string, string][]} */
-export const SMOOTHINGS = [
+const SMOOTHINGS = [
   ["none", "no smoothing"],
   ...["0.6", "0.9", "0.97", "0.99"].map(
     (weight) => /** @type {[string, string]} */ ([`ema:${weight}`, `EMA ${weight}`]),
@@ -27,13 +29,15 @@ export function smoothOf(smooth, usual = "none") {
 
 /**
  * The choice of the smoothing; a copy without a server holds one answer of each curve.
- * @param {{value: string, onChoose: (smooth: string | null) => void, usual?: [string, string] | null}} props
+ * @param {{usual?: [string, string] | null}} props `usual`: the default, "none" without it
  */
-export function SmoothingChoice({value, onChoose, usual = null}) {
+export function SmoothingChoice({usual = null}) {
+  const {query, patch} = useAddress();
   if (isCopy()) return null;
+  const value = smoothOf(query.smooth, usual ? usual[0] : "none");
   const known = usual ? [usual, ...SMOOTHINGS] : SMOOTHINGS;
   const options = known.some(([key]) => key === value) ? known : [...known, [value, value]];
-  const choose = (smooth) => onChoose(smooth === known[0][0] ? null : smooth);
+  const choose = (smooth) => patch({smooth: smooth === known[0][0] ? null : smooth});
   return html`<${Choice} label="smoothing" options=${options} value=${value} onChoose=${choose} />`;
 }
 
@@ -52,4 +56,50 @@ export function zoomOf(text) {
  */
 export function zoomTo(range) {
   return {zoom: range ? range.map((value) => Number(value.toPrecision(9))).join(",") : null};
+}
+
+/** The choice of the x axis; another axis shows all of it. */
+export function AxisChoice() {
+  const {query, patch} = useAddress();
+  const choose = (x) => patch({x: x === "step" ? null : x, zoom: null});
+  return html`<${Choice} label="x axis" options=${X_CHOICES} value=${query.x || "step"} onChoose=${choose} />`;
+}
+
+/** A tick that the address holds under this name. @param {{name: string, title?: string, children?: any}} props */
+export function AddressTick({name, title, children}) {
+  const {query, patch} = useAddress();
+  const choose = (on) => patch({[name]: on ? 1 : null});
+  return html`<${Tick} checked=${query[name] === "1"} title=${title} onChoose=${choose}>${children}<//>`;
+}
+
+export function WholeRange() {
+  const {query, patch} = useAddress();
+  return query.zoom && html`<button type="button" onClick=${() => patch(zoomTo(null))}>whole range</button>`;
+}
+
+/** @param {{metric: string | null, watched: string[], rest: string[], onChoose: (key: string) => void}} props */
+export function MetricChoice({metric, watched, rest, onChoose}) {
+  const chosen = metric && ![...watched, ...rest].includes(metric) ? [metric] : [];
+  const option = (key) => html`<option key=${key} value=${key} selected=${key === metric}>${key}</option>`;
+  const group = ([label, keys]) => keys.length > 0 && html`<optgroup label=${label}>${keys.map(option)}</optgroup>`;
+  const groups = Object.entries({watched, all: rest, chosen});
+  const choose = (event) => onChoose(event.target.value);
+  return html`<select aria-label="metric" class="metric" value=${metric} onChange=${choose}>
+    ${groups.map(group)}
+  </select>`;
+}
+
+/**
+ * Return what the address hides of a chart, and a function that hides or shows one of these.
+ * @param {string} separator
+ * @returns {{hidden: Set<string>, toggle: (name: string) => void}}
+ */
+export function useHidden(separator) {
+  const {query, patch} = useAddress();
+  const hidden = useMemo(() => new Set((query.hide || "").split(separator).filter(Boolean)), [query.hide]);
+  const toggle = (name) => {
+    const others = [...hidden].filter((each) => each !== name);
+    patch({hide: (hidden.has(name) ? others : [...others, name]).join(separator) || null});
+  };
+  return {hidden, toggle};
 }

@@ -3,7 +3,7 @@
 import {html, render, useEffect, useId, useRef} from "../lib/html.js";
 
 /** @param {{title: string, id?: string, class?: string, onClose: () => void, children?: any}} props */
-export function Dialog({title, id, class: name, onClose, children}) {
+function Dialog({title, id, class: name, onClose, children}) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   const heading = useId();
   useEffect(() => {

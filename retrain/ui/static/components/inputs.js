@@ -1,9 +1,9 @@
 // Controls: choices, ticks, search, tabs, menus, copying.
 
 import {copy, later} from "../lib/browser.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {html, useEffect, useId, useMemo, useRef} from "../lib/html.js";
 
-/** @typedef {[value: string, text: string]} Option */
+/** @typedef {[value: string, text: string, hint?: string]} Option the hint is of a button */
 
 /** @param {{label: string, options: Option[], value: string, onChoose: (key: string) => void, class?: string}} props */
 export function Choice({label, options, value, onChoose, class: name}) {
@@ -29,27 +29,40 @@ export function Tick({checked, onChoose, title, children}) {
 }
 
 /**
- * A search field. `onSearch` is called a moment after the last key; while it has the focus, what is typed stays.
- * @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props
+ * A text field that shows `value`, except while it has the focus: what is typed stays. `onEnter` gets the text when it
+ * was changed, or with `wait` so many ms after the last key. `options` are offered; further properties are the input's.
+ * @param {{label: string, value: string, onEnter: (text: string) => void, wait?: number, options?: string[],
+ *   wrong?: boolean, class?: string, [attribute: string]: any}} props
  */
-export function SearchField({label, value, onSearch, wait = 200, wrong = false}) {
+export function Field({label, value, onEnter, wait, options, wrong = false, class: name = "", ...attributes}) {
   const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const newest = useRef(onSearch);
-  newest.current = onSearch;
-  const search = useMemo(() => later((text) => newest.current(text), wait), [wait]);
-  useEffect(() => search.stop, [search]);
+  const list = useId();
+  const newest = useRef(onEnter);
+  newest.current = onEnter;
+  const enter = useMemo(() => later((text) => newest.current(text), wait || 0), [wait]);
+  useEffect(() => enter.stop, [enter]);
   useEffect(() => {
     if (field.current && document.activeElement !== field.current) field.current.value = value;
   }, [value]);
+  const option = (each) => html`<option key=${each} value=${each} />`;
+  const typed = (event) => enter(event.target.value);
+  const changed = (event) => onEnter(event.target.value);
   return html`<input
-    ref=${field}
-    type="search"
-    class=${wrong ? "wrong" : null}
-    aria-invalid=${wrong ? "true" : null}
-    placeholder=${label}
-    aria-label=${label}
-    onInput=${(event) => search(event.target.value)}
-  />`;
+      ref=${field}
+      type="text"
+      class=${[name, wrong && "wrong"].filter(Boolean).join(" ") || null}
+      aria-label=${label}
+      aria-invalid=${wrong ? "true" : null}
+      list=${options ? list : null}
+      ...${wait ? {onInput: typed} : {onChange: changed}}
+      ...${attributes}
+    />
+    ${options && html`<datalist id=${list}>${options.map(option)}</datalist>`}`;
+}
+
+/** @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props */
+export function SearchField({onSearch, wait = 200, ...field}) {
+  return html`<${Field} type="search" placeholder=${field.label} wait=${wait} onEnter=${onSearch} ...${field} />`;
 }
 
 /**
@@ -57,10 +70,11 @@ export function SearchField({label, value, onSearch, wait = 200, wrong = false})
  * @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void}} props
  */
 export function Tabs({label, options, value, onChoose}) {
-  const button = ([key, text]) =>
+  const button = (/** @type {Option} */ [key, text, hint]) =>
     html`<button
       type="button"
       key=${key}
+      title=${hint}
       aria-pressed=${key === value ? "true" : "false"}
       onClick=${() => onChoose(key)}
     >
@@ -94,9 +108,15 @@ export function Menu({label, text, items}) {
   </details>`;
 }
 
-/** @param {{text: string, message?: string, children?: any}} props */
-export function CopyButton({text, message, children = "Copy"}) {
-  return html`<button type="button" onClick=${() => copy(text, message)}>${children}</button>`;
+/**
+ * A text in full, with a button that copies it.
+ * @param {{text: string, label: string, message: string, children?: any}} props
+ */
+export function Copyable({text, label, message, children}) {
+  return html`<div class="toml">
+    <pre tabindex="0" aria-label=${label}>${text}</pre>
+    <button type="button" onClick=${() => copy(text, message)}>Copy</button>${children}
+  </div>`;
 }
 
 /**

@@ -40,7 +40,7 @@ export function Condition({index, children}) {
 /**
  * One entry for each group; with `onToggle` they are buttons that hide and show it.
  * @param {{groups: {name: string, index: number, hidden?: boolean, hint?: string}[],
- *   onToggle?: (name: string) => void}} props
+ *   onToggle?: (group: {name: string, index: number}) => void}} props
  */
 export function Legend({groups, onToggle}) {
   const entry = (/** @type {any} */ {name, index, hidden, hint}) => {
@@ -52,7 +52,7 @@ export function Legend({groups, onToggle}) {
       title=${hint}
       class=${hidden ? "off" : null}
       aria-pressed=${hidden ? "false" : "true"}
-      onClick=${() => onToggle(name)}
+      onClick=${() => onToggle({name, index})}
     >
       ${inside}
     </button>`;

@@ -56,7 +56,7 @@ function countAt(counts, line, point) {
 function details(line, point, {x, share, counts, cursor}, at) {
   const raw = line.raw && line.raw[point.i];
   const [low, high] = [line.low && line.low[point.i], line.high && line.high[point.i]];
-  const n = line.n || countAt(counts, line, point);
+  const n = countAt(counts, line, point) || line.n;
   const elsewhere = cursor.x !== null && at !== null && xText(x, point.x) !== xText(x, at);
   return [
     typeof raw === "number" ? ` step ${amount(raw, share)}` : "",

@@ -25,13 +25,12 @@ export function Failed({error, retry}) {
 
 /**
  * Shows an answer of `useAnswer`: what `children(data)` returns, or that it is loading or has failed. A failed refetch
- * stands as a line above the old data.
+ * of what is shown stands as a line above the old data.
  * @param {{of: import("../lib/answer.js").Answer, children: (data: any) => any}} props
  */
 export function Answered({of, children}) {
-  if (of.data === null) {
-    return of.error ? html`<${Failed} error=${of.error} retry=${of.retry} />` : html`<${Loading} />`;
-  }
+  if (of.error && !of.isCurrent) return html`<${Failed} error=${of.error} retry=${of.retry} />`;
+  if (of.data === null) return html`<${Loading} />`;
   const failed =
     of.error &&
     html`<${Banner} kind="down" title="Not up to date">

@@ -1,8 +1,9 @@
 // Where the seconds of some steps went: a bar for each, the spans of one in lanes, and a table of their phases.
 
-import {duration} from "../format.js";
+import {duration, percent} from "../format.js";
 import {html} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
+import {Table} from "./table.js";
 import {Lanes, StepBars, paintOf} from "./time_bars.js";
 
 /** @typedef {import("./time_bars.js").Step} Step */
@@ -50,27 +51,19 @@ function PhaseTable({steps, step, paint}) {
     1e-9,
     sum((each) => each.end - each.start),
   );
-  const row = ([name, fill]) => {
-    const total = sum((each) => each.seconds[name] || 0);
-    return html`<tr key=${name}>
-      <td><span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${name}</td>
-      <td class="number">${step.seconds[name] ? duration(step.seconds[name]) : "–"}</td>
-      <td class="number">${duration(total / steps.length)}</td>
-      <td class="number">${((100 * total) / whole).toFixed(1)}%</td>
-    </tr>`;
-  };
-  const heads = [`step ${step.step}`, "mean of these steps", "share"];
-  return html`<div class="scroll">
-    <table class="tight">
-      <thead>
-        <tr>
-          <th scope="col">phase</th>
-          ${heads.map((text) => html`<th scope="col" class="number" key=${text}>${text}</th>`)}
-        </tr>
-      </thead>
-      <tbody>
-        ${[...paint].map(row)}
-      </tbody>
-    </table>
-  </div>`;
+  const total = (name) => sum((each) => each.seconds[name] || 0);
+  const name = ([text, fill]) => html`<span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${text}`;
+  const columns = [
+    {key: "phase", title: "phase", cell: name},
+    {
+      ...{key: "step", title: `step ${step.step}`, number: true},
+      cell: ([phase]) => (step.seconds[phase] ? duration(step.seconds[phase]) : "–"),
+    },
+    {
+      ...{key: "mean", title: "mean of these steps", number: true},
+      cell: ([phase]) => duration(total(phase) / steps.length),
+    },
+    {key: "share", title: "share", number: true, cell: ([phase]) => percent(total(phase) / whole)},
+  ];
+  return html`<${Table} label="phases" columns=${columns} rows=${[...paint]} keyOf=${([phase]) => phase} />`;
 }

@@ -1,7 +1,6 @@
-// Tables that sort by a column and whose rows the keys j and k go along.
+// Tables by columns.
 
-import {html, useMemo} from "../lib/html.js";
-import {step, useKeys} from "../keys.js";
+import {html} from "../lib/html.js";
 
 /**
  * @typedef {object} Column
@@ -10,34 +9,28 @@ import {step, useKeys} from "../keys.js";
  * @property {(row: any) => any} cell what the row shows
  * @property {(row: any) => string | number | null | undefined} [value] what the row is sorted by; none: not sortable
  * @property {boolean} [number] aligned to the right
+ * @property {boolean} [head] its cells are the rows' headings
+ * @property {(row: any) => number | null} [share] of the largest value, from 0 to 1: tints the cell, whose text says it
+ *   too
  * @property {string} [hint]
  */
 
-/** @param {Column | undefined} column */
-function sorted(rows, column, down) {
-  const value = column && column.value;
-  if (!value) return rows;
-  const compare = (a, b) => {
-    const [x, y] = [value(a), value(b)];
-    const missing = Number(x === null || x === undefined) - Number(y === null || y === undefined);
-    if (missing) return missing; // at the end in both directions
-    const order =
-      typeof x === "string" ? x.localeCompare(String(y), undefined, {numeric: true}) : Number(x) - Number(y);
-    return down ? -order : order;
-  };
-  return [...rows].sort(compare);
+/**
+ * A column's heading; `children` stand for its title.
+ * @param {{column: Column, sorted?: string | null, children?: any}} props
+ */
+export function Heading({column: {number, hint, title}, sorted = null, children = title}) {
+  const name = number ? "number" : null;
+  return html`<th scope="col" class=${name} title=${hint} aria-sort=${sorted}>${children}</th>`;
 }
 
-/** @param {{column: Column, active: boolean, down: boolean, onSort?: (key: string, down: boolean) => void}} props */
-function Heading({column, active, down, onSort}) {
-  const name = column.number ? "number" : null;
-  if (!column.value || !onSort) return html`<th scope="col" class=${name} title=${column.hint}>${column.title}</th>`;
-  const direction = active ? (down ? "descending" : "ascending") : null;
-  const arrow = active ? (down ? " ↓" : " ↑") : "";
-  const choose = () => onSort(column.key, active ? !down : Boolean(column.number));
-  return html`<th scope="col" class=${name} title=${column.hint} aria-sort=${direction}>
-    <button type="button" class="bare sort" onClick=${choose}>${column.title}${arrow}</button>
-  </th>`;
+/** @param {{column: Column, row: any}} props */
+function Cell({column: {title, cell, number, head, share}, row}) {
+  const name = [number && "number", share && "tint"].filter(Boolean).join(" ") || null;
+  const style = share ? {"--much": `${Math.round(45 * Math.max(0, Math.min(1, share(row) || 0)))}%`} : null;
+  const content = cell(row);
+  if (head) return html`<th scope="row">${content}</th>`;
+  return html`<td class=${name} style=${style} data-name=${title}>${content}</td>`;
 }
 
 /**
@@ -46,59 +39,21 @@ function Heading({column, active, down, onSort}) {
  * @param {any[]} props.rows
  * @param {(row: any) => string} props.keyOf
  * @param {string} props.label
- * @param {string} [props.sort] key of the column
- * @param {boolean} [props.down]
- * @param {(key: string, down: boolean) => void} [props.onSort]
- * @param {(row: any) => void} [props.onOpen] for Enter and a click on the row
- * @param {(row: any) => boolean} [props.selected]
- * @param {string} [props.noun] what a row is, for the help of j and k; none: no keys
  * @param {string} [props.class]
+ * @param {boolean} [props.region] Tab reaches it, so that keys scroll it: for a wide table without links
+ * @param {boolean} [props.tall] many rows scroll inside of it
+ * @param {(column: Column) => any} [props.heading]
+ * @param {(row: any) => Record<string, any>} [props.attributes] of a row
  */
-export function DataTable({columns, rows, keyOf, label, sort, down = false, onSort, ...rest}) {
-  const {onOpen, selected, noun, class: name = "tight wide"} = rest;
-  const column = columns.find((each) => each.key === sort);
-  const ordered = useMemo(() => sorted(rows, column, down), [rows, sort, down]);
-  const selector = `table[aria-label="${CSS.escape(label)}"] tbody tr`;
-  useKeys(
-    noun ? {j: [`next ${noun}`, () => step(selector, 1)], k: [`previous ${noun}`, () => step(selector, -1)]} : null,
-  );
-  const heading = (each) => {
-    const active = each === column;
-    return html`<${Heading} key=${each.key} column=${each} active=${active} down=${down} onSort=${onSort} />`;
-  };
-  const cells = (row) =>
-    columns.map(
-      (each) =>
-        html`<td key=${each.key} class=${each.number ? "number" : null} data-name=${each.title}>${each.cell(row)}</td>`,
-    );
-  const bodyRow = (row) => {
-    const open = (event) => {
-      if (!event.target.closest("a, button, input, select, summary") && onOpen) onOpen(row);
-    };
-    const press = (event) => {
-      if (event.key === "Enter") open(event);
-    };
-    return html`<tr
-      key=${keyOf(row)}
-      data-key=${keyOf(row)}
-      tabindex=${noun || onOpen ? "-1" : null}
-      aria-selected=${selected ? String(selected(row)) : null}
-      onClick=${onOpen ? open : null}
-      onKeyDown=${onOpen ? press : null}
-    >
-      ${cells(row)}
-    </tr>`;
-  };
-  return html`<div class="scroll">
+export function Table({columns, rows, keyOf, label, class: name = "tight", region, tall, heading, attributes}) {
+  const place = region ? {tabindex: "0", role: "region", "aria-label": label} : {};
+  const head = heading || ((column) => html`<${Heading} key=${column.key} column=${column} />`);
+  const cells = (row) => columns.map((column) => html`<${Cell} key=${column.key} column=${column} row=${row} />`);
+  const body = (row) => html`<tr key=${keyOf(row)} ...${attributes && attributes(row)}>${cells(row)}</tr>`;
+  return html`<div class=${tall ? "scroll tall" : "scroll"} ...${place}>
     <table class=${name} aria-label=${label}>
-      <thead>
-        <tr>
-          ${columns.map(heading)}
-        </tr>
-      </thead>
-      <tbody>
-        ${ordered.map(bodyRow)}
-      </tbody>
+      <thead><tr>${columns.map(head)}</tr></thead>
+      <tbody>${rows.map(body)}</tbody>
     </table>
   </div>`;
 }

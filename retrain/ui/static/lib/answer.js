@@ -7,8 +7,8 @@ import {useChanges} from "./live.js";
 /**
  * @typedef {object} Answer
  * @property {any} data the newest answer, null before the first
- * @property {string | null} about the question that `data` answers; compare with `question`
- * @property {string | null} question what was asked last
+ * @property {string | null} about the question that `data` answers
+ * @property {boolean} isCurrent whether that is what was asked last
  * @property {any} error of the newest request; null once it was answered
  * @property {boolean} loading
  * @property {() => void} retry asks again
@@ -26,7 +26,7 @@ const NOTHING = {data: null, about: null, error: null, loading: true};
  */
 export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
   const question = params && JSON.stringify([name, params]);
-  const [state, setState] = useState(/** @type {Omit<Answer, "question" | "retry">} */ (NOTHING));
+  const [state, setState] = useState(/** @type {Omit<Answer, "isCurrent" | "retry">} */ (NOTHING));
   const controller = useRef(/** @type {AbortController | null} */ (null));
   const took = useRef(0); // ms of the newest answer
   // A server that is slow to answer is asked less often.
@@ -57,7 +57,7 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
     };
   }, [retry]);
   useChanges(kinds, retry, pause);
-  return {...state, question, retry};
+  return {...state, isCurrent: state.data !== null && state.about === question, retry};
 }
 
 /**

@@ -1,35 +1,37 @@
-// Answers of /api/curves: the whole line, and a finer one of the part in sight.
+// Answers of /api/curves and /api/columns: all of a line, and finer points of the part in sight.
 
 import {useAnswer} from "./answer.js";
 import {useRef} from "./html.js";
 
-const OPTIONS = {kinds: ["metrics", "evals", "state"], wait: 1500};
+const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};
 
 /**
- * Return the answer to show, its error, and how to ask again. Until the part in sight is there the whole line is
- * shown; the whole is not read for an address that has only a part of it.
- * @param {Record<string, unknown> | null} question of /api/curves, without a part
- * @param {number[] | null} zoom the part of the x axis in sight
+ * Return whether an answer is of these lines, whatever part and smoothing of them.
+ * @param {import("./answer.js").Answer} answer
+ * @param {Record<string, any>} params
  */
-export function useCurves(question, zoom) {
-  const about = question && JSON.stringify(question);
+function isAbout(answer, name, params) {
+  if (!answer.data) return false;
+  const [asked, {key, x}] = JSON.parse(String(answer.about));
+  return asked === name && x === params.x && String(key) === String(params.key);
+}
+
+/**
+ * Return the answer to show, its error, and how to ask again. Until the part in sight is there, what is known of the
+ * lines is shown; all of them is not read for an address that has only a part.
+ * @param {"curves" | "columns"} name
+ * @param {Record<string, any>} params without a part
+ * @param {number[] | null} zoom the part of the x axis in sight
+ * @param {boolean} asking false: nothing is read for now
+ */
+export function useCurves(name, params, zoom, asking) {
   const readWhole = useRef(/** @type {string | null} */ (null));
+  const about = JSON.stringify([name, params]);
   if (!zoom) readWhole.current = about;
-  const part = useAnswer("curves", question && zoom ? {...question, from: zoom[0], to: zoom[1]} : null, OPTIONS);
-  const whole = useAnswer("curves", readWhole.current === about ? question : null, OPTIONS);
+  const [from, to] = zoom || [];
+  const whole = useAnswer(name, asking && readWhole.current === about ? params : null, FOLLOWED);
+  const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
   const exact = zoom ? part : whole;
-  const isNew = exact.data && exact.about === exact.question;
-  const old = exact.error ? null : whole.data || part.data;
-  return {body: isNew ? exact.data : old, error: exact.error, retry: exact.retry};
-}
-
-// Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it.
-export function zoomOf(query) {
-  const range = (query.zoom || "").split(",").map(Number);
-  return query.zoom && range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
-}
-
-// Return the change of the address for a part; null is all of it.
-export function zoomTo(range) {
-  return {zoom: range ? range.map((value) => Number(value.toPrecision(9))).join(",") : null};
+  const known = [...(exact.isCurrent ? [exact] : []), whole, part].find((answer) => isAbout(answer, name, params));
+  return {body: known ? known.data : null, error: exact.error, retry: exact.retry};
 }

@@ -1,9 +1,9 @@
 // Elements for components: `html` (htm over Preact) and the hooks. Text from anywhere becomes text nodes only.
 
-import {Fragment, createContext, h, options, render, toChildArray} from "../vendor/preact/preact.module.js";
+import {createContext, h, options, render} from "../vendor/preact/preact.module.js";
 import htm from "../vendor/htm/htm.module.js";
 
-export {Fragment, createContext, h, render, toChildArray};
+export {createContext, h, render};
 export {
   useCallback,
   useContext,
@@ -12,7 +12,6 @@ export {
   useId,
   useLayoutEffect,
   useMemo,
-  useReducer,
   useRef,
   useState,
 } from "../vendor/preact/hooks.module.js";

@@ -16,15 +16,6 @@ export function announce(change) {
 }
 
 /**
- * Call `listener` with every change until the returned function is called.
- * @param {(change: Change) => void} listener
- */
-export function onChange(listener) {
-  listeners.add(listener);
-  return () => void listeners.delete(listener);
-}
-
-/**
  * Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
  * "comparison"; null: never), at most once in `wait` ms.
  * @param {string[] | null} kinds
@@ -38,11 +29,12 @@ export function useChanges(kinds, run, wait = 2000) {
     if (wanted === null) return;
     const names = wanted.split(" ");
     const soon = spaced(() => newest.current(), wait);
-    const forget = onChange(({what}) => {
+    const listener = (/** @type {Change} */ {what}) => {
       if (!what || what.some((kind) => names.includes(kind))) soon();
-    });
+    };
+    listeners.add(listener);
     return () => {
-      forget();
+      listeners.delete(listener);
       soon.stop();
     };
   }, [wanted, wait]);

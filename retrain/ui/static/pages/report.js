@@ -1,5 +1,5 @@
 // The page of a campaign's report.
 
-import {startThemeButton} from "./theme_button.js";
+import {startThemeButton} from "../lib/theme_button.js";
 
 startThemeButton();

@@ -1,6 +1,6 @@
 // The page of one iteration's rollouts: colours of tokens, the order of answers and rows. All texts stand in the HTML.
 
-import {startThemeButton} from "./theme_button.js";
+import {startThemeButton} from "../lib/theme_button.js";
 import {clear, colour, legendOf} from "./token_colours.js";
 import {describe, scalesOf} from "./token_data.js";
 

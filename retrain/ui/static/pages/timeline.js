@@ -2,7 +2,7 @@
 
 import {StepTimes, stepOf} from "../components/step_times.js";
 import {html, render, useLayoutEffect, useState} from "../lib/html.js";
-import {startThemeButton} from "./theme_button.js";
+import {startThemeButton} from "../lib/theme_button.js";
 
 const WINDOW = 60;
 

@@ -2,7 +2,7 @@
 
 import {Condition} from "../components/marks.js";
 import {Answered, NotRecorded} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {ago, count, duration, hours, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
@@ -76,9 +76,8 @@ const COLUMNS = [
 function Runs({runs}) {
   const rows = [...runs].sort((a, b) => a.index - b.index || a.seed - b.seed);
   const open = (run) => go(link("metrics", run.place));
-  const keyOf = (run) => run.place;
-  const table = html`<${DataTable} columns=${COLUMNS} rows=${rows} keyOf=${keyOf} label="runs" noun="run" onOpen=${open} />`;
-  return html`<section id="runs"><h2>Runs</h2>${table}</section>`;
+  const table = {columns: COLUMNS, rows, keyOf: (run) => run.place, label: "runs", noun: "run"};
+  return html`<section id="runs"><h2>Runs</h2><${DataTable} ...${table} onOpen=${open} /></section>`;
 }
 
 /** @param {{run: any}} props */

@@ -1,7 +1,7 @@
-// What came of a campaign: one banner with state, failures, the command that continues it and then the verdicts, each in
-// a sentence; below it what a reader must know.
+// The result of a campaign: one banner with state, failures, the command that continues it and then the verdicts, each
+// in a sentence; below it what a reader must know.
 
-import {CopyButton} from "../components/inputs.js";
+import {Copyable} from "../components/inputs.js";
 import {Banner} from "../components/states.js";
 import {plural} from "../format.js";
 import {html} from "../lib/html.js";
@@ -50,11 +50,10 @@ function Failures({failed, all}) {
 
 /** @param {{command: string, now: boolean}} props */
 function Resume({command, now}) {
-  return html`<div class="toml">
-    <pre tabindex="0" aria-label="command that continues this campaign">${command}</pre>
-    <${CopyButton} text=${command} message="Command copied" />
+  const label = "command that continues this campaign";
+  return html`<${Copyable} text=${command} label=${label} message="Command copied">
     ${!now && html`<span class="muted small">once the other runs have ended</span>`}
-  </div>`;
+  <//>`;
 }
 
 /**

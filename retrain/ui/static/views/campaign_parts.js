@@ -2,9 +2,9 @@
 
 import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
-import {CopyButton} from "../components/inputs.js";
+import {Copyable} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {isOpen} from "../verdicts.js";
@@ -86,11 +86,12 @@ function Differences({comparison}) {
     .filter((each) => each.index > 0 && each.typical_difference !== null);
   const write = (value) => difference(value, share);
   const wider = ({difference_new_problems: found}) => (found && found.low !== null ? [found.low, found.high] : null);
+  const amountOf = (each) => write(each.typical_difference) + written(each.difference_interval, write);
   const rows = apart.map((each) => ({
     ...{name: each.label, index: each.index, centre: each.typical_difference, interval: each.difference_interval},
     open: isOpen(each.verdict),
     values: each.differences.map((value, i) => ({value, hint: `seed ${each.paired_seeds[i]}: ${write(value)}`})),
-    note: `${write(each.typical_difference)}${written(each.difference_interval, write)} · ${plural(each.pairs, "pair")}`,
+    note: `${amountOf(each)} · ${plural(each.pairs, "pair")}`,
     hint: wider(each) ? `for other seeds and new problems${written(wider(each), write)}` : "",
   }));
   const csv = () =>
@@ -131,10 +132,11 @@ export function Costs({body: {comparison, cost}}) {
   if (known.length < 2 || !comparison) return null;
   const {metric, share} = comparison;
   const write = (each) => (each.index === 0 ? "baseline" : difference(each.typical_difference, share));
+  const dear = (each) => `${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run`;
   const points = known.map((each) => ({
     ...{name: each.label, index: each.index, x: each.seconds_per_run, interval: each.difference_interval},
     y: each.index === 0 ? 0 : each.typical_difference,
-    hint: `${each.label}: ${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run, ${write(each)}`,
+    hint: `${each.label}: ${dear(each)}, ${write(each)}`,
   }));
   const csv = () =>
     table(
@@ -154,7 +156,8 @@ export function Costs({body: {comparison, cost}}) {
   const unit = share ? "points" : "";
   const axes = {xTitle: "device time per run", xText: (value) => (value === 0 ? "0" : duration(value)), unit};
   const words = "up: better than the baseline; right: dearer; bar: 95 % interval over seeds";
-  return html`<${FigureCard} heading="Cost against gain" words=${words} title=${`cost against gain ${metric}`} csv=${csv}>
+  const title = `cost against gain ${metric}`;
+  return html`<${FigureCard} heading="Cost against gain" words=${words} title=${title} csv=${csv}>
     <${Gain} points=${points} label=${label} yTitle=${share ? "points" : "difference"} ...${axes} />
     <${DataTable} columns=${columns} rows=${known} keyOf=${(each) => each.label} label="cost" class="tight" />
   <//>`;
@@ -166,13 +169,7 @@ export function Seeds({power}) {
   if (!known.length) return null;
   const item = ({label, line, toml}) => html`<div key=${label}>
     <p>${line}</p>
-    ${
-      toml &&
-      html`<div class="toml">
-        <pre tabindex="0" aria-label=${`seeds for ${label}`}>${toml}</pre>
-        <${CopyButton} text=${toml} message="TOML copied" />
-      </div>`
-    }
+    ${toml && html`<${Copyable} text=${toml} label=${`seeds for ${label}`} message="TOML copied" />`}
   </div>`;
   return html`<section class="card">
     <h2>How many more seeds?</h2>

@@ -4,7 +4,7 @@ import {IntervalBar} from "../components/interval_bar.js";
 import {Choice, SearchField, Tabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -83,12 +83,13 @@ function Verdict({summary: {verdict, kind}, most}) {
   if (!verdict) return html`<span class="muted">${kind === "campaign" ? "no comparison yet" : "a single run"}</span>`;
   const {word, sentence, share, low, high} = verdict;
   const write = (value) => difference(value, share);
+  const size = `${write(verdict.difference)}${share ? " points" : ""}`;
   const interval = low === null ? "" : ` [${write(low)}, ${write(high)}]`;
   return html`<div class=${`verdict ${classOf(word)}`}>
     <b>${word}</b>
     <div class="bars">
       <${IntervalBar} verdict=${verdict} most=${share ? most : reach([verdict])} width=${120} />
-      <span class="numbers">${write(verdict.difference)}${share ? " points" : ""}<span class="muted">${interval}</span></span>
+      <span class="numbers">${size}<span class="muted">${interval}</span></span>
     </div>
     <span class="sentence" title=${sentence}>${sentence}</span>
   </div>`;

@@ -1,16 +1,20 @@
 // Runs of several campaigns and tools on one chart: coloured by a key of their configuration, a mean for each group.
 
-import {X_CHOICES} from "../charts/ticks.js";
+import {conditionLines, countsOf} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {Choice, Tick} from "../components/inputs.js";
+import {AddressTick, AxisChoice, MetricChoice, SmoothingChoice, WholeRange} from "../components/curve_controls.js";
+import {smoothOf, useHidden, zoomOf, zoomTo} from "../components/curve_controls.js";
+import {Choice, SignButton} from "../components/inputs.js";
 import {Condition, Legend} from "../components/marks.js";
+import {Table} from "../components/table.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {useCurves, zoomOf, zoomTo} from "../lib/curves.js";
+import {useCurves} from "../lib/curves.js";
 import {groupKeys, namedGroups, shownValue} from "../lib/groups.js";
 import {html, useMemo} from "../lib/html.js";
-import {MetricChoice, SMOOTHINGS, countsOf, levelWords, linesOf} from "./campaign_curves.js";
-import {PlaceField, PlaceNames} from "./compare_places.js";
+import {USUAL, levelWords} from "./campaign_curves.js";
+import {KEY_COLUMN, Value} from "./compare_pair.js";
+import {PlaceField, usePlaces} from "./compare_places.js";
 
 // Places in the address: each encoded, so that a comma may stand in a name.
 function placesOf(query) {
@@ -26,20 +30,21 @@ export function Groups() {
   const others = placesOf(query);
   const at = [place, ...others.filter((each) => each !== place)];
   const {data: metrics} = useAnswer("metrics", {at}, {kinds: ["metrics", "evals"], wait: 4000});
-  const zoom = useMemo(() => zoomOf(query), [query.zoom]);
+  const zoom = useMemo(() => zoomOf(query.zoom), [query.zoom]);
   const watched = metrics ? metrics.watch : [];
   const metric = query.key || watched[0] || null;
   const by = query.by || "";
   const groupBy = groupKeys(by, query.alone === "1");
-  const question = {at, key: metric, x: query.x || "step", smooth: query.smooth || null, group_by: groupBy};
-  const {body, error, retry} = useCurves(metric ? question : null, zoom);
+  const smooth = smoothOf(query.smooth, USUAL[0]);
+  const question = {at, key: metric, x: query.x || "step", smooth, group_by: groupBy};
+  const {body, error, retry} = useCurves("curves", question, zoom, metric !== null);
   const drawn = useMemo(() => body && {...body, conditions: namedGroups(body.conditions, by)}, [body, by]);
   const rest = metrics ? metrics.metrics.map((each) => each.key).filter((key) => !watched.includes(key)) : [];
   const choose = (key) => patch({key});
   return html`<${Places} at=${at} others=${others} />
     <div class="tools">
-      <${MetricChoice} metric=${metric} watched=${watched} rest=${rest} choose=${choose} />
-      <${Settings} keys=${(body && body.keys) || []} zoom=${zoom} />
+      <${MetricChoice} metric=${metric} watched=${watched} rest=${rest} onChoose=${choose} />
+      <${Settings} keys=${(body && body.keys) || []} />
     </div>
     <${GroupChart} body=${drawn} metric=${metric} error=${error} retry=${retry} zoom=${zoom} />
     ${drawn && html`<${Differ} groups=${drawn.conditions} rows=${drawn.differ || []} />`}`;
@@ -48,6 +53,7 @@ export function Groups() {
 /** @param {{at: string[], others: string[]}} props */
 function Places({at, others}) {
   const {patch} = useAddress();
+  const options = usePlaces();
   const drop = (place) => patch(withPlaces(others.filter((each) => each !== place)));
   const add = (place) => place && !at.includes(place) && patch(withPlaces([...others, place]));
   const chip = (place) =>
@@ -55,36 +61,30 @@ function Places({at, others}) {
       <code>${place}</code>
       ${
         others.includes(place) &&
-        html`<button type="button" class="bare" aria-label=${`leave out ${place}`} onClick=${() => drop(place)}>×</button>`
+        html`<${SignButton} label=${`leave out ${place}`} onPress=${() => drop(place)}>×<//>`
       }
     </li>`;
   return html`<div class="tools">
     <ul class="places" aria-label="compared">
       ${at.map(chip)}
     </ul>
-    <${PlaceField} label="add a campaign or a run" value="" list="places" onChoose=${add} key=${at.length} />
-    <${PlaceNames} id="places" first=${[]} />
+    <${PlaceField} label="add a campaign or a run" value="" options=${options} onChoose=${add} key=${at.length} />
   </div>`;
 }
 
-/** @param {{keys: string[], zoom: number[] | null}} props */
-function Settings({keys, zoom}) {
+/** @param {{keys: string[]}} props */
+function Settings({keys}) {
   const {query, patch} = useAddress();
-  const choice = (label, options, name, usual) => {
-    const set = (value) => patch({[name]: value === usual ? null : value, ...(name === "x" ? {zoom: null} : {})});
-    return html`<${Choice} label=${label} options=${options} value=${query[name] || usual} onChoose=${set} />`;
-  };
-  const tick = (name, text, title) => {
-    const set = (on) => patch({[name]: on ? 1 : null});
-    return html`<${Tick} checked=${query[name] === "1"} onChoose=${set} title=${title}>${text}<//>`;
-  };
-  const known = [...new Set([...(query.by ? [query.by] : []), ...keys])];
+  const by = query.by || "";
+  const known = [...new Set([...(by ? [by] : []), ...keys])];
   const colours = [["", "a colour for each group"], ...known.map((key) => [key, `colour by ${key}`])];
+  const colour = (key) => patch({by: key || null});
   const alone = "one mean for each value of the key, over all runs that have it";
-  return html`${choice("x axis", X_CHOICES, "x", "step")}${choice("smoothing", SMOOTHINGS, "smooth", "")}
-    ${choice("colour", colours, "by", "")} ${query.by && tick("alone", "group by it alone", alone)}
-    ${tick("thin", "every run")}${tick("logx", "log x")}${tick("logy", "log y")}
-    ${zoom && html`<button type="button" onClick=${() => patch({zoom: null})}>whole range</button>`}`;
+  return html`<${AxisChoice} /><${SmoothingChoice} usual=${USUAL} />
+    <${Choice} label="colour" options=${colours} value=${by} onChoose=${colour} />
+    ${by && html`<${AddressTick} name="alone" title=${alone}>group by it alone<//>`}
+    <${AddressTick} name="thin">every run<//><${AddressTick} name="logx">log x<//>
+    <${AddressTick} name="logy">log y<//><${WholeRange} />`;
 }
 
 /**
@@ -92,32 +92,21 @@ function Settings({keys, zoom}) {
  */
 function GroupChart({body, metric, error, retry, zoom}) {
   const {query, patch} = useAddress();
-  const hidden = (query.hide || "").split(",").filter(Boolean);
+  const {hidden, toggle} = useHidden(",");
   const thin = query.thin === "1";
-  const lines = useMemo(
-    () => body && linesOf(body, thin).filter(({index}) => !hidden.includes(String(index))),
-    [body, thin, query.hide],
-  );
-  const counted = Boolean(body && body.conditions.some((each) => each.runs.length > 1));
-  const counts = useMemo(
-    () => (counted ? countsOf(body).filter(({index}) => !hidden.includes(String(index))) : null),
-    [body, counted, query.hide],
-  );
-  const groups = body ? body.conditions : [];
-  const hint = ({places}) => places.join(", ");
-  const entries = groups.map((each) => {
-    const name = `${each.label} (${each.runs.length})`;
-    return {name, index: each.index, hidden: hidden.includes(String(each.index)), hint: hint(each)};
-  });
-  const toggle = (name) => {
-    const index = String((entries.find((each) => each.name === name) || entries[0]).index);
-    const next = hidden.includes(index) ? hidden.filter((each) => each !== index) : [...hidden, index];
-    patch({hide: next.join(",") || null});
+  const [lines, counts] = useMemo(() => {
+    if (!body) return [null, null];
+    const conditions = body.conditions.filter(({index}) => !hidden.has(String(index)));
+    return [conditionLines({...body, conditions}, thin), countsOf(conditions)];
+  }, [body, thin, hidden]);
+  const entry = ({label, index, runs, places}) => {
+    return {name: `${label} (${runs.length})`, index, hidden: hidden.has(String(index)), hint: places.join(", ")};
   };
-  return html`<${Legend} groups=${entries} onToggle=${toggle} />
+  const entries = body ? body.conditions.map(entry) : [];
+  return html`<${Legend} groups=${entries} onToggle=${({index}) => toggle(String(index))} />
     <${Chart}
       title=${body ? body.key : metric || ""}
-      words=${body && levelWords(body, counted)}
+      words=${body && levelWords(body, counts !== null)}
       level="h2"
       lines=${lines}
       x=${(body && body.x) || "step"}
@@ -141,30 +130,23 @@ function GroupChart({body, metric, error, retry, zoom}) {
  */
 function Differ({groups, rows}) {
   const isSet = (values) => values.some((value) => value !== null);
-  const cell = (values) =>
-    isSet(values) ? values.map(shownValue).join(", ") : html`<span class="muted">not set</span>`;
   // Keys that most groups have come first: those of one tool alone tell little.
   const count = ({values}) => values.filter(isSet).length;
   const ordered = [...rows].sort((a, b) => count(b) - count(a));
-  const row = ({key, values}) =>
-    html`<tr key=${key}>
-      <th scope="row"><code>${key}</code></th>
-      ${values.map((each, i) => html`<td key=${i}>${cell(each)}</td>`)}
-    </tr>`;
-  const head = ({label, index}) => html`<th scope="col" key=${index}><${Condition} index=${index}>${label}<//></th>`;
-  const table = html`<div class="scroll" tabindex="0" role="region" aria-label="differences">
-    <table class="tight diff">
-      <thead>
-        <tr>
-          <th scope="col">key</th>
-          ${groups.map(head)}
-        </tr>
-      </thead>
-      <tbody>
-        ${ordered.map(row)}
-      </tbody>
-    </table>
-  </div>`;
+  const column = ({label, index}, i) => ({
+    key: String(index),
+    title: html`<${Condition} index=${index}>${label}<//>`,
+    cell: ({values}) => (isSet(values[i]) ? values[i].map(shownValue).join(", ") : html`<${Value} value=${null} />`),
+  });
+  const columns = [KEY_COLUMN, ...groups.map(column)];
+  const table = html`<${Table}
+    class="tight diff"
+    label="differences"
+    columns=${columns}
+    rows=${ordered}
+    keyOf=${(row) => row.key}
+    region=${true}
+  />`;
   return html`<section>
     <h2>In what the groups differ <small>configuration, without seeds</small></h2>
     ${rows.length ? table : html`<p class="muted">No key differs between the groups.</p>`}

@@ -1,21 +1,22 @@
 // In what two campaigns or runs differ: configuration, code, environment, data and initial adapter.
 
 import {Answered, Empty} from "../components/states.js";
+import {Table} from "../components/table.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
+import {shownValue} from "../lib/groups.js";
 import {html, useEffect} from "../lib/html.js";
 import {EVERY_KIND} from "../lib/live.js";
-import {useCampaign} from "../lib/campaign.js";
-import {PlaceField, PlaceNames} from "./compare_places.js";
+import {useRuns} from "../lib/campaign.js";
+import {PlaceField, usePlaces} from "./compare_places.js";
 
 const MOST_LINES = 3000;
 const OPEN_LINES = 80;
 
 export function Pair() {
   const {place, query, patch} = useAddress();
-  const campaign = useCampaign(place);
-  const runs = (campaign.data && campaign.data.runs) || [];
+  const {family: runs} = useRuns(place);
   const other = runs.length > 1 ? runs.find((run) => run.label !== runs[0].label) || runs[1] : null;
   const isChosen = Boolean(query.a || query.b);
   useEffect(() => {
@@ -23,17 +24,16 @@ export function Pair() {
   }, [other && other.place, isChosen]);
   const a = query.a || place;
   const b = query.b || "";
-  const places = runs.map((run) => run.place);
+  const options = usePlaces(runs.map((run) => run.place));
   const field = (name, label, value) => {
     const choose = (text) => patch({[name]: text});
-    return html`<${PlaceField} label=${label} value=${value} list="places" onChoose=${choose} />`;
+    return html`<${PlaceField} label=${label} value=${value} options=${options} onChoose=${choose} />`;
   };
   const nothing = html`<${Empty} title="Choose the second place">
     Any campaign or run below the given directories: type a part of its name.
   <//>`;
   return html`<div class="tools">
       ${field("a", "first place", a)}<span class="muted">and</span>${field("b", "second place", b)}
-      <${PlaceNames} id="places" first=${places} />
     </div>
     ${b ? html`<${Differences} a=${a} b=${b} />` : nothing}`;
 }
@@ -57,38 +57,27 @@ function Differences({a, b}) {
 
 /** @typedef {{key: string, a: any, b: any}} Row */
 
-function shown(value) {
-  if (value === null || value === undefined) return html`<span class="muted">not set</span>`;
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
+/** @param {{value: any}} props */
+export function Value({value}) {
+  const isSet = value !== null && value !== undefined;
+  return isSet ? shownValue(value) : html`<span class="muted">${shownValue(value)}</span>`;
 }
 
-/** @param {{rows: Row[], names: string[]}} props */
-function DifferenceTable({rows, names}) {
-  const row = ({key, a, b}) =>
-    html`<tr key=${key}>
-      <th scope="row"><code>${key}</code></th>
-      <td>${shown(a)}</td>
-      <td>${shown(b)}</td>
-    </tr>`;
-  return html`<div class="scroll">
-    <table class="tight diff">
-      <thead>
-        <tr>
-          ${["key", ...names].map((name, i) => html`<th scope="col" key=${i}>${name}</th>`)}
-        </tr>
-      </thead>
-      <tbody>
-        ${rows.map(row)}
-      </tbody>
-    </table>
-  </div>`;
+export const KEY_COLUMN = {key: "key", title: "key", head: true, cell: ({key}) => html`<code>${key}</code>`};
+
+/** @param {{rows: Row[], names: string[], label: string}} props */
+function DifferenceTable({rows, names, label}) {
+  const column = (name, i) => ({key: "ab"[i], title: name, cell: (row) => html`<${Value} value=${row["ab"[i]]} />`});
+  const columns = [KEY_COLUMN, ...names.map(column)];
+  return html`<${Table} class="tight diff" label=${label} columns=${columns} rows=${rows} keyOf=${(row) => row.key} />`;
 }
 
 /** @param {{title: string, rows: Row[], names: string[], none: string}} props */
 function Section({title, rows, names, none}) {
+  const table = html`<${DifferenceTable} rows=${rows} names=${names} label=${title} />`;
   return html`<section>
     <h2>${title} <small>${rows.length > 0 && plural(rows.length, "difference")}</small></h2>
-    ${rows.length ? html`<${DifferenceTable} rows=${rows} names=${names} />` : html`<p class="muted">${none}</p>`}
+    ${rows.length ? table : html`<p class="muted">${none}</p>`}
   </section>`;
 }
 
@@ -96,30 +85,20 @@ function Section({title, rows, names, none}) {
 function Hashes({rows, names}) {
   const known = rows.filter((row) => row.a !== null || row.b !== null);
   if (!rows.length) return null;
-  const hash = (value) => html`<td><code title=${value}>${String(value ?? "–").slice(0, 16)}</code></td>`;
-  const word = (same) => (same ? html`<span class="good">same</span>` : html`<b class="bad">differs</b>`);
-  const row = ({name, a, b, same}) =>
-    html`<tr key=${name}>
-      <th scope="row">${name}</th>
-      <td>${same === null || same === undefined ? html`<span class="muted">unknown</span>` : word(same)}</td>
-      ${hash(a)}${hash(b)}
-    </tr>`;
+  const hash = (value) => html`<code title=${value}>${String(value ?? "–").slice(0, 16)}</code>`;
+  const word = ({same}) => {
+    if (same === null || same === undefined) return html`<span class="muted">unknown</span>`;
+    return same ? html`<span class="good">same</span>` : html`<b class="bad">differs</b>`;
+  };
+  const columns = [
+    {key: "name", title: "what", head: true, cell: (row) => row.name},
+    {key: "same", title: html`<span class="away">same</span>`, cell: word},
+    ...names.map((name, i) => ({key: "ab"[i], title: name, cell: (row) => hash(row["ab"[i]])})),
+  ];
+  const title = "Data and starting point";
   return html`<section>
-    <h2>Data and starting point</h2>
-    <div class="scroll">
-      <table class="tight">
-        <thead>
-          <tr>
-            <th scope="col">what</th>
-            <th scope="col"><span class="away">same</span></th>
-            ${names.map((name, i) => html`<th scope="col" key=${i}>${name}</th>`)}
-          </tr>
-        </thead>
-        <tbody>
-          ${known.map(row)}
-        </tbody>
-      </table>
-    </div>
+    <h2>${title}</h2>
+    <${Table} label=${title} columns=${columns} rows=${known} keyOf=${(row) => row.name} />
   </section>`;
 }
 
@@ -129,7 +108,7 @@ function Code({part: {facts, same_diff: same, diff, cut}, names}) {
   return html`<section>
     <h2>Code</h2>
     <p>${same && !facts.length ? words : html`<b class="bad">Not the same code.</b>`}</p>
-    ${facts.length > 0 && html`<${DifferenceTable} rows=${facts} names=${names} />`}
+    ${facts.length > 0 && html`<${DifferenceTable} rows=${facts} names=${names} label="Code" />`}
     ${!same && diff && diff.length > 0 && html`<${Patch} lines=${diff} />`}
     ${
       cut &&

@@ -1,34 +1,20 @@
 // Fields in which any campaign or run below the given directories is chosen by its name.
 
+import {Field} from "../components/inputs.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useRef} from "../lib/html.js";
+import {html} from "../lib/html.js";
 
 /**
- * The names of these places and of all campaigns, for fields whose `list` is this id.
- * @param {{id: string, first: string[]}} props
+ * Return these places and those of all campaigns.
+ * @param {string[]} first
  */
-export function PlaceNames({id, first}) {
-  const all = useAnswer("places", {}, {kinds: ["state"], wait: 5000});
-  const others = ((all.data && all.data.places) || []).map((each) => each.place);
-  const options = [...new Set([...first, ...others])];
-  return html`<datalist id=${id}>
-    ${options.map((place) => html`<option key=${place} value=${place} />`)}
-  </datalist>`;
+export function usePlaces(first = []) {
+  const {data} = useAnswer("places", {}, {kinds: ["state"], wait: 5000});
+  return [...new Set([...first, ...(data ? data.places : []).map((each) => each.place)])];
 }
 
-/** @param {{label: string, value: string, list: string, onChoose: (place: string | null) => void}} props */
-export function PlaceField({label, value, list, onChoose}) {
-  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  useEffect(() => {
-    if (field.current && document.activeElement !== field.current) field.current.value = value;
-  }, [value]);
-  return html`<input
-    ref=${field}
-    type="text"
-    class="place"
-    list=${list}
-    aria-label=${label}
-    placeholder="a campaign or a run …"
-    onChange=${(event) => onChoose(event.target.value || null)}
-  />`;
+/** @param {{label: string, value: string, options: string[], onChoose: (place: string | null) => void}} props */
+export function PlaceField({label, value, options, onChoose}) {
+  const field = {label, value, options, class: "place", placeholder: "a campaign or a run …"};
+  return html`<${Field} ...${field} onEnter=${(text) => onChoose(text || null)} />`;
 }

@@ -7,9 +7,9 @@ import {Answered} from "../components/states.js";
 import {number, plural, tickText} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {later} from "../lib/browser.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {html, useEffect, useRef} from "../lib/html.js";
 import {nameOf} from "../names.js";
+import {Steps} from "./reading.js";
 
 /** @typedef {{edges: number[], counts: number[], step: number, names: string[]}} AtStep */
 
@@ -55,10 +55,7 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   const wide = (RIGHT - left) / Math.max(1, steps.length);
   const tall = (BOTTOM - TOP) / Math.max(1, edges.length - 1);
   const shares = counts.map((row) => {
-    const total = Math.max(
-      1,
-      row.reduce((sum, n) => sum + n, 0),
-    );
+    const total = row.reduce((sum, n) => sum + n, 0) || 1;
     return row.map((n) => n / total);
   });
   const most = Math.max(0.01, ...shares.flat());
@@ -71,8 +68,9 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   const column = (step, i) => {
     const place = {x: left + i * wide, y: TOP, width: wide, height: BOTTOM - TOP};
     const style = step === chosen ? "column on" : "column";
+    const choose = () => onStep(step);
     return html`${shares[i].map((share, j) => cell(share, i, j))}
-      <rect ...${place} fill="transparent" class=${style} onClick=${() => onStep(step)}><title>step ${step}</title></rect>`;
+      <rect ...${place} fill="transparent" class=${style} onClick=${choose}><title>step ${step}</title></rect>`;
   };
   const label = (i) => {
     const edge = Math.round((i * (edges.length - 1)) / 4);
@@ -87,31 +85,6 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   </svg>`;
 }
 
-/** @param {{steps: number[], step: number}} props */
-function StepSlider({steps, step}) {
-  const {patch} = useAddress();
-  const newest = useRef(patch);
-  newest.current = patch;
-  const slide = useMemo(() => later((value) => newest.current({step: value}, {replace: true}), 60), []);
-  useEffect(() => slide.stop, []);
-  const value = Math.max(
-    0,
-    steps.findLastIndex((each) => each <= step),
-  );
-  return html`<label class="tick">
-      step ${step}
-      <input
-        type="range"
-        min="0"
-        max=${Math.max(0, steps.length - 1)}
-        value=${value}
-        aria-label="step"
-        onInput=${(event) => slide(steps[event.target.value])}
-      />
-    </label>
-    <span class="muted small">h and l step back and forward</span>`;
-}
-
 /**
  * @param {{place: string, runs: {place: string}[], mover: {current: ((by: number) => void) | null}}} props `mover` gets
  *   what the keys for an earlier and a later step call
@@ -124,7 +97,7 @@ export function Distribution({place, runs, mover}) {
   const answer = useAnswer("histogram", {at: run, metric: name, step});
   const {data: at} = answer;
   const whole = useAnswer("histogram", {at: run, metric: name, over: "steps"});
-  const over = whole.about === whole.question ? whole.data : null;
+  const over = whole.isCurrent ? whole.data : null;
   const steps = over && over.steps.length ? over.steps : at ? [at.step] : [];
   mover.current = (by) => {
     const next = at && steps[steps.findLastIndex((each) => each <= at.step) + by];
@@ -140,11 +113,13 @@ export function Distribution({place, runs, mover}) {
     const total = at.counts.reduce((sum, n) => sum + n, 0);
     const runOptions = runs.map((each) => [each.place, nameOf(each.place)]);
     const names = at.names.map((each) => [each, each]);
+    const slide = (to) => patch({step: to}, {replace: true});
     const chooseRun = (value) => patch({run: value, step: null});
     return html`<div class="tools">
         ${runs.length > 1 && html`<${Choice} label="run" options=${runOptions} value=${run} onChoose=${chooseRun} />`}
         <${Choice} label="what" options=${names} value=${name} onChoose=${(hist) => patch({hist})} />
-        <${StepSlider} steps=${steps} step=${at.step} />
+        <${Steps} label="step" steps=${steps} step=${at.step} onStep=${slide} />
+        <span class="muted small">h and l step back and forward</span>
         <${SaveMenu} get=${saved} />
       </div>
       <div class="two">
@@ -155,7 +130,10 @@ export function Distribution({place, runs, mover}) {
         ${
           over &&
           html`<div>
-            <h3>Over steps<small>the darker, the larger a share of the step's rollouts; a click goes to the step</small></h3>
+            <h3>
+              Over steps
+              <small>the darker, the larger a share of the step's rollouts; a click goes to the step</small>
+            </h3>
             <${Heat} over=${over} name=${name} chosen=${at.step} onStep=${(to) => patch({step: to})} />
           </div>`
         }

@@ -3,6 +3,7 @@
 import {Chart} from "../components/chart.js";
 import {Choice} from "../components/inputs.js";
 import {Answered, Empty} from "../components/states.js";
+import {Table} from "../components/table.js";
 import {amount, number, percent, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
@@ -44,7 +45,7 @@ function Adapters({body}) {
   // Checkpoints are read of one run at a time.
   const several = body.runs.length > 1;
   const whole = useAnswer("lora", several ? {at: first.place} : null, AGAIN);
-  const run = (whole.about === whole.question && whole.data && whole.data.runs[0]) || first;
+  const run = (whole.isCurrent && whole.data.runs[0]) || first;
   const options = runs.map((each) => [each.place, runName(each)]);
   const choose = (value) => patch({run: value});
   return html`<div class="tools">
@@ -94,86 +95,54 @@ function Energies({runs, run}) {
   </div>`;
 }
 
-/**
- * A cell whose tint says how much; the number says it too.
- * @param {{value: number | null, most: number, children?: any}} props
- */
-function Tinted({value, most, children}) {
-  const much = Math.round(45 * Math.max(0, Math.min(1, (value || 0) / (most || 1))));
-  return html`<td class="number tint" style=${{"--much": `${much}%`}}>${children}</td>`;
-}
-
-/**
- * A table with a name and numbers in each row.
- * @param {{first?: string, heads: string[], class?: string, children?: any}} props
- */
-function NumberTable({first, heads, class: name = "tight", children}) {
-  return html`<table class=${name}>
-    <thead>
-      <tr>
-        ${first ? html`<th scope="col">${first}</th>` : html`<td />`}
-        ${heads.map((text) => html`<th scope="col" class="number" key=${text}>${text}</th>`)}
-      </tr>
-    </thead>
-    <tbody>
-      ${children}
-    </tbody>
-  </table>`;
-}
-
 /** @param {{run: any}} props */
 function Modules({run}) {
   const ranksFor = (energy) => energy.findIndex((share) => share >= KEPT) + 1 || null;
   const rows = run.modules.map((module) => ({...module, ranks: ranksFor(module.energy)}));
   const norms = Math.max(...rows.map((row) => row.norm));
-  const ranks = Math.max(...rows.map((row) => row.ranks || 0));
-  const head = `ranks for ${100 * KEPT} %`;
-  const row = (module) =>
-    html`<tr key=${module.name}>
-      <th scope="row"><code>${module.name}</code></th>
-      <${Tinted} value=${module.norm} most=${norms}>${number(module.norm)}<//>
-      <${Tinted} value=${module.ranks} most=${ranks}>${module.ranks ?? "–"}<//>
-      <td class="number">${percent(module.energy[0])}</td>
-    </tr>`;
+  const ranks = Math.max(1, ...rows.map((row) => row.ranks || 0));
+  const shown = {
+    norm: {title: "norm", cell: (row) => number(row.norm), share: (row) => row.norm / (norms || 1)},
+    ranks: {title: `ranks for ${100 * KEPT} %`, cell: (row) => row.ranks ?? "–", share: (row) => row.ranks / ranks},
+    first: {title: "first direction", cell: (row) => percent(row.energy[0])},
+  };
+  const name = {key: "name", title: "module", head: true, cell: (row) => html`<code>${row.name}</code>`};
   const words = `${runName(run)}: size of the change, and how many ranks hold ${100 * KEPT} % of its energy`;
+  const table = {label: "modules", columns: [name, ...numberColumns(shown)], rows, keyOf: (row) => row.name};
   return html`<section>
     <h2>Modules <small>${words}</small></h2>
-    <div class="scroll tall" tabindex="0" role="region" aria-label="modules">
-      <${NumberTable} first="module" heads=${["norm", head, "first direction"]}>${rows.map(row)}<//>
-    </div>
+    <${Table} ...${table} tall=${true} region=${true} />
   </section>`;
+}
+
+/**
+ * @param {Record<string, Omit<import("../components/table.js").Column, "key">>} columns by key
+ * @returns {import("../components/table.js").Column[]}
+ */
+function numberColumns(columns) {
+  return Object.entries(columns).map(([key, column]) => ({key, number: true, ...column}));
 }
 
 /** @param {{pairs: any[], runs: any[], directions: number}} props */
 function Overlap({pairs, runs, directions}) {
   if (!pairs.length) return null;
   const shown = runs.filter((run) => pairs.some((pair) => pair.a === run.place || pair.b === run.place));
-  const byPlaces = new Map(
-    pairs.flatMap((pair) => [
-      [`${pair.a} ${pair.b}`, pair],
-      [`${pair.b} ${pair.a}`, pair],
-    ]),
-  );
+  const of = (a, b) => pairs.find((pair) => [a, b].every((run) => [pair.a, pair.b].includes(run.place)) && a !== b);
   const chance = pairs.reduce((sum, pair) => sum + pair.chance, 0) / pairs.length;
-  const cell = (a, b) => {
-    const pair = byPlaces.get(`${a.place} ${b.place}`);
-    if (!pair) return html`<td class="number muted" key=${b.place}>${a === b ? "1" : "–"}</td>`;
-    return html`<${Tinted} value=${pair.overlap} most=${1} key=${b.place}>${pair.overlap.toFixed(3)}<//>`;
-  };
-  const row = (a) =>
-    html`<tr key=${a.place}>
-      <th scope="row">${runName(a)}</th>
-      ${shown.map((b) => cell(a, b))}
-    </tr>`;
+  const column = (b) => ({
+    ...{key: b.place, title: runName(b), number: true},
+    cell: (a) => (of(a, b) ? of(a, b).overlap.toFixed(3) : html`<span class="muted">${a === b ? "1" : "–"}</span>`),
+    share: (a) => (of(a, b) ? of(a, b).overlap : 0),
+  });
+  const columns = [{key: "run", title: "run", head: true, cell: runName}, ...shown.map(column)];
   const counted = plural(directions, "direction");
+  const table = {class: "tight matrix", label: "overlap", columns, rows: shown, keyOf: (run) => run.place};
   return html`<section>
     <h2>
       Overlap of directions between runs
       <small>mean over modules of the first ${counted}; 1: the same; by chance ${number(chance, 2)}</small>
     </h2>
-    <div class="scroll" tabindex="0" role="region" aria-label="overlap">
-      <${NumberTable} class="tight matrix" heads=${shown.map(runName)}>${shown.map(row)}<//>
-    </div>
+    <${Table} ...${table} region=${true} />
   </section>`;
 }
 
@@ -184,18 +153,16 @@ function Overlap({pairs, runs, directions}) {
 function Squeezed({table: {rows = [], verified, run_id: id, recommended_rank: best, source_rank: from}}) {
   if (!rows.length) return null;
   const solved = verified && new Map([verified.full, ...verified.ranks].map((row) => [row.rank, row.accuracy]));
-  const accuracy = (rank) => (solved.has(rank) ? amount(solved.get(rank), true) : "–");
-  const row = (each) =>
-    html`<tr key=${each.rank}>
-      <th scope="row">${each.rank}</th>
-      <td class="number">${percent(each.mean_variance)}</td>
-      <td class="number">${percent(each.min_variance)}</td>
-      <td class="number">${percent(each.relative_error)}</td>
-      ${solved && html`<td class="number">${accuracy(each.rank)}</td>`}
-    </tr>`;
-  const heads = ["energy, mean", "worst module", "weight error", ...(solved ? ["held-out accuracy"] : [])];
+  const accuracy = ({rank}) => (solved.has(rank) ? amount(solved.get(rank), true) : "–");
+  const shown = {
+    mean: {title: "energy, mean", cell: (row) => percent(row.mean_variance)},
+    worst: {title: "worst module", cell: (row) => percent(row.min_variance)},
+    error: {title: "weight error", cell: (row) => percent(row.relative_error)},
+    ...(solved ? {accuracy: {title: "held-out accuracy", cell: accuracy}} : {}),
+  };
+  const columns = [{key: "rank", title: "rank", head: true, cell: (row) => row.rank}, ...numberColumns(shown)];
   return html`<section>
     <h2>A smaller rank <small>${id} ${best && `rank ${best} of ${from} is recommended`}</small></h2>
-    <div class="scroll"><${NumberTable} first="rank" heads=${heads}>${rows.map(row)}<//></div>
+    <${Table} label="smaller ranks" columns=${columns} rows=${rows} keyOf=${(row) => String(row.rank)} />
   </section>`;
 }

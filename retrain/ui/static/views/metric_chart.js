@@ -3,10 +3,10 @@
 import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
 import {zoomTo} from "../components/curve_controls.js";
-import {SignButton} from "../components/inputs.js";
+import {Field, SignButton} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
 import {say} from "../lib/browser.js";
+import {useCurves} from "../lib/curves.js";
 import {html, useMemo, useRef} from "../lib/html.js";
 import {useInSight} from "../lib/sight.js";
 import {why} from "../why.js";
@@ -26,37 +26,6 @@ import {openRollouts} from "./reading.js";
  * @typedef {{place: string, runs: any[], settings: Settings, marks: any[] | null}} Page
  */
 
-const FOLLOWED = {kinds: ["metrics", "evals"], wait: 700};
-
-/**
- * Return whether an answer is of these lines, whatever part and smoothing of them.
- * @param {import("../lib/answer.js").Answer} answer
- * @param {Record<string, any>} params
- */
-function isAbout(answer, name, params) {
-  if (!answer.data) return false;
-  const [asked, {key, x}] = JSON.parse(String(answer.about));
-  return asked === name && x === params.x && String(key) === String(params.key);
-}
-
-/**
- * Return the newest answer for these lines: of the part in sight, until that comes of all of the axis.
- * @param {string} name
- * @param {Record<string, any>} params
- * @param {number[] | null} zoom
- * @param {boolean} asking
- */
-function useCurve(name, params, zoom, asking) {
-  const [from, to] = zoom || [];
-  const whole = useAnswer(name, asking && !zoom ? params : null, FOLLOWED);
-  const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
-  const isExact = Boolean(zoom) && part.about === part.question;
-  const [first, second] = isExact ? [part, whole] : [whole, part];
-  const newest = zoom ? part : whole;
-  const known = [first, second].find((answer) => isAbout(answer, name, params));
-  return {body: known ? known.data : null, error: newest.error, retry: newest.retry};
-}
-
 /** @param {{metric: Metric, big: boolean, mine: any, runs: any[]}} props */
 function Tools({metric: {key, histogram}, big, mine, runs}) {
   const {query, patch} = useAddress();
@@ -66,11 +35,9 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
     say(`${key} is in Mine`);
   };
   const open = () => patch({open: big ? null : key});
-  const explain = () =>
-    why(
-      key,
-      runs.map((run) => run.place),
-    );
+  const places = runs.map((run) => run.place);
+  const explain = () => why(key, places);
+  const size = big ? {label: "close the large chart", hint: "close"} : {label: `${key} large`, hint: "large"};
   const distribution = () => patch({hist: histogram, step: null});
   return html`${mine || html`<${SignButton} label=${`add ${key} to Mine`} hint="add to Mine" onPress=${pin}>☆<//>`}
     ${
@@ -79,22 +46,8 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
         >▥<//
       >`
     }
-    <${SignButton} label=${big ? "close the large chart" : `${key} large`} hint=${big ? "close" : "large"} onPress=${open}
-      >${big ? "×" : "⤢"}<//
-    >
+    <${SignButton} ...${size} onPress=${open}>${big ? "×" : "⤢"}<//>
     <${SignButton} label=${`why? ${key}`} hint="what this number means" onPress=${explain}>Why?<//>`;
-}
-
-/** @param {{only: string, metricKey: string, onFilter: (only: string) => void}} props */
-function RunFilter({only, metricKey, onFilter}) {
-  return html`<input
-    type="text"
-    class="only"
-    placeholder="all runs; or a filter …"
-    aria-label=${`runs in this chart of ${metricKey}`}
-    value=${only}
-    onChange=${(event) => onFilter(event.target.value)}
-  />`;
 }
 
 // Return what a chart draws of an answer, and what there is to say of its rows.
@@ -130,32 +83,20 @@ export function MetricChart({metric, page, level = "h3", big = false, mine, only
   const ends =
     spread && !byCondition && smooth === "none" && runs.length <= MOST_BANDS ? [spread.min, spread.max] : [];
   const params = {at: place, key: byCondition ? key : [key, ...ends], x, smooth};
-  const {body, error, retry} = useCurve(byCondition ? "curves" : "columns", params, zoom, inSight);
+  const {body, error, retry} = useCurves(byCondition ? "curves" : "columns", params, zoom, inSight);
   const made = useMemo(() => body && drawing(body, metric, settings, only), [body, metric, settings, only]);
   const words = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : ""];
   const caption = [...new Set([...words, ...(made ? made.notes : [])])].filter(Boolean).join(" · ");
   const onStep = openRollouts({metric: key, x, lines: made && made.lines, runs});
   const onZoom = (part) => patch(zoomTo(part), {replace: true});
   const options = {
-    ...{
-      title: key,
-      hint: definition,
-      words: caption,
-      level,
-      error,
-      retry,
-      onZoom,
-      onStep,
-      x,
-      zoom,
-      range,
-      healthy,
-      marks,
-    },
+    ...{title: key, hint: definition, words: caption, level, error, retry, onZoom, onStep},
+    ...{x, zoom, range, healthy, marks},
     ...{lines: made && made.lines, counts: made && made.counts, emptyWords: made && made.emptyWords},
     ...{height: big ? 460 : 172, group: "metrics", share: unit === "share", unit: unit === "share" ? "%" : ""},
     ...settings.plot,
   };
+  const filter = {label: `runs in this chart of ${key}`, class: "only", placeholder: "all runs; or a filter …"};
   // Out of sight it stays as it was.
   const seen = useRef(options);
   if (inSight) seen.current = options;
@@ -165,7 +106,7 @@ export function MetricChart({metric, page, level = "h3", big = false, mine, only
       id=${null}
       tools=${html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`}
     >
-      ${onFilter && html`<${RunFilter} only=${only} metricKey=${key} onFilter=${onFilter} />`}
+      ${onFilter && html`<${Field} ...${filter} value=${only} onEnter=${onFilter} />`}
     <//>
   </div>`;
 }

@@ -1,8 +1,8 @@
 // Metrics: watched, all or one's own charts over one x axis, with one cursor; each row appears as it is written.
 
-import {X_CHOICES} from "../charts/ticks.js";
-import {SmoothingChoice, smoothOf, zoomOf, zoomTo} from "../components/curve_controls.js";
-import {Choice, SearchField, Tabs, Tick} from "../components/inputs.js";
+import {AddressTick, AxisChoice, SmoothingChoice, WholeRange} from "../components/curve_controls.js";
+import {smoothOf, useHidden, zoomOf, zoomTo} from "../components/curve_controls.js";
+import {Choice, SearchField, Tabs} from "../components/inputs.js";
 import {Legend} from "../components/marks.js";
 import {Answered, Banner, NotRecorded} from "../components/states.js";
 import {plural} from "../format.js";
@@ -27,15 +27,16 @@ const HEADER = 140; // Height of what stays on top of the page
  * @param {Record<string, string | undefined>} query
  * @returns {Settings}
  */
-function useSettings({x = "step", smooth: chosen, lines, thin, zoom, hide, logx, logy, clip, full}) {
+function useSettings({x = "step", smooth: chosen, lines, thin, zoom, logx, logy, clip, full}) {
   const smooth = smoothOf(chosen);
+  const {hidden} = useHidden("|");
   return useMemo(
     () => ({
       ...{x, smooth, byCondition: lines === "conditions", thin: thin === "1", zoom: zoomOf(zoom)},
-      hidden: new Set((hide || "").split("|").filter(Boolean)),
+      hidden,
       plot: {logX: logx === "1", logY: logy === "1", clip: clip === "1", full: full === "1"},
     }),
-    [x, smooth, lines, thin, zoom, hide, logx, logy, clip, full],
+    [x, smooth, lines, thin, zoom, hidden, logx, logy, clip, full],
   );
 }
 
@@ -52,8 +53,7 @@ function useFacts(place, runs, x) {
     wait: FOLLOWED.wait,
   });
   const facts = useSame(answer.data);
-  const isCurrent = answer.about === answer.question;
-  return {facts, marks: facts && isCurrent ? facts.marks : null};
+  return {facts, marks: facts && answer.isCurrent ? facts.marks : null};
 }
 
 // Return what this kind of directory does not hold, of a run that stands alone.
@@ -74,25 +74,21 @@ function useMissing(place) {
 
 /** @param {{settings: Settings, runs: any[]}} props */
 function Knobs({settings, runs}) {
-  const {query, patch} = useAddress();
-  const flag = (name, text, hint) =>
-    html`<${Tick} checked=${query[name] === "1"} title=${hint} onChoose=${(on) => patch({[name]: on ? 1 : null})}
-      >${text}<//
-    >`;
+  const {patch} = useAddress();
   const lines = [
     ["runs", "a line for each run"],
     ["conditions", "mean of each condition"],
   ];
-  const chooseX = (x) => patch({x: x === "step" ? null : x, zoom: null});
-  const chooseLines = (value) => patch({lines: value === "runs" ? null : value});
+  const choose = (value) => patch({lines: value === "runs" ? null : value});
   const chosen = settings.byCondition ? "conditions" : "runs";
-  return html`<${Choice} label="x axis" options=${X_CHOICES} value=${settings.x} onChoose=${chooseX} />
-    <${SmoothingChoice} value=${settings.smooth} onChoose=${(smooth) => patch({smooth})} />
-    ${runs.length > 1 && html`<${Choice} label="lines" options=${lines} value=${chosen} onChoose=${chooseLines} />`}
-    ${settings.byCondition && flag("thin", "every seed")} ${flag("logx", "log x")} ${flag("logy", "log y")}
-    ${flag("clip", "without outliers", "the y axis shows the middle 98 % of the values")}
-    ${flag("full", "declared range", "the y axis shows the whole range that was declared for the metric")}
-    ${settings.zoom && html`<button type="button" onClick=${() => patch(zoomTo(null))}>whole range</button>`}`;
+  const clip = "the y axis shows the middle 98 % of the values";
+  const full = "the y axis shows the whole range that was declared for the metric";
+  return html`<${AxisChoice} /><${SmoothingChoice} />
+    ${runs.length > 1 && html`<${Choice} label="lines" options=${lines} value=${chosen} onChoose=${choose} />`}
+    ${settings.byCondition && html`<${AddressTick} name="thin">every seed<//>`}
+    <${AddressTick} name="logx">log x<//><${AddressTick} name="logy">log y<//>
+    <${AddressTick} name="clip" title=${clip}>without outliers<//>
+    <${AddressTick} name="full" title=${full}>declared range<//><${WholeRange} />`;
 }
 
 /** @param {{tags: string[], wrong: boolean, settings: Settings, runs: any[]}} props */
@@ -117,17 +113,13 @@ function Tools({tags, wrong, settings, runs}) {
   </div>`;
 }
 
-/** @param {{runs: any[], hidden: Set<string>}} props */
-function Conditions({runs, hidden}) {
-  const {patch} = useAddress();
+/** @param {{runs: any[]}} props */
+function Conditions({runs}) {
+  const {hidden, toggle} = useHidden("|");
   const labels = new Map(runs.map((run) => [run.label, run.index]));
   if (labels.size < 2) return null;
   const groups = [...labels].map(([name, index]) => ({name, index, hidden: hidden.has(name), hint: "show or hide"}));
-  const toggle = (name) => {
-    const others = [...hidden].filter((each) => each !== name);
-    patch({hide: (hidden.has(name) ? others : [...others, name]).join("|") || null});
-  };
-  return html`<${Legend} groups=${groups} onToggle=${toggle} />`;
+  return html`<${Legend} groups=${groups} onToggle=${({name}) => toggle(name)} />`;
 }
 
 function nextSection() {
@@ -165,10 +157,14 @@ export function Metrics() {
   const grids = {watch: WatchedCharts, all: AllCharts, mine: MyCharts};
   const page = {place, runs, settings, marks};
   const counts = body && `${plural(body.metrics.length, "metric")} of ${plural(runs.length, "run")}`;
-  return html`<div class="title"><h1>${nameOf(place)}</h1><p class="muted">${counts}</p><${NotRecorded} items=${missing} /></div>
+  return html`<div class="title">
+      <h1>${nameOf(place)}</h1>
+      <p class="muted">${counts}</p>
+      <${NotRecorded} items=${missing} />
+    </div>
     ${facts && html`<${RunFacts} facts=${facts} />`}
     <${Tools} tags=${body ? body.tags : []} wrong=${Boolean(wrong)} settings=${settings} runs=${runs} />
-    <${Conditions} runs=${runs} hidden=${settings.hidden} />
+    <${Conditions} runs=${runs} />
     ${wrong && html`<${Banner} kind="down" title="The search">${wrong}<//>`}
     <${Answered} of=${{...answer, data: body}}>
       ${() => html`${query.hist && html`<${Distribution} place=${place} runs=${runs} mover=${mover} />`}

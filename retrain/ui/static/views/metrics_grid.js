@@ -44,7 +44,8 @@ function SectionIndex({sections}) {
       head.focus();
     };
     const count = groups.reduce((sum, [, metrics]) => sum + metrics.length, 0);
-    return html`<button type="button" key=${section} onClick=${go}>${section} <small class="muted">${count}</small></button>`;
+    const name = html`${section} <small class="muted">${count}</small>`;
+    return html`<button type="button" key=${section} onClick=${go}>${name}</button>`;
   };
   return html`<nav class="sections" aria-label="sections">${sections.map(entry)}</nav>`;
 }
@@ -70,7 +71,9 @@ export function AllCharts({body, page, test}) {
   const one = ([section, groups]) => {
     const count = groups.reduce((sum, [, metrics]) => sum + metrics.length, 0);
     return html`<section key=${section}>
-      <h2 class="section" id=${`section ${section}`} tabindex="-1">${section}<small>${plural(count, "metric")}</small></h2>
+      <h2 class="section" id=${`section ${section}`} tabindex="-1">
+        ${section}<small>${plural(count, "metric")}</small>
+      </h2>
       ${groups.map(group(section, groups))}
     </section>`;
   };

@@ -7,10 +7,12 @@ import {plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
+import {useRuns} from "../lib/campaign.js";
 import {html, useEffect, useLayoutEffect, useRef, useState} from "../lib/html.js";
 import {EVERY_KIND, useChanges} from "../lib/live.js";
 import {runName} from "../names.js";
 import {link} from "../router.js";
+import {Marked} from "./conversation.js";
 
 /** @type {[string, string][]} */
 const LEVELS = [
@@ -117,11 +119,11 @@ function useLog(at, search) {
 /** @param {{place: string, search?: string}} props */
 function Log({place, search}) {
   const {query, patch} = useAddress();
-  const campaign = useAnswer("campaign", {at: place});
-  const runs = (campaign.data && campaign.data.runs) || [];
+  const {runs, known, error: failed} = useRuns(place);
   const first = runs.length ? runs[0].place : place;
-  const at = query.run || (campaign.data || campaign.error ? first : null);
-  const {lines, before, error, known, read} = useLog(at, search);
+  const at = query.run || (known || failed ? first : null);
+  const log = useLog(at, search);
+  const {lines, before, error, read} = log;
   const options = runs.map((run) => [run.place, `${runName(run)} (${run.state})`]);
   const choose = (run) => patch({run});
   return html`<div class="tools">
@@ -132,9 +134,9 @@ function Log({place, search}) {
       ${before !== null && html`<button type="button" onClick=${() => read(before)}>Older lines</button>`}
     </div>
     ${
-      error && !known
+      error && !log.known
         ? html`<${Failed} error=${error} retry=${() => read()} />`
-        : html`<${LogLines} lines=${lines} search=${search} known=${known} />`
+        : html`<${LogLines} lines=${lines} search=${search} known=${log.known} />`
     }`;
 }
 
@@ -154,20 +156,12 @@ function LogLines({lines, search, known}) {
     first.current = start;
   }, [lines]);
   const colours = /** @type {Record<string, string>} */ ({warning: "warn", error: "bad", critical: "bad"});
-  const rows = lines.map(
-    ({text, level, byte}) =>
-      html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}>${marked(text, search)}</div>`,
-  );
+  const row = ({text, level, byte}) => {
+    const content = html`<${Marked} text=${text} search=${search} />`;
+    return html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}>${content}</div>`;
+  };
   const empty = html`<p class="state">${search ? "No line matches." : "The log is empty."}</p>`;
   return html`<div class="log" ref=${root} tabindex="0" role="log" aria-label="run.log">
-    ${lines.length || !known ? rows : empty}
+    ${lines.length || !known ? lines.map(row) : empty}
   </div>`;
-}
-
-// The text with the first place of what was searched for marked.
-function marked(text, search) {
-  const at = search ? text.toLowerCase().indexOf(search.toLowerCase()) : -1;
-  if (!search || at < 0) return text;
-  const end = at + search.length;
-  return html`${text.slice(0, at)}<mark>${text.slice(at, end)}</mark>${text.slice(end)}`;
 }

@@ -5,16 +5,18 @@ import {Chart} from "../components/chart.js";
 import {Choice, SearchField} from "../components/inputs.js";
 import {Condition, Rate} from "../components/marks.js";
 import {Answered, Empty, Failed, Loading} from "../components/states.js";
-import {DataTable} from "../components/table.js";
+import {DataTable} from "../components/data_table.js";
+import {Table} from "../components/table.js";
 import {difference, number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {useRuns} from "../lib/campaign.js";
+import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
 import {go, link} from "../router.js";
 import {LongText, Marked} from "./conversation.js";
-import {Chips, Pager, useRuns} from "./reading.js";
+import {Chips, NO_ROWS, Pager, useNextRow} from "./reading.js";
 
 const PAGE = 100;
 const RANGE = {min: 0, max: 1};
@@ -93,8 +95,7 @@ export function Problems() {
   const first = Math.max(0, Number(query.first) || 0);
   const question = {at: place, set, sort, tag, text, first, count: PAGE};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
-  const {data} = answer;
-  const isCurrent = answer.about === answer.question;
+  const {data, isCurrent} = answer;
   const conditions = useMemo(() => {
     const labels = data ? data.conditions : [];
     const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
@@ -125,29 +126,9 @@ export function Problems() {
     </div>`;
 }
 
-/** The keys; at the end of a page j leads to the first problem of the next. */
 function useProblemKeys({data, isCurrent, first, query, patch, family, place}) {
-  const wanted = useRef(0);
-  const rows = data ? data.problems : [];
-  useEffect(() => {
-    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
-    if (wanted.current && isCurrent && row) patch({id: row.id}, {replace: true});
-    if (isCurrent) wanted.current = 0;
-  }, [data, isCurrent]);
-  useEffect(() => {
-    const row = query.id === undefined ? null : document.querySelector(`tr[data-key="${CSS.escape(query.id)}"]`);
-    if (row) row.scrollIntoView({block: "nearest"});
-  }, [query.id]);
-  const move = (by) => () => {
-    const at = rows.findIndex((each) => each.id === query.id);
-    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
-    const start = first + by * PAGE;
-    if (row) patch({id: row.id}, {replace: query.id !== undefined});
-    else if (data && start >= 0 && start < data.total) {
-      wanted.current = by;
-      patch({first: start || null});
-    }
-  };
+  const list = {rows: data ? data.problems : NO_ROWS, total: data ? data.total : 0, isCurrent, first, page: PAGE};
+  const next = useNextRow(list, "id", query.id ?? null, (id, options) => patch({id}, options));
   const compare = () => {
     if (!data || query.id === undefined) return;
     const [pair] = pairsOf({labels: data.conditions, steps: data.steps, family, place});
@@ -156,12 +137,12 @@ function useProblemKeys({data, isCurrent, first, query, patch, family, place}) {
     if (words) go(link("prompt", place, {...about, ...sides}));
   };
   const sorts = SORTS.map(([key]) => key);
-  const next = sorts[(sorts.indexOf(query.sort || "differ") + 1) % sorts.length];
+  const order = sorts[(sorts.indexOf(query.sort || "differ") + 1) % sorts.length];
   useKeys({
-    j: ["next problem", move(1)],
-    k: ["previous problem", move(-1)],
+    j: ["next problem", next(1)],
+    k: ["previous problem", next(-1)],
     d: ["compare the answers (Same prompt)", compare],
-    s: ["next order", () => patch({sort: next, first: null})],
+    s: ["next order", () => patch({sort: order, first: null})],
     Escape: ["close the problem", () => patch({id: null})],
   });
 }
@@ -284,9 +265,6 @@ function runOf(family, place, label) {
 function Problem({set, conditions, family}) {
   const {place, query, patch} = useAddress();
   const answer = useAnswer("problem", {at: place, set, id: query.id}, {kinds: ["evals"], wait: 3000});
-  if (answer.error && answer.about !== answer.question) {
-    return html`<${Failed} error=${answer.error} retry=${answer.retry} />`;
-  }
   return html`<${Answered} of=${answer}>
     ${(found) =>
       html`<div class="head">
@@ -344,17 +322,17 @@ function Evolution({found, conditions, family}) {
 
 /** @param {{found: any, href: (label: string, step: number) => string | undefined}} props */
 function RatesTable({found, href}) {
-  const row = (label) => (each) =>
-    html`<tr key=${`${label} ${each.step}`}>
-      <td>${label}</td>
-      <td class="number"><a href=${href(label, each.step)}>${each.step}</a></td>
-      <td><${RateText} rate=${each} /></td>
-    </tr>`;
+  const rows = Object.entries(found.conditions).flatMap(([label, points]) =>
+    points.map((each) => ({...each, label})),
+  );
+  const step = ({label, step: number}) => html`<a href=${href(label, number)}>${number}</a>`;
+  const columns = [
+    {key: "condition", title: "condition", cell: (row) => row.label},
+    {key: "step", title: "step", number: true, cell: step},
+    {key: "solved", title: "solved", cell: (row) => html`<${RateText} rate=${row} />`},
+  ];
   return html`<details>
     <summary class="muted small">as a table</summary>
-    <table class="tight">
-      <thead><tr><th scope="col">condition</th><th scope="col">step</th><th scope="col">solved</th></tr></thead>
-      <tbody>${Object.entries(found.conditions).map(([label, points]) => points.map(row(label)))}</tbody>
-    </table>
+    <${Table} label="rates" columns=${columns} rows=${rows} keyOf=${(row) => `${row.label} ${row.step}`} />
   </details>`;
 }

@@ -1,16 +1,17 @@
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
-import {Choice} from "../components/inputs.js";
+import {Choice, Field} from "../components/inputs.js";
 import {Empty, Failed, Loading} from "../components/states.js";
 import {number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useId, useMemo, useRef, visible} from "../lib/html.js";
+import {useRuns} from "../lib/campaign.js";
+import {html, useMemo, visible} from "../lib/html.js";
 import {link} from "../router.js";
 import {PromptBox} from "./conversation.js";
 import {Side, SideAnswer} from "./prompt_side.js";
-import {Chips, SplitChoice, partner, splitName, stepBeside, useRuns} from "./reading.js";
+import {Chips, SplitChoice, partner, splitName, stepBeside} from "./reading.js";
 import {ColourChoice, Legend, NUMBERS, cleaned, present, scaleOf} from "./token_numbers.js";
 
 const MOST_PROBLEMS = 500;
@@ -53,7 +54,7 @@ function useSides() {
     ...{home, runs: family, run, splits, split},
     steps: {a: steps("a"), b: steps("b")},
     step: {a: stepOf("a"), b: stepOf("b")},
-    listed: SIDES.every((side) => lists[side].data !== null && lists[side].about === lists[side].question),
+    listed: SIDES.every((side) => lists[side].isCurrent),
     empty: !all.length,
     error: error || lists.a.error || lists.b.error,
     retry: error ? retry : lists.a.error ? lists.a.retry : lists.b.retry,
@@ -81,7 +82,7 @@ export function Prompt() {
   const sample = Number(query.sample) || 0;
   const both = {a: run.a, b: run.b, split, step_a: step.a, step_b: step.b};
   const answer = useAnswer("prompt", ready ? {...both, problem: query.problem, sample} : null);
-  const failure = sides.error || (answer.about === answer.question ? null : answer.error);
+  const failure = sides.error || (answer.isCurrent ? null : answer.error);
   const data = useMemo(() => answer.data && {...answer.data, ...cleanedSides(answer.data)}, [answer.data]);
   const problems = useProblems({...sides, ready}, query.order);
   const problem = query.problem || (data && data.problem);
@@ -165,25 +166,6 @@ function NoSteps({empty, split}) {
   return html`<${Empty} title=${title}>Choose another run or split.<//>`;
 }
 
-/** @param {{value: string, problems: string[], onChoose: (id: string | null) => void}} props */
-function ProblemField({value, problems, onChoose}) {
-  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const id = useId();
-  useEffect(() => {
-    if (field.current && document.activeElement !== field.current) field.current.value = visible(value);
-  }, [value]);
-  return html`<input
-      ref=${field}
-      type="text"
-      list=${id}
-      class="place problem"
-      placeholder="a problem …"
-      aria-label="problem"
-      onChange=${(event) => onChoose(event.target.value || null)}
-    />
-    <datalist id=${id}>${problems.map((each) => html`<option key=${each} value=${each} />`)}</datalist>`;
-}
-
 /** @param {{sides: any, problems: string[], problem: any, sample: number, samples: number}} props */
 function Tools({sides, problems, problem, sample, samples}) {
   const {query, patch} = useAddress();
@@ -200,11 +182,12 @@ function Tools({sides, problems, problem, sample, samples}) {
     return html`<button type="button" aria-label=${label} disabled=${isEnd} onClick=${() => go(to)}>${text}</button>`;
   };
   const count = at >= 0 ? `${at + 1} of ${problems.length}` : plural(problems.length, "problem");
+  const field = {label: "problem", class: "place problem", placeholder: "a problem …"};
   const set = {set: split.slice(5), id: problem, sort: query.order};
   return html`<div class="tools">
     <${SplitChoice} splits=${splits} value=${split} onChoose=${other} />
     <span class="segments">${step_(-1, "‹", "previous problem")}${step_(1, "›", "next problem")}</span>
-    <${ProblemField} value=${problem || ""} problems=${problems} onChoose=${go} />
+    <${Field} ...${field} value=${visible(problem || "")} options=${problems} onEnter=${(id) => go(id || null)} />
     ${problems.length > 0 && html`<span class="small muted">${count}</span>`}
     ${samples > 1 && html`<${Choice} label="sample" options=${options} value=${String(sample)} onChoose=${pick} />`}
     <button type="button" title="A and B change places" onClick=${swap}>swap</button>

@@ -1,38 +1,19 @@
 // What the views of texts and tokens share: the runs of a place, what a run has sampled, a slider over its steps.
 
 import {Choice} from "../components/inputs.js";
+import {Answered, Empty, Failed} from "../components/states.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
+import {useRuns} from "../lib/campaign.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {runName} from "../names.js";
-import {campaignOf} from "../places.js";
 import {go, link} from "../router.js";
 
 /**
- * @typedef {{place: string, run_id: string, label: string, index: number, seed: number | null}} Run
+ * @typedef {import("../lib/campaign.js").Run} Run
  * @typedef {{iteration: number, split: string, recorded: boolean}} Iteration
  */
-
-/**
- * Return the runs of the campaign that holds a place (`family`), those at or below the place (`runs`), and the
- * campaign's place (`home`, null until it is known). `known` says whether the runs have been read.
- */
-export function useRuns(place) {
-  const [home, setHome] = useState(/** @type {string | null} */ (null));
-  useEffect(() => {
-    let left = false;
-    campaignOf(place).then((found) => left || setHome(found));
-    return () => {
-      left = true;
-    };
-  }, [place]);
-  const {data, error, retry} = useAnswer("campaign", home === null ? null : {at: home, wait_ms: 0});
-  /** @type {Run[]} */
-  const family = data ? data.runs : [];
-  const runs = family.filter((run) => run.place === place || run.place.startsWith(`${place}/`));
-  return {home, family, runs, known: data !== null, error, retry};
-}
 
 /**
  * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to
@@ -44,7 +25,7 @@ export function useSampled() {
   const run = query.run || (runs.length && !runs.some((each) => each.place === place) ? runs[0].place : place);
   const split = query.split || "train";
   const answer = useAnswer("iterations", known ? {at: run} : null, {kinds: ["metrics", "evals"], wait: 3000});
-  const listed = answer.data !== null && answer.about === answer.question;
+  const listed = answer.isCurrent;
   /** @type {Iteration[]} */
   const every = answer.data ? answer.data.iterations : [];
   const iterations = every.filter((each) => each.split === split);
@@ -76,9 +57,19 @@ export function useIterationAnswer(name, params, options) {
   const isSame = params && asked.current && rest(params) === rest(asked.current);
   if (!isSame || String(given.current) !== params.iteration) asked.current = params;
   const answer = useAnswer(name, asked.current, options);
-  const isCurrent = answer.data !== null && answer.about === answer.question;
-  given.current = isCurrent ? answer.data.about.iteration : null;
-  return {...answer, isCurrent};
+  given.current = answer.isCurrent ? answer.data.about.iteration : null;
+  return answer;
+}
+
+/**
+ * Shows an answer about what was sampled: what `children()` returns, or why there is none.
+ * @param {{sampled: ReturnType<typeof useSampled>, of: import("../lib/answer.js").Answer, children: () => any}} props
+ */
+export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
+  if (error) return html`<${Failed} error=${error} retry=${retry} />`;
+  if (empty)
+    return html`<${Empty} title="Nothing has been sampled yet">Rollouts appear here with the first step.<//>`;
+  return html`<${Answered} of=${of}>${children}<//>`;
 }
 
 /** Return the run to set beside another: the same seed of another condition, else itself. @param {Run[]} runs */
@@ -126,7 +117,12 @@ export function Steps({label, steps, step, onStep}) {
   const send = useMemo(() => later((to) => newest.current(to), 70), []);
   useEffect(() => send.stop, []);
   useEffect(() => setMoved(null), [step]);
-  const at = moved === null ? Math.max(0, step === null ? 0 : steps.indexOf(step)) : moved;
+  const at =
+    moved ??
+    Math.max(
+      0,
+      steps.findLastIndex((each) => step !== null && each <= step),
+    );
   const text = `step ${steps[at] ?? "–"}`;
   const slide = (event) => {
     const to = Number(event.target.value);
@@ -186,6 +182,41 @@ export function Pager({first, page, shown, total, onFirst}) {
     <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
     <button type="button" disabled=${first + page >= total} onClick=${to(first + page)}>next →</button>
   </div>`;
+}
+
+/** @type {any[]} */
+export const NO_ROWS = [];
+
+/**
+ * Return what j and k do: they choose the next row, and at the end of a page lead to the next page and its first row.
+ * The chosen row stays in sight.
+ * @param {{rows: any[], total: number, isCurrent: boolean, first: number, page: number}} list
+ * @param {string} key of a row, by which the address names it
+ * @param {string | number | null} chosen
+ * @param {(key: any, options: {replace: boolean}) => void} choose
+ */
+export function useNextRow({rows, total, isCurrent, first, page}, key, chosen, choose) {
+  const {patch} = useAddress();
+  const wanted = useRef(0);
+  useEffect(() => {
+    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
+    if (wanted.current && isCurrent && row) choose(row[key], {replace: true});
+    if (isCurrent) wanted.current = 0;
+  }, [rows, isCurrent]);
+  useEffect(() => {
+    const row = chosen === null ? null : document.querySelector(`tr[data-key="${CSS.escape(String(chosen))}"]`);
+    if (row) row.scrollIntoView({block: "nearest"});
+  }, [chosen]);
+  return (by) => () => {
+    const at = rows.findIndex((row) => row[key] === chosen);
+    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
+    const start = first + by * page;
+    if (row) choose(row[key], {replace: chosen !== null});
+    else if (start >= 0 && start < total) {
+      wanted.current = by;
+      patch({first: start || null});
+    }
+  };
 }
 
 // Shorten a name in its middle: its end tells names apart more often than its beginning.

@@ -2,16 +2,17 @@
 
 import {get, gone} from "../api.js";
 import {Rate} from "../components/marks.js";
-import {Empty, Failed, Loading} from "../components/states.js";
+import {Answered, Empty, Failed, Loading} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useRef, useState} from "../lib/html.js";
 import {go, link} from "../router.js";
+import {Found} from "./found.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {Pager, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside} from "./reading.js";
-import {useIterationAnswer, useSampled} from "./reading.js";
+import {NO_ROWS, SampledAnswer, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
 import {FILTERS, Filters, Groups, Rewards, Samples} from "./rollouts_parts.js";
 
 const PAGE = 100;
@@ -28,6 +29,11 @@ function questionOf({query, run, split, first}) {
 }
 
 export function Rollouts() {
+  const {query} = useAddress();
+  return query.steps === "all" ? html`<${Found} />` : html`<${OneStep} />`;
+}
+
+function OneStep() {
   const {place, query, patch} = useAddress();
   const sampled = useSampled();
   const {run, split, ready, empty, iterations} = sampled;
@@ -45,32 +51,36 @@ export function Rollouts() {
     const isNewest = about && stepBeside(steps, about.iteration, 1) === null;
     patch({index: null, beside: null, ...(isNewest ? {iteration: null} : {})});
   };
-  const next = useNextSample({data, isCurrent, first, index, choose, patch});
+  const rows = data ? data.rollouts : NO_ROWS;
+  const next = useNextRow(
+    {rows, total: data ? data.passing : 0, isCurrent, first, page: PAGE},
+    "index",
+    index,
+    choose,
+  );
   const open = () => index !== null && about && go(link("tokens", run, {...placeOf(query, about), index}));
   useKeys({
     ...keysOf({data, steps, index, choose, query, patch}),
-    ...next,
+    j: ["next sample", next(1)],
+    k: ["previous sample", next(-1)],
     Enter: [OPEN, open],
     Escape: [CLOSE, close],
   });
-  const failure = sampled.error || (isCurrent ? null : list.error);
-  let body = html`<${Loading} />`;
-  if (failure) body = html`<${Failed} error=${failure} retry=${sampled.error ? sampled.retry : list.retry} />`;
-  else if (empty) {
-    body = html`<${Empty} title="Nothing has been sampled yet">Rollouts appear here with the first step.<//>`;
-  } else if (data) {
+  const body = () => {
     const pages = {first, page: PAGE, shown: data.rollouts.length, total: data.passing};
-    body = html`<${List} data=${data} index=${index} choose=${choose} />
+    return html`<${List} data=${data} index=${index} choose=${choose} />
       <${Pager} ...${pages} onFirst=${(to) => patch({first: to})} />`;
-  }
+  };
   const opened = {run, split, index, family: sampled.family, place};
   return html`<${Title} data=${data} />
     <${Tools} sampled=${sampled} steps=${steps} about=${about} />
     <div class="stack">
       ${data && !empty && html`<${Overview} data=${data} index=${index} choose=${choose} />`}
-      <${Filters} query=${query} body=${data} set=${patch} />
+      <${Filters} body=${data} />
       <div class=${`panes ${index === null ? "" : "opened"}`}>
-        <section class="list" aria-label="rollouts">${body}</section>
+        <section class="list" aria-label="rollouts">
+          <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
+        </section>
         <aside class="beside" aria-label="the chosen rollout">
           ${index !== null && ready && html`<${Opened} ...${opened} choose=${choose} close=${close} />`}
         </aside>
@@ -83,32 +93,6 @@ const CLOSE = "close the sample";
 
 function placeOf(query, about) {
   return {split: query.split, iteration: about.iteration};
-}
-
-/** Return the keys j and k. At the end of a page they lead to the next page, and there to its first sample. */
-function useNextSample({data, isCurrent, first, index, choose, patch}) {
-  const wanted = useRef(0);
-  const rows = data ? data.rollouts : [];
-  useEffect(() => {
-    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
-    if (wanted.current && isCurrent && row) choose(row.index, {replace: true});
-    if (isCurrent) wanted.current = 0;
-  }, [data, isCurrent]);
-  const next = (by) => () => {
-    const at = rows.findIndex((row) => row.index === index);
-    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
-    const start = first + by * PAGE;
-    if (row) choose(row.index, {replace: index !== null});
-    else if (data && start >= 0 && start < data.passing) {
-      wanted.current = by;
-      patch({first: start || null});
-    }
-  };
-  useEffect(() => {
-    const row = index === null ? null : document.querySelector(`.samples tr[data-key="${index}"]`);
-    if (row) row.scrollIntoView({block: "nearest"});
-  }, [index]);
-  return /** @type {KeyMap} */ ({j: ["next sample", next(1)], k: ["previous sample", next(-1)]});
 }
 
 function keysOf({data, steps, index, choose, query, patch}) {
@@ -178,7 +162,7 @@ function Overview({data, index, choose}) {
 /** @param {{data: any, index: number | null, choose: (index: number) => void}} props */
 function List({data, index, choose}) {
   const {query, patch, linkTo} = useAddress();
-  const href = (to) => linkTo({iteration: data.about.iteration, index: to});
+  const href = ({index: to}) => linkTo({iteration: data.about.iteration, index: to});
   if (data.rollouts.length) {
     const shown = {rows: data.rollouts, query, index, href};
     return html`<${Samples} ...${shown} set=${patch} onOpen=${choose} />`;
@@ -193,30 +177,28 @@ function List({data, index, choose}) {
 function Opened({run, split, index, family, place, choose, close}) {
   const {query} = useAddress();
   const answer = useAnswer("rollout", {at: run, split, iteration: query.iteration, index});
-  const {data, error, retry} = answer;
   const root = useRef(/** @type {HTMLElement | null} */ (null));
   useEffect(() => {
     const pane = root.current && root.current.parentElement;
     if (pane) pane.scrollTop = 0;
-  }, [data]);
-  if (error && answer.about !== answer.question) return html`<${Failed} error=${error} retry=${retry} />`;
-  if (!data) return html`<${Loading} />`;
-  const {prompt, line, siblings} = data;
+  }, [answer.data]);
   const isBeside = query.beside === "1";
-  const tags = [`sample ${line.sample}`, ...(prompt.tags || [])].join(" · ");
-  const others = {run, split, iteration: data.about.iteration, siblings, index};
-  return html`<div ref=${root}>
-    <div class="head">
-      <h2>${prompt.problem_id ?? `rollout ${index}`}<small>${tags}</small></h2>
-      <button type="button" onClick=${close}>Close</button>
-    </div>
-    <${OpenedLinks} ...${{data, run, index, family, place, choose, isBeside}} />
-    <${Search.Provider} value=${query.text || ""}>
-      ${!isBeside && html`<${Outcome} line=${line} />`}
-      <${PromptBox} prompt=${prompt} />
-      ${isBeside ? html`<${Siblings} ...${others} />` : html`<${Turns} line=${line} />`}
-    <//>
-  </div>`;
+  const content = (data) => {
+    const {prompt, line, siblings, about} = data;
+    const tags = [`sample ${line.sample}`, ...(prompt.tags || [])].join(" · ");
+    const others = {run, split, iteration: about.iteration, siblings, index};
+    return html`<div class="head">
+        <h2>${prompt.problem_id ?? `rollout ${index}`}<small>${tags}</small></h2>
+        <button type="button" onClick=${close}>Close</button>
+      </div>
+      <${OpenedLinks} ...${{data, run, index, family, place, choose, isBeside}} />
+      <${Search.Provider} value=${query.text || ""}>
+        ${!isBeside && html`<${Outcome} line=${line} />`}
+        <${PromptBox} prompt=${prompt} />
+        ${isBeside ? html`<${Siblings} ...${others} />` : html`<${Turns} line=${line} />`}
+      <//>`;
+  };
+  return html`<div ref=${root}><${Answered} of=${answer}>${content}<//></div>`;
 }
 
 /**

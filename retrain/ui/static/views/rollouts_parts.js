@@ -1,10 +1,11 @@
 // Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
-import {SearchField} from "../components/inputs.js";
-import {DataTable} from "../components/table.js";
+import {Choice, Field, SearchField, Tick} from "../components/inputs.js";
+import {DataTable} from "../components/data_table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
-import {later} from "../lib/browser.js";
-import {html, useEffect, useMemo, useRef} from "../lib/html.js";
+import {isCopy} from "../copy.js";
+import {useAddress} from "../lib/address.js";
+import {html, useState} from "../lib/html.js";
 import {Marked, Strip} from "./conversation.js";
 import {shortName} from "./reading.js";
 
@@ -12,6 +13,8 @@ export const FILTERS = [
   ...["reward_min", "reward_max", "length_min", "length_max", "group", "problem", "tag", "stop", "kept", "text"],
   "errors",
 ];
+// What is of one step, or of all of them alone.
+const STEP = {iteration: null, index: null, group: null, beside: null, sort: null, down: null, first: null};
 const WIDE = 560;
 const TALL = 96;
 const MOST_GROUPS = 120;
@@ -140,47 +143,26 @@ export function Groups({groups, group, index, onGroup, onSample}) {
 
 /**
  * One end of a range; what is no number is marked and not asked for.
- * @param {{label: string, hint: string, value: string, onChange: (text: string) => void}} props
+ * @param {{label: string, placeholder: string, value: string, onChange: (text: string) => void}} props
  */
-function NumberField({label, hint, value, onChange}) {
-  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
-  const newest = useRef(onChange);
-  newest.current = onChange;
-  const change = useMemo(
-    () =>
-      later(() => {
-        if (!field.current) return;
-        const text = field.current.value;
-        const isWrong = text !== "" && !Number.isFinite(Number(text));
-        field.current.classList.toggle("wrong", isWrong);
-        if (!isWrong) newest.current(text);
-      }, 250),
-    [],
-  );
-  useEffect(() => change.stop, []);
-  useEffect(() => {
-    if (field.current && document.activeElement !== field.current) field.current.value = value;
-  }, [value]);
-  return html`<input
-    ref=${field}
-    type="text"
-    inputmode="decimal"
-    class="narrow"
-    placeholder=${hint}
-    aria-label=${label}
-    onInput=${change}
-  />`;
+function NumberField({onChange, ...field}) {
+  const [isWrong, setWrong] = useState(false);
+  const enter = (text) => {
+    const isNumber = Number.isFinite(Number(text));
+    setWrong(!isNumber);
+    if (isNumber) onChange(text);
+  };
+  const looks = {class: "narrow", inputmode: "decimal", wrong: isWrong};
+  return html`<${Field} ...${looks} ...${field} wait=${250} onEnter=${enter} />`;
 }
 
-/**
- * @param {{query: Query, body: any, set: (changes: Record<string, any>, options?: {replace?: boolean}) => void}} props
- *   `body` is the answer of /api/rollouts, null before the first
- */
-export function Filters({query, body, set}) {
-  const change = (key) => (value) => set({[key]: value || null, first: null}, {replace: true});
+/** @param {{body: any}} props the answer of /api/rollouts, null before the first and for all steps */
+export function Filters({body}) {
+  const {query, patch} = useAddress();
+  const change = (key) => (value) => patch({[key]: value || null, first: null}, {replace: true});
   const end = (key, words, hint) => {
     const value = query[key] || "";
-    return html`<${NumberField} label=${words} hint=${hint} value=${value} onChange=${change(key)} />`;
+    return html`<${NumberField} label=${words} placeholder=${hint} value=${value} onChange=${change(key)} />`;
   };
   const ends = (name, key) =>
     html`<span class="range">
@@ -195,26 +177,29 @@ export function Filters({query, body, set}) {
       wait=${250}
       onSearch=${change("text")}
     />
+    ${!isCopy() && html`<${AllSteps} />`}
     ${ends("reward", "reward")}${ends("tokens", "length")}
-    ${body && html`<${Choices} query=${query} body=${body} set=${set} />`}
-    ${isFiltered && html`<button type="button" onClick=${() => set(none)}>Clear filters</button>`}
+    ${body && html`<${Choices} query=${query} body=${body} set=${patch} />`}
+    ${isFiltered && html`<button type="button" onClick=${() => patch(none)}>Clear filters</button>`}
   </div>`;
+}
+
+/** Whether all steps are searched, which needs the server. */
+function AllSteps() {
+  const {query, patch} = useAddress();
+  const choose = (all) => patch({...STEP, steps: all ? "all" : null});
+  const hint = "of all runs here, in training and in evaluations";
+  return html`<${Tick} checked=${query.steps === "all"} title=${hint} onChoose=${choose}>all steps<//>`;
 }
 
 /** @param {{query: Query, body: any, set: (changes: Record<string, any>) => void}} props */
 function Choices({query, body, set}) {
-  const select = (label, key, any, values) =>
-    values.length > 0 &&
-    html`<select
-      aria-label=${label}
-      value=${query[key] || ""}
-      onChange=${(event) => set({[key]: event.target.value || null, first: null})}
-    >
-      ${[["", any], ...values].map(
-        ([value, text]) =>
-          html`<option key=${value} value=${value} selected=${value === (query[key] || "")}>${text}</option>`,
-      )}
-    </select>`;
+  const choose = (key) => (value) => set({[key]: value || null, first: null});
+  const select = (label, key, any, values) => {
+    const options = [["", any], ...values];
+    const value = query[key] || "";
+    return values.length > 0 && html`<${Choice} ...${{label, options, value}} onChoose=${choose(key)} />`;
+  };
   const same = (names) => names.map((name) => [name, name]);
   const kept = [
     ["trained", "trained on"],
@@ -261,10 +246,13 @@ function Excerpt({row, search}) {
   return html`${asked}<div dir="auto"><${Marked} text=${flat(row.text)} search=${search} /></div>`;
 }
 
-/** Sorting by these is the server's; `value` says where missing values stand. */
-function columnsOf({turns, href, search}) {
+/**
+ * Sorting by these is the server's; `value` says where missing values stand.
+ * @param {{turns: boolean, href: (row: any) => string, search?: string}} options
+ */
+export function columnsOf({turns, href, search}) {
   const name = (row) =>
-    html`<a class="quiet" href=${href(row.index)}
+    html`<a class="quiet" href=${href(row)}
       ><span class="called">${shortName(row.problem_id ?? row.group, 24)}</span
       ><span class="muted"> · ${row.sample}</span></a
     >`;
@@ -291,7 +279,7 @@ function columnsOf({turns, href, search}) {
 
 /**
  * @param {{rows: any[], query: Query, set: (changes: Record<string, any>) => void, index: number | null,
- *   href: (index: number) => string, onOpen: (index: number) => void}} props
+ *   href: (row: any) => string, onOpen: (index: number) => void}} props
  */
 export function Samples({rows, query, set, index, href, onOpen}) {
   const columns = columnsOf({turns: rows.some((row) => row.turns > 1), href, search: query.text});

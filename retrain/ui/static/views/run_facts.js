@@ -1,6 +1,6 @@
 // What stands above the charts of a single run: its last numbers, the command that launched it, what the marks mean.
 
-import {CopyButton} from "../components/inputs.js";
+import {Copyable} from "../components/inputs.js";
 import {Rate} from "../components/marks.js";
 import {number, percent, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
@@ -43,13 +43,7 @@ function MarkLegend({marks}) {
 export function RunFacts({facts: {tiles, command, marks}}) {
   return html`<section class="runfacts" aria-label="this run">
     <div class="tiles">${tiles.map((tile) => html`<${Tile} key=${tile.key} tile=${tile} />`)}</div>
-    ${
-      command &&
-      html`<div class="toml">
-        <pre tabindex="0" aria-label="command that launched it">${command}</pre>
-        <${CopyButton} text=${command} message="Command copied">Copy<//>
-      </div>`
-    }
+    ${command && html`<${Copyable} text=${command} label="command that launched it" message="Command copied" />`}
     ${marks.length > 0 && html`<${MarkLegend} marks=${marks} />`}
   </section>`;
 }

@@ -7,7 +7,7 @@ import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {useCampaign} from "../lib/campaign.js";
+import {useRuns} from "../lib/campaign.js";
 import {html, useEffect} from "../lib/html.js";
 import {EVERY_KIND} from "../lib/live.js";
 import {nameOf, runName} from "../names.js";
@@ -31,8 +31,7 @@ function neighbour({shown, from, to, steps}, step, by) {
 
 export function Timeline() {
   const {place} = useAddress();
-  const campaign = useCampaign(place);
-  const runs = (campaign.data && campaign.data.runs) || [];
+  const {family: runs, known, error} = useRuns(place);
   // A campaign has no timeline of its own: that of one of its runs is shown.
   const other = runs.length && runs.every((run) => run.place !== place);
   const target = other ? (runs.find((run) => run.state === "running") || runs[0]).place : null;
@@ -41,9 +40,12 @@ export function Timeline() {
   }, [target]);
   const options = runs.map((run) => [run.place, runName(run)]);
   const choose = (value) => go(link("timeline", value));
-  const known = campaign.data || campaign.error;
   return html`<div class="title"><h1>Timeline</h1><p class="muted">${nameOf(place)}</p></div>
-    ${known && !target ? html`<${RunTimeline} place=${place} options=${options} choose=${choose} />` : html`<${Loading} />`}`;
+    ${
+      (known || error) && !target
+        ? html`<${RunTimeline} place=${place} options=${options} choose=${choose} />`
+        : html`<${Loading} />`
+    }`;
 }
 
 /** @param {{place: string, options: any[], choose: (place: string) => void}} props */
@@ -78,7 +80,6 @@ function Window({data: {shown, steps, from, to}}) {
     ${button("later ▸", {...rowsFrom(to), step: null}, to >= steps)}
     ${button("newest", {from: null, to: null, step: null}, !query.from)}
     <span class="muted small">
-      steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l go from step to
-      step
+      steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l: other steps
     </span>`;
 }

@@ -1,5 +1,6 @@
 // What a token can be coloured by: a scale from numbers to classes with its legend, and every number in words.
 
+import {Tabs} from "../components/inputs.js";
 import {count, number, plural} from "../format.js";
 import {html} from "../lib/html.js";
 
@@ -170,19 +171,8 @@ export function Legend({name, scale}) {
  * @param {{options: [string, string][], value: string, onChoose: any}} props
  */
 export function ColourChoice({options, value, onChoose}) {
-  const button = ([key, text]) => {
-    const hint = NUMBERS[key] && NUMBERS[key].words;
-    return html`<button
-      type="button"
-      key=${key}
-      title=${hint}
-      aria-pressed=${String(key === value)}
-      onClick=${() => onChoose(key)}
-    >
-      ${text}
-    </button>`;
-  };
-  return html`<span class="segments" role="group" aria-label="colour of the tokens">${options.map(button)}</span>`;
+  const hinted = options.map(([key, text]) => [key, text, NUMBERS[key] && NUMBERS[key].words]);
+  return html`<${Tabs} label="colour of the tokens" options=${hinted} value=${value} onChoose=${onChoose} />`;
 }
 
 // Return one number of a token as it is read, with its sign where it has one.

@@ -1,6 +1,5 @@
 // Tokens: one rollout, every token coloured by one of its numbers, all numbers of one token, and their profile.
 
-import {Empty, Failed, Loading} from "../components/states.js";
 import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -10,7 +9,7 @@ import {link} from "../router.js";
 import {Outcome, PromptBox, Strip} from "./conversation.js";
 import {Profile} from "./profile.js";
 import {Chips, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside, useSampled} from "./reading.js";
-import {useIterationAnswer} from "./reading.js";
+import {SampledAnswer, useIterationAnswer} from "./reading.js";
 import {ColourChoice, Legend, NUMBERS, cleaned, present, scaleOf} from "./token_numbers.js";
 import {SpokenToken, TokenArea, TokenFacts, startsOf} from "./token_text.js";
 
@@ -31,26 +30,21 @@ function colourOf(chosen, names, numbers) {
 }
 
 export function Tokens() {
-  const {place, query, patch} = useAddress();
+  const {query, patch} = useAddress();
   const sampled = useSampled();
-  const {run, split, ready, empty} = sampled;
+  const {run, split, ready} = sampled;
   const index = Number(query.index) || 0;
   const question = ready ? {at: run, split, iteration: query.iteration, index} : null;
-  const {data, error, isCurrent, retry} = useIterationAnswer("rollout", question);
+  const answer = useIterationAnswer("rollout", question);
+  const {data} = answer;
   const numbers = useMemo(() => cleaned((data && data.numbers) || {}), [data]);
   const names = useMemo(() => (data && data.pieces ? present(numbers) : []), [numbers]);
   const colour = colourOf(query.colour, names, numbers);
   useKeys(keysOf({data, steps: stepsOf(sampled, data && data.about), index, names, colour, patch}));
-  const failure = sampled.error || (isCurrent ? null : error);
-  const rollout = {place, run, index, data, numbers, names, colour};
-  let body = html`<${Loading} />`;
-  if (failure) body = html`<${Failed} error=${failure} retry=${sampled.error ? sampled.retry : retry} />`;
-  else if (empty) {
-    body = html`<${Empty} title="Nothing has been sampled yet">Rollouts appear here with the first step.<//>`;
-  } else if (data) body = html`<${Rollout} ...${rollout} steps=${stepsOf(sampled, null)} />`;
+  const rollout = {data, numbers, names, colour, steps: stepsOf(sampled, null)};
   return html`<${Title} data=${data} index=${index} />
     <${Tools} sampled=${sampled} data=${data} index=${index} />
-    ${body}`;
+    <${SampledAnswer} sampled=${sampled} of=${answer}>${() => html`<${Rollout} ...${rollout} />`}<//>`;
 }
 
 function keysOf({data, steps, index, names, colour, patch}) {
@@ -156,10 +150,7 @@ function useChosen(data) {
   return /** @type {[Chosen, (at: number, scroll: boolean) => void]} */ ([chosen, choose]);
 }
 
-/**
- * @param {{place: string, run: string, data: any, numbers: any, names: string[], colour: string | null,
- *   steps: number[]}} props
- */
+/** @param {{data: any, numbers: any, names: string[], colour: string | null, steps: number[]}} props */
 function Rollout({data, numbers, names, colour, steps}) {
   const {patch} = useAddress();
   const {line, pieces, prompt} = data;
