@@ -371,7 +371,7 @@ class RunFiles(RecordFiles):
 
 
 class NullFiles(RunFiles):
-    """Files that are not written. ``any_written``: a run that has a checkpoint is restored from it."""
+    """Writer that writes nothing. ``any_written`` is true, so that a run with a checkpoint is restored from it."""
 
     any_written = True  # pyright: ignore[reportAssignmentType]
 

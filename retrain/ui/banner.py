@@ -75,5 +75,5 @@ def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
 
 
 def shown_path(path: Path) -> str:
-    """Return a path as one types it where the server was started."""
+    """Return the path relative to the working directory if it lies below it, else absolute."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

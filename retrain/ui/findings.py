@@ -114,7 +114,7 @@ class Findings:
         self.ask([home for home in homes if not self._is_written(home)])
 
     def _is_written(self, home: Home) -> bool:
-        """Return whether an ended campaign has written its comparison after all evaluations."""
+        """Return whether the campaign has ended and its comparison is newer than every evaluation."""
         written = touched(home.path / COMPARISON) if home.state in ("done", "failed", "stopped") else None
         newest = [moment for run in home.runs if (moment := touched(run.path / EVALS))]
         return written is not None and written >= max(newest, default=0.0) and self.known(home) is not None

@@ -116,7 +116,7 @@ class Library:
         return None
 
     def _read(self, path: Path) -> Home | None:
-        """Return what a directory is; the same object as long as none of its files has changed."""
+        """Return the campaign or run in a directory, None if it is neither. Unchanged files give the same object."""
         with self._lock:
             moment, stamp, home = self._homes.get(path, (-1e9, None, None))
         if time.monotonic() - moment > FRESH_S:
@@ -140,7 +140,7 @@ class Library:
         return self.places.file(path, MANIFEST) is not None or is_our_run(path, self.places)
 
     def _below(self, path: Path, levels: int) -> Iterator[Path]:
-        """Yield the campaigns and runs at and below a directory; what lies inside of one is its own."""
+        """Yield the campaigns and runs at and below a directory, without looking inside of those found."""
         if self._is_ours(path):
             yield path
             return

@@ -56,7 +56,7 @@ class ForeignReader(ABC):
         """Return the numbers of each step by key, in the order of the steps; None where they cannot be read now."""
 
     def metrics_file(self, run: ForeignRun, find: FindFile) -> Path | None:
-        """Return a file with a row of numbers in each line, to read in place of ``rows``; None for other tools."""
+        """Return the JSON-lines file that holds the run's rows; None for a tool that has none."""
         return None
 
     @abstractmethod
@@ -65,7 +65,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
-        """Return what changes when the run has other rows or settings."""
+        """Return a value that differs once the run's rows or settings have changed."""
 
 
 class DirectoryReader(ForeignReader):

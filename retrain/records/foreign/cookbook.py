@@ -19,7 +19,7 @@ class CookbookReader(DirectoryReader):
         return None if ours else find(directory, METRICS)
 
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
-        """Return also the planned steps, where the last row says which share of them is done."""
+        """Return (steps done, steps planned, seed). Planned steps follow from the last share done, else 0."""
         path, config = find(directory, METRICS), read_object(find(directory, CONFIG))
         rows = Tail(path, last_only=True).rows()[1] if path is not None else []
         step = max((whole(row.get("progress/batch", row.get("step")), -1) + 1 for row in rows), default=0)

@@ -72,7 +72,7 @@ def _script(name: str) -> str:
 
 
 def _inside(element: str, text: str) -> str:
-    """Return the content of an element. Raises ValueError where it would end it."""
+    """Return the text if it can stand inside this element. Raises ValueError if it holds the element's end tag."""
     if f"</{element}" in text.lower() or "<!--" in text:
         raise ValueError(f"the {element} of a page must not contain its own end tag or a comment opening")
     return text

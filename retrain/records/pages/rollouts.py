@@ -131,7 +131,7 @@ def _overview(groups: Sequence[CreditedGroup]) -> dict[str, Any]:
 
 
 def _modes(groups: Sequence[CreditedGroup]) -> dict[str, str]:
-    """Return by what tokens can be coloured, by the letter of its attribute."""
+    """Return the names of the token colourings that these groups have data for, by the letter of their attribute."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     modes = {"none": "plain", "s": "surprisal"}
     if any(rollout.token_advantages_T is not None for rollout in rollouts):
@@ -197,7 +197,7 @@ def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[
 
 
 def _observation(turn: Turn) -> dict[str, Any]:
-    """Return the messages that answered an action, or the whole conversation where it was rewritten."""
+    """Render the environment's messages of a turn, or the whole conversation where the environment rewrote it."""
     who = "everything, rewritten" if turn.fresh else ", ".join(dict.fromkeys(_speaker(m) for m in turn.messages))
     heads = [who, f"{len(turn.observation_ids):,} tokens"]
     if turn.reward is not None:
@@ -213,8 +213,8 @@ def _speaker(message: Message) -> str:
 
 
 def _parts(reward: RewardResult, batch: Batch) -> Iterator[tuple[str, list[dict[str, str]], int]]:
-    """Yield what the total is made of, then the reward's other numbers, each with a label and how many are left out;
-    ``correct`` stands in the heading already."""
+    """Yield (label, shown parts, number of parts left out) for the reward's components and for its other metrics but
+    ``correct``, which the heading shows."""
     components, others = breakdown(reward, batch.weights)
     if [part.value for part in components] == [reward.total_reward] and components[0].adds is None:
         components = []  # the only component is the reward itself

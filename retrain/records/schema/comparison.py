@@ -18,7 +18,7 @@ class Bounds(Record):
 
 @dataclass(frozen=True)
 class MissingRun(Record):
-    """A run without a value, its state in the manifest, and the reason."""
+    """A run that has no value of the primary metric, with its state in the manifest and the reason."""
 
     run_id: str
     seed: int

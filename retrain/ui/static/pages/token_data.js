@@ -16,8 +16,8 @@ const known = new Map();
 const DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
 /**
- * Return integers from base-64 VLQ: digits of five bits, the lowest first, all but the last marked by 32; the lowest bit
- * of all is the sign.
+ * Return integers from base-64 VLQ: digits of five bits, the lowest first, all but the last marked by 32; the lowest
+ * bit of all is the sign.
  * @param {string | undefined} text
  */
 function numbers(text = "") {

@@ -1,5 +1,5 @@
 // The result of a campaign: one banner with state, failures, the command that continues it and then the verdicts, each
-// in a sentence; below it what a reader must know.
+// in a sentence; below it the caveats.
 
 import {Copyable} from "../components/inputs.js";
 import {Banner} from "../components/states.js";
@@ -64,9 +64,9 @@ export function Warnings({comparison}) {
   if (!comparison) return null;
   const warnings = comparison.warnings || [];
   const note = warnings.reduce((text, each) => text.replace(each, ""), comparison.note || "").trim();
-  const count = plural(Math.max(1, warnings.length), "thing");
+  const count = plural(Math.max(1, warnings.length), "caveat");
   const details = html`<details class="weak">
-    <summary>${count} that a reader must know</summary>
+    <summary>${count}</summary>
     ${warnings.map((text, i) => html`<p key=${i}>${text}</p>`)}${note && html`<p>${note}</p>`}
   </details>`;
   return html`${(warnings.length > 0 || note) && details}

@@ -148,7 +148,7 @@ function Differ({groups, rows}) {
     region=${true}
   />`;
   return html`<section>
-    <h2>In what the groups differ <small>configuration, without seeds</small></h2>
+    <h2>Differences between the groups <small>configuration, without seeds</small></h2>
     ${rows.length ? table : html`<p class="muted">No key differs between the groups.</p>`}
   </section>`;
 }
