@@ -1,4 +1,4 @@
-"""Reinforcement learning of language models as experiments that end in an answer.
+"""Reinforcement learning of language models as experiments with a verdict.
 
 The public names are loaded when they are first used, so that ``import retrain`` costs nothing.
 """
@@ -32,7 +32,7 @@ _HOMES = {
     "Step": "retrain.environments.protocol",
     "load": "retrain.config",
 }
-"""Public name → the module it lives in."""
+"""Public name → the module that defines it."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,4 +1,4 @@
-"""Files: where a configuration's paths are, writing so that nothing is lost or half-written, and strict JSON."""
+"""Resolve configured paths, write files atomically, and read and write strict JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from retrain.errors import CheckpointError, NotReadable, RetrainError, StorageEr
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
-"""Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
+"""Characters that JSON allows unescaped, but that some readers treat as line ends and terminals as commands."""
 ASIDE = ".retrain-tmp"  # Suffix of what is being written; useless before it is renamed
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as strict JSON: numpy scalars and arrays become plain, NaN and infinities become None."""
+    """Return ``value`` as strict JSON: numpy scalars and arrays become plain, NaN and infinities become None."""
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return value
     if isinstance(value, str):
@@ -43,7 +43,7 @@ def jsonable(value: Any) -> Any:
 
 
 def dumps(value: object, indent: int | None = None) -> str:
-    """Strict JSON text of ``value``, with ``_ESCAPED``."""
+    """Return ``value`` as strict JSON text, with ``_ESCAPED`` characters escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
     except (TypeError, ValueError):  # something in it is not plain, or not a number
@@ -53,7 +53,7 @@ def dumps(value: object, indent: int | None = None) -> str:
 
 
 def fsync(path: Path) -> None:
-    """Make a file's bytes durable, or a directory's renames and new names."""
+    """Make a file's bytes, or a directory's renames and new names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,7 +62,7 @@ def fsync(path: Path) -> None:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make ``directory`` with its parents. Raises UsageError when that, or writing into it, is not possible."""
+    """Create ``directory`` and its parents. Raises UsageError if it cannot be created or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,7 +74,7 @@ def prepare_directory(directory: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the file system refuses inside becomes a StorageError that names ``path``."""
+    """Convert errors of the file system to a StorageError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
-    """As ``write_text``, of bytes."""
+    """Replace ``path`` atomically with bytes, as ``write_text``."""
     aside = aside_of(path)
     durable = durable and not _is_aside(path.parent.name)
     with writing(path):
@@ -112,7 +112,7 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
 
 
 def aside_of(path: Path) -> Path:
-    """Where this process writes what is then renamed to ``path``."""
+    """Return the temporary path that is renamed to ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
 
 
@@ -121,7 +121,7 @@ def _is_aside(name: str) -> bool:
 
 
 def is_aside(name: str) -> bool:
-    """Whether a file or directory of this name was left by another process, killed in the middle of a write."""
+    """Return whether this name is a temporary of another process that was killed while writing."""
     return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
 
 
@@ -131,7 +131,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``. Raises ValueError where there is none, also for brackets without end."""
+    """Return the JSON value in ``path``. Raises ValueError for invalid JSON, also for nesting that is too deep."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -139,7 +139,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
-    """Append one strict-JSON line for each row (``append_bytes``); return the bytes [begin, end) that they take."""
+    """Append one strict-JSON line per row (``append_bytes``); return the byte range [begin, end) that they occupy."""
     data = "".join(dumps(row) + "\n" for row in rows).encode()
     if not data:
         size = path.stat().st_size if path.exists() else 0
@@ -150,7 +150,8 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append past all of Python's buffers; return where the data begins.
+    """Append without Python's buffering; return the offset of the data. Raises OSError on failure (disk full) and
+    leaves the file as it was.
 
     Raises OSError when that fails (a full disk); the file is then as it was.
     """
@@ -167,16 +168,16 @@ def append_bytes(path: Path, data: bytes) -> int:
 
 
 class GrowingFile:
-    """Reads the JSON lines that another process has appended to a file since the last time. The file is opened anew for
-    every look, because another machine sees through NFS what was there when its writer last closed it."""
+    """Reads JSON lines that another process has appended to a file since the last call. The file is reopened each time,
+    because NFS shows another machine the state at which the writer last closed it."""
 
     def __init__(self, path: Path, from_end: bool = False):
         self.path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines since the last time. Half a line is waited for, and so is one of which the length has
-        arrived and not yet the bytes, which NFS shows as zeros."""
+        """Return the complete lines since the last call. An incomplete line is read later, and so is one whose bytes
+        have not arrived, which NFS shows as zeros."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -189,7 +190,8 @@ class GrowingFile:
 
 
 def iter_jsonl(path: Path) -> Iterator[Any]:
-    """Yield all complete rows; a torn last line (killed while writing) is left out.
+    """Yield all complete rows; skip a torn last line (killed while writing). Raises CheckpointError with file and line
+    when another line is not JSON, and PermissionError.
 
     Raises CheckpointError with file and line when another line is no JSON, PermissionError.
     """
@@ -206,12 +208,12 @@ def iter_jsonl(path: Path) -> Iterator[Any]:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Return the rows of ``iter_jsonl``."""
+    """Return the rows of ``iter_jsonl`` as a list."""
     return list(iter_jsonl(path))
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Remove the rows for which ``keep`` returns False, and a torn last line, atomically; return the number of rows
+    """Remove atomically the rows for which ``keep`` returns False, and a torn last line; return the number of rows
     kept."""
     if not path.exists():
         return 0
@@ -228,7 +230,8 @@ def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> int:
 
 
 def read_json_if_present(path: Path) -> Any:
-    """Return the JSON value in ``path``, or None where there is no such file or it holds no JSON.
+    """Return the JSON value in ``path``, or None if the file is missing or not JSON. Raises NotReadable if the
+    operating system refuses to read it.
 
     Raises NotReadable where there is a file that the operating system refuses to read.
     """
@@ -241,7 +244,7 @@ def read_json_if_present(path: Path) -> Any:
 
 
 class Stamp(NamedTuple):
-    """What a file is now: with another stamp it may be another file, or have other bytes."""
+    """Identity and version of a file: another stamp may mean another file or other bytes."""
 
     inode: int
     size: int
@@ -249,7 +252,7 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path | None) -> Stamp | None:
-    """None where there is nothing, or it may not be looked at."""
+    """Return the file's stamp; None if it is missing or not accessible."""
     try:
         found = path.stat() if path is not None else None
     except OSError:
@@ -284,14 +287,14 @@ def publish_directory(aside: Path, final: Path) -> None:
 
 
 def search_folders(base_dir: Path | None) -> list[Path]:
-    """Return where the relative paths of a configuration are looked up: ``base_dir``, the TOML's folder, and the
-    current directory, both absolute."""
+    """Return the folders in which relative paths of a configuration are looked up: ``base_dir`` (the TOML's folder) and
+    the current directory, both absolute."""
     return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
 
 
 def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
-    """Return the file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
-    ``what``, when there is none."""
+    """Return the file that a configuration names, from the ``search_folders``. Raises ``error``, whose text begins with
+    ``label``, if it is missing."""
     tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
     for candidate in tried:
         if candidate.is_file():

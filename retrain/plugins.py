@@ -1,4 +1,4 @@
-"""Code of the user's own, named as ``module:function`` or as a file.
+"""Load the user's own code, named as ``module:function`` or as a file.
 
 It is looked up in the TOML's folder, then in the current directory, then among the installed modules; nothing is
 loaded that the configuration does not name.
@@ -19,7 +19,7 @@ from retrain.files import search_folders
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """The module in a ``.py`` file under ``name``; modules beside the file can be imported, as from a script.
+    """Load a ``.py`` file as module ``name``; modules beside the file can be imported, as from a script.
 
     Another module that already has this name keeps it. Raises PluginMissing for what is not a Python file; what the
     module itself raises passes through.
@@ -42,7 +42,7 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
-    """The module ``name``, as ``import`` takes it, first of all from a file in one of ``folders``.
+    """Import the module ``name``; a file in one of ``folders`` takes precedence.
 
     A file there goes before an installed module of the same name. Raises what importing it raises.
     """
@@ -56,7 +56,7 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
 
 
 def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names.
+    """Return the function that ``module:function`` names.
 
     Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
     there is no such function in it.
@@ -65,7 +65,7 @@ def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[...
 
 
 def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """The module and the function that ``module:function`` names; raises as ``load_function``."""
+    """Return the module and function of ``module:function``; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
     subject = f"{what} {plugin!r}"
@@ -84,7 +84,7 @@ def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Ca
 
 
 def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, dict[str, Any]]:
-    """The ranges that ``module:function`` declares of its numbers, on the function (or class) or on its module.
+    """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
 
     Raises PluginError, which begins with ``what`` and the name, also for what is no range.
     """
@@ -96,8 +96,8 @@ def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, di
 
 
 def declared_ranges(*owners: object) -> dict[str, dict[str, Any]]:
-    """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
-    ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
+    """Return ``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
+    ``metrics_ranges``, each from the first owner that has it. Raises PluginError for an invalid range."""
 
     def attribute(name: str) -> Any:
         return next((getattr(owner, name) for owner in owners if getattr(owner, name, None) is not None), None)
@@ -133,7 +133,7 @@ def described(error: BaseException) -> str:
 
 
 def why_no_range(limits: object) -> str:
-    """What is wrong with a chart's range (``min``, ``max``, ``invert``), in words; "" when nothing is."""
+    """Return the fault of a chart's range (``min``, ``max``, ``invert``); "" if it is valid."""
     if not isinstance(limits, Mapping):
         return f"{type(limits).__name__}, not a table with min, max or invert"
     if unknown := [key for key in limits if key not in ("min", "max", "invert")]:
@@ -151,8 +151,8 @@ BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
 def check_backend_class(backend: object, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs, as far as that is
-    known without an object of it. See ``retrain.policy.plugin.Backend``."""
+    """Raise PluginError, which begins with ``name``, unless the class has every method that a backend needs, as far as
+    the class alone shows. See ``retrain.policy.plugin.Backend``."""
     missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")

@@ -15,8 +15,8 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
 def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[Loaded, Path]:
-    """Return the configuration of ``steps`` more steps at ``rank``, from the adapter of this run or campaign directory,
-    which is compressed here, and the directory of the run.
+    """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory. Compresses the adapter of
+    this run or campaign directory.
 
     The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
     ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on

@@ -1,4 +1,4 @@
-"""Where an adapter on disk comes from: its base model, and the run that trained it with its template and settings."""
+"""Find the base model of an adapter, and the run that trained it with its template and settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from retrain.policy.base import BaseModel
 
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
-"""What an adapter's use depends on; the rest of a run's configuration is about its training."""
+"""Sections that affect the use of an adapter; the others only affect training."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """An adapter's directory, and what the run that trained it recorded; ``config`` names its base (a hub name, or an
-    absolute path).
+    """An adapter's directory, and the records of the run that trained it.
 
     ``record`` is the directory of that run, None where an adapter lies elsewhere; ``config`` then has the defaults.
     ``fingerprint`` and ``dtype`` are those of the base that it was trained on, as far as they are recorded.
@@ -43,13 +42,13 @@ class Provenance:
         return self.config.model.model
 
     def load(self, devices: str, dtype: str) -> BaseModel:
-        """The base in memory. Raises as ``load_base``."""
+        """Load the base into memory. Raises as ``load_base``."""
         from retrain.policy.base import load_weights, look_at
 
         return load_weights(look_at(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
-        """The same adapter over its base as the files hold it, in whatever bits it was trained over."""
+        """Return the same adapter over its unquantised base."""
         from retrain.policy.base import QUANTIZED_MARK
 
         model = self.config.model.model_copy(update={"quantize": "none"})
@@ -57,7 +56,8 @@ class Provenance:
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)
 
     def other_weights(self, base: BaseModel) -> str:
-        """That the base is not the one that the adapter was trained on, "" where it is, or cannot be compared."""
+        """Return the warning that the base is not the one that the adapter was trained on; "" if it is, or cannot be
+        compared."""
         same_format = self.dtype == str(base.dtype).removeprefix("torch.")
         if not self.fingerprint or not same_format or self.fingerprint == base.fingerprint:
             return ""
@@ -65,7 +65,9 @@ class Provenance:
 
 
 def provenance(directory: Path, base: str | None = None) -> Provenance:
-    """The adapter of a run, checkpoint, ``final/`` or adapter directory, with all that is known of it.
+    """Return the adapter of a run, checkpoint, ``final/`` or adapter directory with its recorded facts. ``base``
+    replaces the base that the adapter names. Raises UsageError if there is no adapter, or a campaign has several;
+    ModelError if the base is a directory that is missing.
 
     ``base`` replaces the base that the adapter names. Raises UsageError when there is no adapter, or a campaign has
     several; ModelError when the base is a directory that is not there.
@@ -104,7 +106,7 @@ def _adapter_config(adapter: Path) -> Row:
 
 
 def _recorded(adapter: Path) -> Provenance:
-    """What the nearest run or campaign above the adapter says of it; its base is filled in by the caller."""
+    """Return the records of the nearest run or campaign above the adapter; the caller fills in the base."""
     for folder in (adapter, *list(adapter.parents)[:4]):
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
@@ -119,7 +121,7 @@ def _recorded(adapter: Path) -> Provenance:
 
 
 def _base_path(name: str, record: Path | None) -> str:
-    """The base as any program finds it: an absolute path for what lies on this machine, else the hub's name.
+    """Return the base as an absolute path if it is on this machine, else the hub's name.
 
     A relative path is looked for from here, then from the folder of the file that the run was started with. A bundled
     model's directory that is not there, as that of another machine, is the one of this installation.

@@ -1,4 +1,4 @@
-"""LoRA-Squeeze on run directories: how much rank an adapter uses, and a smaller adapter (arXiv 2602.10993)."""
+"""Apply LoRA-Squeeze to run directories: rank analysis and compression of adapters (arXiv 2602.10993)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def find_adapter(directory: Path) -> Path:
-    """The adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's first
-    finished run. Raises UsageError when there is none."""
+    """Return the adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's
+    first finished run. Raises UsageError if there is none."""
     if (directory / ADAPTER_WEIGHTS).is_file():
         return directory
     if (directory / FINAL / ADAPTER_WEIGHTS).is_file():
@@ -52,7 +52,7 @@ def find_adapter(directory: Path) -> Path:
 
 
 def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
-    """The squeeze table of one adapter directory, as JSON (see ``record.tables.squeeze_table``).
+    """Return the squeeze table of one adapter directory as JSON (see ``tables.squeeze_table``).
 
     Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
     and the recommended one.
@@ -149,7 +149,7 @@ def _owner(adapter: Path, place: str) -> Owner:
 
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
-    """Factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is filled up with zeros."""
+    """Return factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is padded with zeros."""
     from retrain.maths.squeeze import truncate
     from retrain.policy.adapter_io import padded
 
@@ -157,7 +157,7 @@ def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tup
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> dict[str, Any]:
-    """Analyse the adapter of a run directory; with ``to`` also compress it to that rank, or with ``pattern`` to ranks
+    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
     by module that keep as much energy.
 
     The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is read
@@ -179,7 +179,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
-    """The verification of an adapter in its run's directory or its campaign's, None without one."""
+    """Return the verification of an adapter in its run's or campaign's directory; None if there is none."""
     from retrain.adapters.verify import read_verification
 
     run = adapter.absolute().parent
@@ -191,7 +191,7 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 
 
 def _settings(adapter: Path) -> Squeeze:
-    """What must be kept and which ranks are tabulated, as the run's own [squeeze] section says, else the defaults."""
+    """Return the run's own [squeeze] settings, else the defaults."""
     for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
         if (folder / CONFIG).is_file():
             stored = RunReader(folder).config().get("squeeze") or {}
@@ -204,9 +204,8 @@ def squeeze_after_run(
     directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases,
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The analysis that follows a run, saved as ``analysis.json`` in ``place`` below the directory, with the adapter
-    compressed to the rank that the TOML names, else to the recommended one, and the candidate ranks verified on the
-    held-out problems.
+    """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
+    the held-out problems. Writes ``analysis.json`` in ``subfolder`` of the directory.
 
     ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` tells
     the user what wandb has not taken."""
@@ -237,7 +236,7 @@ def squeeze_after_run(
 
 
 def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn: Warn) -> None:
-    """Send the analysis to wandb; a fault there costs that wandb run only."""
+    """Send the analysis to wandb; a failure only loses that wandb run."""
     thread = Thread("tracker wandb", limit=1)
     thread.put(lambda: log_squeeze_analysis(context, directory, analysis, warn))
     if not thread.wait(FINISH_SECONDS):
@@ -251,8 +250,8 @@ def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn
 def _verified(
     home: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
 ) -> dict[str, Any]:
-    """Held-out accuracy of the adapter compressed to each of these ranks, in ``verification.json`` of ``home``; what is
-    there already of this very adapter is read."""
+    """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
+    ``home`` if it is about this very adapter."""
     from retrain.adapters.verify import read_verification, verify_ranks
 
     out = home / VERIFICATION

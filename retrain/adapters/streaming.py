@@ -1,4 +1,4 @@
-"""Writes PEFT adapters one module at a time, so that one larger than memory can be squeezed.
+"""Write PEFT adapters one module at a time, so that an adapter larger than memory can be squeezed.
 
 The header of a safetensors file comes first, because all shapes are known, and the tensors follow in any order.
 """
@@ -17,7 +17,8 @@ from retrain.tensor_file import data_of, dtype_name, header
 def write_streamed(
     directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Mapping[str, Any]
 ) -> None:
-    """Write a PEFT directory from modules that come one after the other; ``layout`` announces all of them.
+    """Write a PEFT directory from consecutive modules; ``layout`` declares all of them. Raises ModelError if a module
+    is missing or has another shape than declared.
 
     Raises ModelError when a module is missing or has another shape than announced.
     """

@@ -1,4 +1,4 @@
-"""Answers of a model: of a trained adapter beside those of its base, and of one that is to be trained.
+"""Sample answers of a trained adapter and its base, and sample and grade answers before training.
 
 Adapter and base read the same prompts and draw the same random numbers, in one batch. Before training, answers are
 graded one after the other, so that each has its time.
@@ -104,7 +104,8 @@ def answers(
 def _engine(
     config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, tell: Callable[[str], None]
 ) -> LocalEngine | ServerEngine:
-    """The engine of the run: its servers where they are there, else this process, as for a run that launched one."""
+    """Return the run's engine: its servers if they are reachable, else this process, which also replaces launched
+    servers."""
     if config.inference.url:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
         try:
@@ -119,7 +120,7 @@ def _engine(
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:
-    """The prompt as the model reads it, special tokens and all."""
+    """Return the prompt as the model reads it, with special tokens."""
     return tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
 
 
@@ -140,7 +141,7 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
 
 
 def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
-    """The adapter on the lanes, every module at the highest rank and the one scale."""
+    """Return the adapter on the lanes, with every module at the highest rank and one scale."""
     scale, pairs = uniform(file, file.rank)
     adapter = lanes.new_adapter(file.rank, scale * file.rank)
     adapter.load(dict(pairs))
@@ -153,9 +154,9 @@ POOLED = ("math", "judge", "custom")  # Rewards that grade several answers at on
 
 
 Graded = tuple[list[RewardResult], list[float]]
-"""The results of one prompt's answers, and the seconds that each took; NaN for one that was not tried."""
+"""Results of one prompt's answers, and the seconds of each; NaN for one that was not graded."""
 Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
-"""Prompts, the answers to each and what they are worth, and the seconds of sampling."""
+"""Prompts, their answers with grades, and the seconds of sampling."""
 
 
 def trial_report(
@@ -190,7 +191,7 @@ def trial_report(
 def _answers(
     engine: Engine, asked: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
 ) -> Tried:
-    """Answers in one turn, graded one after the other."""
+    """Return answers in one turn, graded one after the other."""
     prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in asked]
     begin = time.perf_counter()
     sampled = engine.sample(
@@ -204,8 +205,8 @@ def _answers(
 
 
 def _episodes(engine: Engine, asked: Sequence[RolloutRequest]) -> Tried:
-    """Whole episodes; each has the mean of the seconds that their environments took. Raises RunFailed with what the
-    chat template or a grader raises."""
+    """Return whole episodes; each has the mean seconds of its environments. Raises RunFailed for exceptions of the chat
+    template or a grader."""
     collected = collect(engine, asked)
     groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
@@ -216,7 +217,7 @@ def _episodes(engine: Engine, asked: Sequence[RolloutRequest]) -> Tried:
 
 
 def _told(rollout: Rollout) -> Action:
-    """An episode as one text: what the model said, and between, indented, what it read."""
+    """Return an episode as one text, with observations indented."""
     lines = []
     for index, turn in enumerate(rollout.turns):
         if index:
@@ -229,7 +230,7 @@ def _told(rollout: Rollout) -> Action:
 
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
-    """Every answer graded by itself; without one grade in ``PATIENCE_S`` seconds the rest is not tried."""
+    """Grade every answer separately; after ``PATIENCE_S`` seconds without a grade, skip the rest."""
     graded: list[Graded] = []
     spent, any_grade = 0.0, False
     for prompt, completions in zip(prompts, sampled, strict=True):
@@ -268,8 +269,8 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[st
 
 
 def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> dict[str, Any]:
-    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least what these answers took,
-    at most that in proportion to their number."""
+    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least the time of these
+    answers, at most that time scaled by their number."""
     training = config.training
     answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
     ends = sorted((seconds, seconds * step / answers))
@@ -284,7 +285,8 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
     """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
-    many at once as the reward has workers.
+    many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
+    if there are others.
 
     The first answer waits for the workers to start and is left out of the mean where there are others.
     """
@@ -310,8 +312,7 @@ def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
 def _verdict(
     config: Config, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]
 ) -> dict[str, Any]:
-    """What it comes to: mean reward, right answers, groups with something to learn from, and the reasons of failures,
-    the most frequent first."""
+    """Return mean reward, correct answers, groups with signal, and the reasons of failures, the most frequent first."""
     results = [result for group in graded for result in group]
     totals = [[r.total_reward for r in group if r.total_reward is not None] for group in graded]
     known = [total for group in totals for total in group]

@@ -1,4 +1,4 @@
-"""Which rank is enough? The adapter is evaluated on the held-out problems at every candidate rank, and in full.
+"""Evaluate an adapter on the held-out problems at every candidate rank, to find which rank is enough.
 
 Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and the same
 random numbers, and are compared with the full adapter problem by problem: the problem is the unit, because one run is
@@ -41,7 +41,8 @@ TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 def verify_ranks(
     spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, longest: Longest, bases: Bases
 ) -> dict[str, Any]:
-    """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
+    """Return the accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also write it
+    to ``out``.
 
     ``longest`` are the longest completions of the plan's runs, which decide what problems can be asked; ``bases`` has
     the base in memory, or loads it.
@@ -77,13 +78,13 @@ def verify_ranks(
 
 
 def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
-    """What ``verify_ranks`` wrote to ``path``, if it is of these very weights; else None."""
+    """Return the content of ``path`` that ``verify_ranks`` wrote, if it is about these very weights; else None."""
     content = read_object(path)
     return content if content and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
 
 
 def verdict(low: float | None, high: float | None) -> str:
-    """ "kept": a loss above the tolerance is excluded; "lost": no loss is excluded; else "unclear"."""
+    """Return "kept" if a loss above the tolerance is excluded, "lost" if the interval lies below 0, else "unclear"."""
     if low is None or high is None:
         return "unclear"
     if low >= -TOLERANCE:
@@ -92,7 +93,7 @@ def verdict(low: float | None, high: float | None) -> str:
 
 
 def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The smallest rank that is kept with all those above it; ``rows`` from the largest rank down."""
+    """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
     smallest = None
     for row in rows:
         if row["verdict"] != "kept":
@@ -123,7 +124,7 @@ def sentence(verification: Mapping[str, Any]) -> str:
 
 
 def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
-    """Share of right answers [problems, samples] with its interval, clustered by problem."""
+    """Return the share of correct answers [problems, samples] with its interval, clustered by problem."""
     clusters = np.arange(len(marks)).repeat(marks.shape[1])
     interval = accuracy_interval(marks.ravel(), clusters.tolist())
     return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}
@@ -144,8 +145,8 @@ def _evaluate(
     bases: Bases,
     directory: Path,
 ) -> tuple[np.ndarray, list[int], bool]:
-    """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
-    the run's own, had to be sampled anew.
+    """Return marks [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first adapter, the
+    run's own, was sampled again.
 
     One adapter after the other: memory does not grow with their number. They are sampled by the engine of the run's
     configuration, whose servers have ``directory`` for what they need.
@@ -197,8 +198,8 @@ def _evaluate(
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
-    """Marks [problems, samples] of the run's final evaluation, None when that was none of this adapter on these
-    problems, or sampled otherwise."""
+    """Return marks [problems, samples] of the run's final evaluation; None if it was not of this adapter on these
+    problems with this sampling."""
     steps = config.training.max_steps
     reader = RunReader(adapter.parent)
     facts = reader.config() if adapter.name == FINAL else {}

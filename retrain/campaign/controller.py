@@ -1,4 +1,4 @@
-"""Carry a plan out: cohorts of runs, as many at a time as the executor trains, until every run is done or has failed.
+"""Execute a plan: train its cohorts until every run is done or has failed, then analyse and compare.
 
 The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
 """
@@ -54,8 +54,8 @@ from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_w
 
 @dataclass
 class Outcome:
-    """How it ended. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``; ``saved`` is false
-    when steps after the last checkpoints were given up."""
+    """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
+    ``saved`` is false when steps after the last checkpoints were lost."""
 
     exit_status: int
     directory: Path
@@ -67,7 +67,7 @@ def launch(
     loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     registry: str = "",
 ) -> Outcome:  # fmt: skip
-    """Plan, check and execute what a file asks for, in ``out`` or where it says."""
+    """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
 
@@ -75,8 +75,7 @@ def resume(
     directory: Path, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     sets: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Continue a run or campaign from its directory alone, with ``section.key=value`` settings changed for all of its
-    runs."""
+    """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
     return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
 
 
@@ -84,7 +83,7 @@ def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     executor: CampaignWorkers | InProcess | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train what was planned and checked; a directory that already holds some of it is continued.
+    """Train a checked plan, or continue it if its directory already holds part of it.
 
     Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
     ``approval`` decides about what differs from the directory's records; without it every difference is refused.
@@ -141,7 +140,7 @@ def _write_facts(directory: Path, loaded: Loaded) -> None:
 
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
-    """The directory's manifest, once what differs from its records has been approved."""
+    """Return the directory's manifest after approval of all changes from its records."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
     asked, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
@@ -173,8 +172,9 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
 
 @dataclass(eq=False)
 class CohortWork:
-    """Runs that train together. What is left of them is asked when their turn has come: the interim analysis may have
-    stopped some, and a process that died has finished others.
+    """Runs that train together. Remaining runs are determined when the job begins, because the interim analysis may
+    have stopped some, and a worker that died may have finished others. ``again``: all of them have failed, and each
+    continues from its own newest checkpoint.
 
     ``again``: all of them had failed, and each goes on from its own newest checkpoint.
     """
@@ -189,7 +189,7 @@ class CohortWork:
         return frozenset(spec.run_id for spec in self.specs)
 
     def left(self) -> list[RunSpec]:
-        """The runs of the next job; none when all have ended.
+        """Return the runs of the next job; none when all have ended.
 
         Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
         go on have to be in its batches again, and fail again.
@@ -222,7 +222,7 @@ class CohortWork:
 
 @dataclass(eq=False)
 class SqueezeWork:
-    """The analysis of a finished run's adapter, ``place`` below the campaign's directory."""
+    """Analysis of a finished run's adapter, in the folder ``subfolder`` of the campaign's directory."""
 
     controller: Controller
     spec: RunSpec
@@ -239,7 +239,7 @@ class SqueezeWork:
 
 
 class Controller:
-    """One campaign or run while it is carried out."""
+    """Executes one campaign or run."""
 
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
@@ -264,7 +264,7 @@ class Controller:
         self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> Outcome:
-        """Train what is left to do, analyse and compare; how it ended."""
+        """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
@@ -291,7 +291,8 @@ class Controller:
         return Outcome(1 if "failed" in states else 0, self.directory, summary(manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
-        """Say what is going to be trained, and what not. Raises MissingExtra for a package that it needs."""
+        """Report the runs that will be trained, and those that will not. Raises MissingExtra for a package that they
+        need."""
         left = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
         if left and not retry_failed:
             self.observer.message(
@@ -314,8 +315,7 @@ class Controller:
         return Outcome(came.status, self.directory, summary(self.manifest), saved)
 
     def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
-        """The cohorts that have something left to do: what is unfinished of each, then what failed and is tried
-        again."""
+        """Return the cohorts with remaining work: first unfinished runs, then failed ones that are retried."""
         manifest, works = self.manifest, list[CohortWork]()
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
@@ -328,7 +328,7 @@ class Controller:
         return [work for work in works if work.left()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
-        """Do all of these, and the analyses that are due; False when stopped before."""
+        """Do these works and the analyses that are due; return False when stopped before the end."""
         try:
             # Without cohorts: killed after the last run and before its analysis.
             parts = [*self._around_interim(works), self._squeezes]
@@ -344,7 +344,7 @@ class Controller:
             ) from error
 
     def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[Work]]]:
-        """Return the cohorts before the interim analysis and those after it, which begin once it has been made."""
+        """Return the cohorts before the interim analysis, and those after it, which begin when it is done."""
         if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
         first = set(self.interim.seeds)
@@ -371,7 +371,7 @@ class Controller:
         return self._squeezes()
 
     def _in_parts(self, work: CohortWork, short: JobEnded) -> list[Work]:
-        """A cohort that does not fit into memory, in smaller ones; how it was cut is kept in the manifest."""
+        """Split a cohort that does not fit into memory; the manifest records the split."""
         parts = smaller_cohorts(work.left(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
         names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
@@ -384,7 +384,7 @@ class Controller:
         return [CohortWork(self, part, work.again) for part in parts]
 
     def _squeezes(self) -> list[Work]:
-        """What rank would have been enough, of each adapter of which it is to be known and is not yet.
+        """Return the rank analyses that are due.
 
         The first run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
         ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
@@ -402,7 +402,7 @@ class Controller:
         return works
 
     def _due_analyses(self) -> dict[str, RunSpec]:
-        """Return the runs whose LoRA rank is still to be analysed, by the analysis folder; they may still train."""
+        """Return the runs whose LoRA rank is still to be analysed, by analysis folder; they may still be training."""
         content, over = self.manifest.content, ("failed", "stopped")
         hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:
@@ -417,9 +417,7 @@ class Controller:
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
-    shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
-    was made for as many ``slots``."""
+    """Return the runs that step together."""
     planned = _begun_cohorts(manifest, specs)
     begun = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in begun]
@@ -440,7 +438,8 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:
-    """The condition whose adapter ``squeeze`` is about; records of earlier releases say only where the adapter is."""
+    """Return the condition whose adapter ``squeeze`` describes; records of earlier releases contain the adapter's path
+    only."""
     report = content.get("squeeze")
     if not report:
         return None
@@ -449,7 +448,7 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:
-    """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
+    """Write ``report.html``. A failure is a warning only: the report can be written again at any time."""
     from retrain.verdicts.report import write_report
 
     try:

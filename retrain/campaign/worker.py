@@ -1,4 +1,4 @@
-"""The worker of a campaign: it claims tasks from the campaign's directory and does them over one base in memory.
+"""Run a worker of a campaign: claim tasks from its directory and run them over one base in memory.
 
     python -m retrain.campaign.worker DIR --slot N
 
@@ -54,18 +54,18 @@ from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
-"""Seconds for which the controller's lease may stand still: file attributes are up to a minute old on NFS."""
+"""Seconds for which the controller's lease may stay unchanged: NFS caches file attributes for up to a minute."""
 WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
 KILL_SECONDS = 120.0
-"""Seconds that a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed and
-not requeue it."""
+"""Seconds for which a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed
+and not requeue it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of a worker. ``directory``: the campaign's; ``slot``: counted from 1; ``name``: slot and device, for
-    messages; ``folder``: base of relative paths in the campaign's file, None for the task's; ``requeue``: started by
-    Slurm; ``parent``: process whose death ends the worker, 0 for none."""
+    """Command line of a worker. ``slot`` counts from 1; ``name`` is slot and device, for messages; ``folder`` is the
+    base of relative paths in the campaign's file, None for the task's; ``requeue``: started by Slurm; ``parent``:
+    process whose death ends the worker, 0 for none."""
 
     directory: Path
     slot: int
@@ -89,7 +89,7 @@ class Options:
 
 
 class EventSender(NullObserver):
-    """Sends what it observes as events; its methods may be called from any thread."""
+    """Observer that writes everything as events; its methods are thread-safe."""
 
     def __init__(self, send: Callable[[Event], None]):
         self.send = send
@@ -220,12 +220,12 @@ class Worker:
 
 
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
-"""Slurm's notice. It may reach every process of the task: it is blocked before any thread begins, so that graders and
-tools, which inherit that, are not ended by it, and heard by one thread."""
+"""Signal that Slurm sends before the time limit. It may reach every process of the task; blocked before any thread
+starts, it does not kill graders and tools, which inherit the mask, and one thread receives it."""
 
 
 def listen(worker: Worker, options: Options) -> None:
-    """Handle the signals of a worker."""
+    """Install the signal handlers of a worker."""
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop_after_step())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -263,7 +263,7 @@ def main(make_trainer: Callable[[Told], InProcess] = lambda servers: InProcess(s
 
 
 def _hand_back(worker: Worker) -> None:
-    """Requeue this Slurm task, or, after a preemption, wait until Slurm kills and requeues it."""
+    """Requeue this Slurm task; after a preemption, wait until Slurm kills and requeues it."""
     if not worker.options.requeue or not worker.ending.is_set():
         return
     worker.write({"requeued": worker.requeued})

@@ -1,4 +1,4 @@
-"""``sample`` and ``export``: what to do with a trained adapter."""
+"""``sample`` and ``export``: use a trained adapter."""
 
 import sys
 from enum import StrEnum
@@ -52,7 +52,10 @@ def sample(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a trained adapter and its base the same, with the run's own template; print both answers."""
+    """Sample from a trained adapter and its base, side by side.
+
+    Both get the same prompts in the run's own template, and the same random numbers.
+    """
     require_directory(directory)
     texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     if prompts.count("-") > 1:
@@ -111,8 +114,11 @@ def export(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trained adapter for other programs: merged into a full model, checked against the adapter's logits; or
-    with its rank padded, for servers that know only certain ranks."""
+    """Export a trained adapter as a merged model or padded adapter.
+
+    With --merge, write a full model and check it against the adapter's logits; with --rank-pad, pad the rank with zeros
+    for servers that accept certain ranks only.
+    """
     require_directory(directory)
     if merge == (rank_pad is not None):
         raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, each with its help text once, and how a file is read."""
+"""Define arguments that several commands share, and read configuration files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sets = Annotated[
 
 
 def output_path(text: str) -> Path:
-    """Return the path of what a command writes. Raises UsageError for an empty one, which to Path is the current
+    """Return the path of a command's output. Raises UsageError for an empty one, which to Path is the current
     directory."""
     if not text.strip():
         raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
@@ -119,7 +119,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def require_directory(directory: Path) -> None:
-    """Raise UsageError, with what to type, unless ``directory`` is one; note settings in it that are ignored."""
+    """Raise UsageError, with what to type, if ``directory`` is not one; print a note on its ignored settings."""
     if directory.suffix == ".toml" and directory.is_file():
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
@@ -134,7 +134,7 @@ def require_directory(directory: Path) -> None:
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None) -> list[str]:
-    """These options as settings of their keys. Raises UsageError for the address of a cluster without one."""
+    """Return these options as settings of their keys. Raises UsageError for the address of a cluster without one."""
     if address is not None and executor not in (None, "ray"):
         raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
     given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}
@@ -142,7 +142,7 @@ def executor_sets(executor: str | None, workers: int | None, address: str | None
 
 
 def read(file: Path, sets: Sequence[str] | None) -> Loaded:
-    """The configuration in ``file``; what is questionable but allowed is noted on standard error.
+    """Return the configuration in ``file``; print warnings on standard error.
 
     Raises ConfigError with every mistake, UsageError when there is no such file.
     """

@@ -1,4 +1,4 @@
-"""``environments``: what a model can act in here, and whether it can be trusted."""
+"""``environments``: list providers, tools and tasks, and check whether they work."""
 
 import sys
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from retrain.files import dumps
 
 @dataclass(frozen=True)
 class Found:
-    """``kind``: provider, tool or task; ``state``: ready, or why not."""
+    """``kind`` is provider, tool or task; ``state`` is "ready", or the fault."""
 
     kind: str
     name: str
@@ -46,9 +46,9 @@ def environments(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the providers of environments and the tools that a file can name, and what to install where one is missing.
+    """List environment providers and tools, and what to install.
 
-    With --check every data set of reasoning-gym solves itself: its own answers must score 1 and nonsense must not.
+    With --check, test every data set of reasoning-gym: its own answers must score 1 and nonsense must not.
     """
     found = [*providers(), *tools(), *(tasks() if check else [])]
     if as_json:
@@ -88,7 +88,7 @@ def tools() -> list[Found]:
 
 
 def tasks() -> list[Found]:
-    """Every data set of reasoning-gym, with what is wrong with it."""
+    """Return every data set of reasoning-gym with its fault."""
     from retrain.environments.providers.reasoning_gym import check
 
     try:

@@ -1,4 +1,4 @@
-"""``explain``: what a file would train, what its comparison can detect, and what it takes; torch is not imported."""
+"""``explain``: print what a file would train, what its comparison can detect, and its costs; torch is not imported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def explain(
     workers: WorkerCount = None,
     files: Annotated[bool, typer.Option("--files", help="List every file that training would write, instead.")] = False,
 ) -> None:
-    """Show what a file would train, what can be detected, and what it takes; nothing is started."""
+    """Show a file's conditions, detectable effects and costs; train nothing."""
     from retrain.campaign.planning.plan import Plan
 
     plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers, None)]), out)
@@ -59,7 +59,7 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print the conditions and seeds of a file's plan, what can be detected, and what it takes."""
+    """Print the conditions and seeds of a plan, detectable effects, and costs."""
     from retrain.commands import formulas
     from retrain.training.estimate import work_of
 
@@ -250,7 +250,7 @@ def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> Non
 
 
 def device_of(config: Config) -> tuple[Device, int]:
-    """Return what a process would compute on, and how many GPUs of this machine there are for it."""
+    """Return the device of one process, and how many GPUs of this machine it could use."""
     from retrain.device import nvidia_gpus, usable_gpu
     from retrain.training.estimate import Device
 
@@ -268,7 +268,7 @@ def device_of(config: Config) -> tuple[Device, int]:
 
 
 def workers_of(config: Config, gpus: int) -> int:
-    """Return how many workers would train, with so many GPUs on this machine."""
+    """Return the number of workers that would train, given the GPUs of this machine."""
     campaign = config.campaign
     if not config.is_campaign or campaign.executor == "inprocess":
         return 1

@@ -1,4 +1,4 @@
-"""Following runs that another process writes: from their files alone, reading only what is new.
+"""Follow runs that another process writes, from new content of their files only.
 
 An observer (a console, or ``JsonLines``) is called as it would be inside the process. Files may be cut and continued
 by a resume, vanish, or end in half a line at any moment.
@@ -23,7 +23,7 @@ from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
 
 
 class _Run:
-    """A run as observers name it, and how much of it they have seen."""
+    """A run as observers name it, and how much of it was reported."""
 
     def __init__(self, run_id: str, entry: RunEntry, path: Path):
         self.run_id, self.label, self.seed = run_id, entry.label, entry.seed or 0
@@ -35,7 +35,7 @@ class _Run:
 
 
 class Follower:
-    """Informs ``observer`` of the runs at ``directory``: a run, a campaign, or a directory of those."""
+    """Reports events of the runs at ``directory`` (a run, a campaign, or a directory of those) to ``observer``."""
 
     def __init__(self, directory: Path, observer: Observer):
         self.directory, self.observer = Path(directory), observer
@@ -43,7 +43,7 @@ class Follower:
         self._with_rank: set[Path] = set()
 
     def look(self) -> bool:
-        """Report what is new; return whether every run there has ended (false as long as there is none)."""
+        """Report new events; return whether every run has ended (false while there is none)."""
         homes = homes_of_runs(self.directory) if self.directory.is_dir() else []
         states: dict[Path, str] = {}
         for home in homes:
@@ -53,7 +53,7 @@ class Follower:
         return bool(states) and all(state in ENDED for state in states.values())
 
     def _look_at(self, home: Path, prefix: str) -> dict[Path, str]:
-        """Report what is new in one campaign or run, whose run ids get the prefix; return the state of each run."""
+        """Report new events of one campaign or run, whose run ids get the prefix; return the state of each run."""
         manifest = self._manifest(home)
         entries = {home / entry.path: entry for entry in run_entries(home, manifest)}
         unseen = [path for path in entries if path not in self._runs]
@@ -70,7 +70,7 @@ class Follower:
         return {path: entry.state for path, entry in entries.items()}
 
     def _manifest(self, home: Path) -> Row | None:
-        """Return the manifest; None where there is none, or a damaged one."""
+        """Return the manifest; None if it is missing or damaged."""
         stamp = stamp_of(home / MANIFEST)
         with suppress(UsageError):
             return None if stamp is None else _read_manifest(home, stamp)
@@ -103,12 +103,12 @@ class Follower:
 
 @lru_cache
 def _read_manifest(home: Path, stamp: Stamp) -> Row:
-    """Return the manifest, read again only when it has been replaced."""
+    """Return the manifest, which is read again only after it was replaced."""
     return read_manifest(home)
 
 
 def _has_started(run: _Run, state: str, replaced: bool) -> bool:
-    """Return whether the run trains since the last look: begun, or begun again after its files were cut."""
+    """Return whether the run has started since the last call, or restarted after its files were truncated."""
     if state == "pending":
         return False
     return run.state == "pending" or replaced or (state == "running" and run.state != state)

@@ -1,4 +1,5 @@
-"""What a configuration computes, in words and as formulas, for ``explain``; the modes' are from ``config.modes``."""
+"""Describe a configuration's computation in words and formulas, for ``explain``; those of modes are in
+``config.modes``."""
 
 import math
 
@@ -58,7 +59,8 @@ def critic_words(config: Config) -> str:
 
 
 def distillation_words(config: Config) -> str:
-    """What a teacher adds to the advantage of every token, and what is left of the reward's; empty without one."""
+    """Return how a teacher changes the advantage of tokens, and the remaining weight of the reward; "" without a
+    teacher."""
     own = config.distillation
     if not own.active:
         return ""
@@ -86,7 +88,7 @@ def credit_words(config: Config) -> str:
 
 
 def credit_formula(config: Config) -> str:
-    """The credit of a token as a formula of its completion's credit A, with the numbers of this run."""
+    """Return the credit of a token as a formula of its completion's credit A, with this run's numbers."""
     kind, mode = config.algorithm.uncertainty_kind, config.algorithm.transform_mode
     uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
     if mode not in TOKEN_CREDIT:
@@ -112,8 +114,7 @@ def _ramp(sepa: Sepa) -> str:
 
 
 def loss_words(config: Config) -> str:
-    """The loss of a run: its name, what it is divided by, every term that is switched on, and how many updates of a
-    batch are made with it."""
+    """Return the loss of a run: name, divisor, active terms, and number of updates of a batch."""
     algorithm, several = config.algorithm, config.training.several_updates
     built_in = LOSSES.get(algorithm.loss)
     words = [f"{algorithm.loss} ({_ratio_words(config, built_in.words) if built_in else 'your own'})"]
@@ -144,14 +145,14 @@ def loss_words(config: Config) -> str:
 
 
 def _ratio_words(config: Config, words: str) -> str:
-    """What the loss does with the importance ratio; in several updates of a batch that is the policy's own."""
+    """Return how the loss uses the importance ratio; in several updates of a batch that is the policy's own."""
     if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
         words = words.replace("clipped", "not clipped")
     return words.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else words
 
 
 def _mismatch_words(config: Config) -> str:
-    """The weight that corrects the difference of sampler and trainer; empty without one."""
+    """Return the weight that corrects the difference between sampler and trainer; "" without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
     if algorithm.weight is None:

@@ -1,4 +1,5 @@
-"""Measures how long earlier runs took on this machine, from their records, so that ``explain`` can give a duration."""
+"""Measure how long earlier runs took on this machine, from their records, so that ``explain`` can estimate a
+duration."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ SAME = (
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of the finished runs in ``directory``.
+    """Throughput of the finished runs in ``directory``. ``seconds`` is the total training time of their cohorts,
+    ``completions`` what they sampled in it, held-out evaluations included. ``differing`` has the dotted keys in which
+    the most similar run differs from the plan.
 
     ``seconds`` is the training time of their cohorts, added up, and ``completions`` what they sampled in it, held-out
     evaluations included. ``differing`` has the dotted keys in which the most similar run differs from the plan.

@@ -1,5 +1,4 @@
-"""What ``explain`` says of the problems: source, number, measured lengths of prompts, an example. No weights, no torch,
-no network: what is not on this machine is not measured, and it says why."""
+"""Describe the problems of a plan for ``explain``: source, number, prompt lengths, an example."""
 
 from __future__ import annotations
 
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
     from retrain.types import Problem
 
 MEASURED = 500
-"""Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
+"""Most prompts that are rendered and counted, evenly over the data; all prompts of a large data set would take
+minutes."""
 EXAMPLE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The problems that a plan's runs are asked.
+    """Problems of a plan's runs.
 
     ``lines`` are (name, text) of what is said about them, ``sizes`` the numbers of held-out problems by set,
     ``lengths`` those of the measured prompts in tokens: none where they cannot be measured here. ``is_read``: the data
@@ -45,7 +45,7 @@ class Problems:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Median length of the measured prompts; None where none was measured."""
+        """Median length of the measured prompts in tokens; None if none was measured."""
         return round(median(self.lengths)) if self.lengths else None
 
 
@@ -106,7 +106,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
 
 
 def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:
-    """How long prompts may be: in training, and in held-out sets where that differs."""
+    """Return the limits of prompts: in training, and in held-out sets where they differ."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
     places = {(training.limit, training.why): ""}
     for name, room in heldout.items():
@@ -119,7 +119,7 @@ def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list
 
 
 def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
-    """Return the JSON schemas of the tools that prompts tell of. Raises PluginMissing or EpisodeFailed."""
+    """Return the JSON schemas of the tools in prompts. Raises PluginMissing or EpisodeFailed."""
     from retrain.environments.build import hosted
 
     if not config.environment.tools:
@@ -132,7 +132,8 @@ def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
 
 
 def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tuple[list[int], str]:
-    """Return the tokens of prompts spread over the data, those of most characters among them; and the first as text.
+    """Return the token counts of prompts spread over the data, including those with the most characters, and the first
+    prompt as text. Raises ModelError when the template refuses a problem.
 
     Raises ModelError when the template refuses a problem.
     """
@@ -153,7 +154,7 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
 
 
 def _quoted(text: str) -> str:
-    """A text in quotes on one line, without its middle when it is long."""
+    """Return a text in quotes on one line, without its middle if it is long."""
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"

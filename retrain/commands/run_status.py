@@ -1,4 +1,4 @@
-"""State of runs and campaigns, read from their files alone; nothing here needs the process that writes them."""
+"""Read the state of runs and campaigns from their files, without the process that writes them."""
 
 import time
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class RunView:
         return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
 
     def eta(self, now: float) -> float | None:
-        """Return the seconds to go at the pace so far; None before the first step and after the end."""
+        """Return the remaining seconds at the present pace; None before the first step and after the end."""
         done = self.steps_done - self.first_step
         if self.state != "running" or done <= 0:
             return None

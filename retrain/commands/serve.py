@@ -1,4 +1,4 @@
-"""``serve``: a model and adapters behind OpenAI's protocol."""
+"""``serve``: serve a model and adapters over OpenAI's protocol."""
 
 import os
 from typing import Annotated
@@ -46,9 +46,10 @@ def serve(
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest time for one request.")
     ] = 3600.0,
 ) -> None:
-    """Serve a model with adapters over HTTP: OpenAI's completions and chats, and vLLM's routes for adapters.
+    """Serve a model with LoRA adapters over OpenAI's HTTP API.
 
-    Prints one line when it is ready. Ctrl-C lets it finish what it has begun.
+    Offers completions, chats, and vLLM's routes for adapters. Prints one line when it is ready. Ctrl-C lets it finish
+    running requests.
     """
     for module in ("starlette", "uvicorn"):
         if not is_installed(module):
@@ -81,7 +82,7 @@ def serve(
 
 
 def _key(host: str, name: str | None) -> str | None:
-    """The key that clients must send. Raises UsageError where there must be one and is none."""
+    """Return the key that clients must send. Raises UsageError if one is required and missing."""
     from retrain.serving.local import is_local
 
     if name is None:

@@ -1,4 +1,4 @@
-"""``init``, ``schema``, ``doctor``: what one needs before the first run."""
+"""``init``, ``schema``, ``doctor``: prepare for the first run."""
 
 import os
 import platform
@@ -21,11 +21,11 @@ REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
     "jaxtyping", "wandb",
 )  # fmt: skip
-"""The packages that every installation has, in the order in which ``doctor`` lists them."""
+"""Packages of every installation, in the order in which ``doctor`` lists them."""
 
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
-"""How ``doctor`` begins a line: as it should be, not so, or absent and needed only by some files."""
+"""Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
 
 
 class Template(StrEnum):
@@ -55,7 +55,10 @@ def init(
         ),
     ] = Template.quickstart,
 ) -> None:
-    """Write a commented campaign file, and the JSON Schema that editors check it by; nothing is ever overwritten."""
+    """Write a commented campaign file and its JSON Schema.
+
+    Editors check the file by the schema. Existing files are never overwritten.
+    """
     target = path or Path(f"{template.value}.toml")
     if target.is_dir():
         target = target / f"{template.value}.toml"
@@ -73,8 +76,8 @@ def init(
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a file that does not exist yet, and the directories above it; False, and nothing done, when it does exist.
-    UsageError when it cannot be written."""
+    """Write a new file and its parent directories; return False, without changes, if it exists. Raises UsageError if it
+    cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8", newline="\n") as file:
@@ -87,7 +90,7 @@ def write_new(path: Path, text: str) -> bool:
 
 
 def schema() -> None:
-    """Print the JSON Schema of campaign files, for editors that complete and check TOML."""
+    """Print the JSON Schema of campaign files, for editors."""
     print(schema_text(), end="")
 
 
@@ -149,8 +152,10 @@ def doctor(
         typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False),
     ] = None,
 ) -> None:
-    """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right,
-    with --url that a server does. Nothing else is contacted."""
+    """Check this machine: Python, packages, devices, extras, disk.
+
+    With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
+    """
     if url:
         from retrain.commands.doctor import check_servers
 
@@ -177,7 +182,7 @@ def doctor(
 
 
 def machine_lines() -> list[tuple[str, str, bool | None]]:
-    """What this machine has: a name, what is said of it, and whether that is as it should be (None: it need not be)."""
+    """Return facts of this machine: name, text, and whether it is good (None: not needed)."""
     lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:
@@ -198,7 +203,7 @@ def machine_lines() -> list[tuple[str, str, bool | None]]:
 
 
 def version_of(package: str) -> str | None:
-    """Installed version of a distribution, or None; the package itself is not imported."""
+    """Return the installed version of a distribution without importing it, or None."""
     try:
         return installed_version(package)
     except PackageNotFoundError:
@@ -206,7 +211,7 @@ def version_of(package: str) -> str | None:
 
 
 def device_lines() -> list[tuple[str, str, bool | None]]:
-    """(name, text, good) for the processor, memory and every CUDA device; imports torch."""
+    """Return (name, text, good) for the processor, memory and every CUDA device; imports torch."""
     lines: list[tuple[str, str, bool | None]] = [
         ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)
     ]

@@ -1,4 +1,4 @@
-"""``status``: how runs stand, from their files alone; once, or followed as they grow. Never imports torch."""
+"""``status``: show the state of runs from their files, once or continuously. Never imports torch."""
 
 import sys
 import time
@@ -30,7 +30,10 @@ def status(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
+    """Show runs: state, steps, reward and held-out accuracy.
+
+    Reads their files alone.
+    """
     from retrain.commands.run_status import read_status
     from retrain.records.reader import homes_of_runs
 
@@ -63,7 +66,7 @@ def status(
 
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
-    """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
+    """Print events until every run has ended; Ctrl-C ends it earlier with exit status 0."""
     from retrain.commands.console import make_console
     from retrain.commands.follow import Follower, JsonLines
 
@@ -82,7 +85,7 @@ STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct"
 
 
 def status_cells(report: dict[str, Any], run: dict[str, Any], further: Sequence[str] = ()) -> list[str]:
-    """One run of a ``read_status`` report as the cells of a plain table, with held-out sets besides the first."""
+    """Return one run of a ``read_status`` report as cells of a plain table, followed by its other held-out sets."""
     row = run["row"]
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
     rates += [run["evaluations"].get(name, {}).get(when) for name in further for when in ("before", "now")]

@@ -1,4 +1,4 @@
-"""Results as tables and lines: rich on a terminal, aligned text everywhere else."""
+"""Format results as tables and lines for a terminal or plain text."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval",
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 WIDE = 110  # Terminal columns from which a verdict fits beside the numbers
 NARROW = 76
-"""Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
+"""Terminal columns below which intervals, p-values and verdict words are left out; the files contain them."""
 
 
 class ResultTable(NamedTuple):
@@ -133,8 +133,8 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
 
 
 def accuracy_line(name: str, accuracy: Values) -> str:
-    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, whose interval is
-    over problems."""
+    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, with the last one's
+    interval over problems."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"

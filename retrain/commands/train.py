@@ -1,4 +1,4 @@
-"""``train``, ``resume``, ``squeeze``: the commands that compute."""
+"""``train``, ``resume``, ``squeeze``: commands that compute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
-    """Do the work under a console, print how it ended, exit with its status."""
+    """Run ``action`` under a console, print the outcome, and exit with its status."""
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
     from retrain.util.session import ENDINGS
@@ -80,9 +80,9 @@ def train(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
+    """Train a campaign or run; print comparison, rank and paths.
 
-    Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
+    Started again on the same file, it continues; finished runs are not repeated, unless the file asks for more steps.
     """
 
     follow_torchrun(dry_run)
@@ -110,8 +110,8 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """Where torchrun has started several processes, have all but the first do the jobs of that one, and end with it; at
-    once where there is ``nothing`` to compute."""
+    """In a process of torchrun other than the first, run the first one's jobs and exit with it; exit at once if there
+    is ``nothing`` to compute."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
 
@@ -155,8 +155,10 @@ def resume(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
-    training.max_steps=…)."""
+    """Continue an interrupted run or campaign from its last checkpoints.
+
+    Finished ones continue with more steps (--set training.max_steps=…).
+    """
     follow_torchrun()
     from retrain.campaign.controller import resume as go_on
 
@@ -179,7 +181,7 @@ def resume(
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
-    """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
+    """Return who approves differences from a directory's records: the option, else the person at the terminal."""
     from retrain.campaign.planning.changes import Approval
     from retrain.records.text import visible
 
@@ -222,7 +224,10 @@ def squeeze(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
+    """Analyse the LoRA rank of an adapter and compress it.
+
+    Compresses with --to, and trains the compressed adapter on with --continue.
+    """
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
     require_directory(directory)

@@ -1,4 +1,4 @@
-"""A look before training: some problems of a run's first batch as the model reads them, sampled and graded.
+"""Sample and grade some problems of a run's first batch before training.
 
 The run is put together as training does it (``assemble``), in a directory that is removed again and without trackers:
 the prompts are those of its first batch, the answers those of its first step, the grader is its own.
@@ -60,7 +60,8 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
 
 
 def others(plan: Plan, condition: str | None) -> list[str]:
-    """Return the labels of the conditions whose reward or sampling differs from that of the tried one.
+    """Return the labels of the conditions whose reward or sampling differs from the tried one. Raises UsageError if
+    that does not exist.
 
     Raises UsageError when there is no such condition.
     """

@@ -1,4 +1,4 @@
-"""``ui``: a local web page over directories of runs."""
+"""``ui``: serve a local web page over directories of runs."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def ui(
         ),
     ] = None,
 ) -> None:
-    """Look at campaigns and runs on a local web page, live while they train. Nothing in them is changed.
+    """Show campaigns and runs on a local web page, live.
 
-    Prints the address of the page. Reads what retrain, the Tinker cookbook, TRL and trackio write. Ctrl-C ends it.
+    Their files are not changed. Prints the address of the page. Reads the records of retrain, the Tinker cookbook, TRL
+    and trackio. Ctrl-C ends it.
     """
     for module in ("starlette", "uvicorn", "jinja2"):
         if not is_installed(module):
@@ -84,7 +85,7 @@ def write_copy(library: Library, out: Path) -> None:
 
 
 def address_of(bound: socket.socket, token: str | None) -> str:
-    """What a person opens; of a server that listens everywhere, under this machine's name."""
+    """Return the page's URL, with this machine's name if the server listens on all interfaces."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

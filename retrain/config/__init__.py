@@ -1,4 +1,4 @@
-"""The configuration: every key declared once, all mistakes reported at once.
+"""Declare every configuration key once; report all mistakes at once.
 
 ``load`` reads a TOML file, ``parse_dict`` plain data; both give a frozen `Config` or raise one `ConfigError`.
 """

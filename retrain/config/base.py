@@ -1,4 +1,4 @@
-"""The vocabulary in which sections are declared: bounded types, markers beside fields, findings of rules.
+"""Define what sections are declared with: bounded types, markers of fields, issues that rules report.
 
 A key is declared once, in its section: type, default and bound in the annotation, meaning in the docstring under
 it. What else belongs to a key is a marker in the same annotation: `Role` (what it decides, where that is not what its
@@ -26,21 +26,21 @@ PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Role(Flag):
-    """Marker: what a key decides. From it follows what a fingerprint covers, what may change on resume, what runs may
-    differ in that are pooled, what shares a base and an evaluation, and what distinguishes conditions."""
+    """Marker: what a key decides. Fingerprints, changes allowed on resume, pooling of runs, sharing of bases and
+    evaluations, and the identity of conditions follow from it."""
 
     LEARNS = auto()
-    """What is learned, given where the run starts."""
+    """Changes what is learned, given the same start."""
     SAMPLES = auto()
-    """What is sampled from: base model, device, problems; runs that share a base agree in all of these."""
+    """Changes the start or the sampling: base model, device, problems. Runs that share a base agree in all of these."""
     EVALUATES = auto()
-    """How the result is measured."""
+    """Changes how the result is measured."""
     RECORDS = auto()
-    """What is kept, shown or looked at, and when; nothing that is computed."""
+    """Changes what is recorded or printed, and when, but no computed number."""
     SPEED = auto()
-    """Speed, memory, and when something is given up; of what is learned the rounding at most."""
+    """Changes speed, memory and timeouts; results change by rounding at most."""
     NAMES = auto()
-    """Which run it is, what it is called, and where things lie."""
+    """Changes names and paths only."""
 
 
 class Section(BaseModel):
@@ -56,11 +56,11 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     role: ClassVar[Role | None] = None
-    """The role of keys that have none of their own."""
+    """Role of the keys that do not declare one."""
 
     @classmethod
     def roles(cls) -> dict[str, Role | None]:
-        """The role of every key, by its name in the file."""
+        """Return the role of every key, by its name in the file."""
         return {
             field.alias or name: next((item for item in field.metadata if isinstance(item, Role)), cls.role)
             for name, field in cls.model_fields.items()
@@ -70,12 +70,13 @@ class Section(BaseModel):
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
-        """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""
+        """Return the section itself, which is frozen: pydantic copies the default of every section that a file leaves
+        out."""
         return self
 
 
 class Finding(NamedTuple):
-    """What a cross-field rule has found.
+    """One mistake that a rule reports.
 
     ``keys`` are the dotted keys involved, the one to report first. A finding is not reported when one of its keys
     is itself wrong. ``warning`` findings do not stop the run.
@@ -98,28 +99,29 @@ class UsedWhen:
     key: str
     values: tuple[str | None, ...]
     plugins: bool = False
-    """Also while that key names code of the user's own."""
+    """The key also has an effect while that key names the user's own code."""
     training_only: bool = False
     unless: str = ""
-    """Also while this property, dotted as a key is, is true, ..."""
+    """Dotted property of the configuration: while it is true, the key has an effect too."""
     unless_words: str = ""
-    """... which is called so."""
+    """Description of ``unless`` for messages."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """Marker: values that are known but cannot be used, each with (why, what to type instead)."""
+    """Marker: values that other tools have and retrain does not, each with (why, what to type instead)."""
 
     values: Mapping[str, tuple[str, str]]
 
 
 def is_plugin(value: object) -> bool:
-    """Whether the value has the form `package.module:function`."""
+    """Return whether the value has the form `package.module:function`."""
     return isinstance(value, str) and re.fullmatch(PLUGIN_PATTERN, value) is not None
 
 
 def fault(message: str, fix: str = "") -> PydanticCustomError:
-    """The error for a field validator to raise: ``message`` says what was found, ``fix`` what to type."""
+    """Return the error that a field validator raises; ``message`` names the value and what is wrong, ``fix`` is what to
+    type."""
     return PydanticCustomError("fault", "{message}", {"message": message, "fix": fix})
 
 
@@ -128,12 +130,12 @@ def _blank_is_none(value: object) -> object:
 
 
 def zero_is_none(value: object) -> object:
-    """0 as unset; for a validator before the others."""
+    """Return None for 0, which means unset; runs before other validators."""
     return None if type(value) in (int, float) and value == 0 else value
 
 
 def minus_one(meaning: int) -> BeforeValidator:
-    """The validator that reads -1, which other tools have for "none" or "all", as what it means here."""
+    """Return a validator that reads -1, which other tools use for "none" or "all", as ``meaning``."""
     return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
 
 
@@ -153,7 +155,8 @@ def _alone(value: list[str]) -> list[str]:
 
 
 def _split_phrases(value: object) -> object:
-    """Phrases as a list, as a JSON list in a string, or separated by commas; an empty text means the default."""
+    """Return phrases as a list; accepts a JSON list in a string or comma-separated text. Empty text means the
+    default."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value) or None
@@ -194,7 +197,7 @@ Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 
 def _gpus_named(value: str | list[str]) -> str | list[str]:
-    """Each GPU once, and a range that goes up."""
+    """Reject a GPU that is listed twice and a range that does not rise."""
     if isinstance(value, list):
         if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
             raise fault(f"has {twice[0]} twice", json.dumps(list(dict.fromkeys(value))))

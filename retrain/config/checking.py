@@ -1,5 +1,4 @@
-"""All mistakes of a configuration at once: in keys, between keys, and in the conditions of a campaign, whose overrides
-are brought into one form and applied to the base configuration.
+"""Collect all mistakes of a configuration: in keys, between keys, and in the conditions of a campaign.
 
 Keys that are wrong by themselves are reported and put aside (they count as unset), so that the rules can still be
 asked about everything else. A rule that involves a key put aside says nothing.
@@ -20,7 +19,7 @@ from retrain.config.rules import idle_slurm, rule_findings
 from retrain.errors import ConfigError, Problem
 
 LAST = 10**9
-"""Sorts ``--set`` problems behind all lines of the file."""
+"""Sort key that puts ``--set`` problems after all lines of the file."""
 
 MODES = ("advantage_mode", "transform_mode")
 _ONE_BASE = "all runs of a campaign share one frozen base and one engine"
@@ -43,35 +42,36 @@ FIXED: dict[str, str] = {
     "logging": _ONE_RECORD,
     "training.seed": "the seed is the replicate: [campaign] seeds",
 }
-"""What a condition may not override, by section or key, and why; but in these sections, too, it may what is learned."""
+"""Sections and keys that a condition may not override, with the reason; keys of these sections that change what is
+learned are exempt."""
 
 CONDITIONS: Path = ("campaign", "conditions")
 
 
 @dataclass
 class Places:
-    """Where each key was written: a line of the file, or ``--set``."""
+    """Location at which each key was written: a line of the file, or ``--set``."""
 
     name: str
     lines: dict[Path, int] = field(default_factory=dict)
     sets: set[Path] = field(default_factory=set)
 
     def written(self) -> list[str]:
-        """Every key of the configuration that was written, dotted, in the order of the reference."""
+        """Return every written key of the configuration, dotted, in the order of the reference."""
         pairs = {f"{path[0]}.{path[1]}" for path in (*self.lines, *self.sets) if len(path) == 2}
         return [dotted for dotted in keys() if dotted in pairs]
 
     def given(self, path: Path) -> bool:
-        """Whether this very key was written anywhere."""
+        """Return whether this very key was written anywhere."""
         return path in self.lines or path in self.sets
 
     def replace(self, path: Path) -> None:
-        """Note that ``--set`` has written this key, with all that stands in it, in place of the file."""
+        """Record that ``--set`` replaced this key and everything below it."""
         self.lines = {given: line for given, line in self.lines.items() if given[: len(path)] != path}
         self.sets.add(path)
 
     def find(self, path: Path) -> tuple[int, str]:
-        """(sort order, text) of the key, or of the nearest table around it that was written."""
+        """Return (sort order, text) of the key, or of the nearest enclosing table that was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.sets:
                 return LAST, "--set"
@@ -85,32 +85,32 @@ class Places:
 
 @dataclass
 class Review:
-    """The mistakes in one configuration, as far as they are known."""
+    """Mistakes collected so far in one configuration."""
 
     data: dict[str, Any]
     places: Places
     wrong: list[Mistake]
     warnings: list[Mistake] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    """Dotted keys that are wrong by themselves."""
+    """Dotted keys that are invalid by themselves."""
     overrides: list[dict[str, Path]] = field(default_factory=list)
-    """For each condition of the data, where each override (by dotted key) was written."""
+    """Locations of the overrides, by dotted key, of each condition in the data."""
     origins: list[int] = field(default_factory=list)
-    """For each condition of the data, its number in the file."""
+    """Number in the file of each condition in the data."""
     partial: set[int] = field(default_factory=set)
-    """Numbers of conditions with overrides that are wrong, and left out."""
+    """Numbers of conditions from which invalid overrides were removed."""
 
     def is_broken(self, dotted: str) -> bool:
-        """Whether this key, or a table around it, is wrong by itself."""
+        """Return whether this key, or a table around it, is invalid by itself."""
         return any(f"{dotted}.".startswith(f"{key}.") for key in self.broken)
 
     def report(self, path: Path, message: str, fix: str = "", warning: bool = False, about: str = "") -> None:
-        """Note a mistake, or what is only worth a warning."""
+        """Add a mistake or a warning."""
         (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 
 def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
-    """The configuration and its warnings; ConfigError with every mistake, ``wrong`` included."""
+    """Return the configuration and its warnings. Raises ConfigError with every mistake, ``wrong`` included."""
     review = Review(data, places, list(wrong))
     _fold_conditions(review)
     config = _validate(review)
@@ -125,13 +125,13 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
 
 
 def _problems(wrong: Iterable[Mistake], places: Places) -> list[Problem]:
-    """Mistakes with their places, in the order of the file, none twice."""
+    """Return distinct mistakes with their locations, in the order of the file."""
     ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
     return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
 def _fold_conditions(review: Review) -> None:
-    """Bring every condition into the form of ``Condition``, in place."""
+    """Convert every condition to the form of ``Condition``, in place."""
     campaign = review.data.get("campaign")
     rows = campaign.get("conditions") if isinstance(campaign, dict) else None
     if not isinstance(rows, list):
@@ -148,7 +148,7 @@ def _fold_conditions(review: Review) -> None:
 
 
 def _validate(review: Review) -> Config | None:
-    """The configuration without the keys that are wrong by themselves; None if nothing then holds together."""
+    """Return the configuration without keys that are invalid by themselves; None if the rest is still invalid."""
     try:
         return Config.model_validate(review.data)
     except ValidationError as error:
@@ -165,7 +165,7 @@ def _validate(review: Review) -> Config | None:
 
 
 def _put_aside(data: dict[str, Any], path: Path) -> None:
-    """Remove a wrong section or key; of a list of tables, empty the whole table."""
+    """Remove an invalid section or key; in a list of tables, empty the whole table."""
     section, *below = path
     table = data.get(str(section))
     if not below:
@@ -177,7 +177,7 @@ def _put_aside(data: dict[str, Any], path: Path) -> None:
 
 
 def _close_gaps(review: Review) -> None:
-    """Drop the tables that were emptied, and lists of which nothing is left."""
+    """Drop emptied tables, and lists that become empty."""
     for section, key in (CONDITIONS, ("reward", "components"), ("evaluation", "sets")):
         table = review.data.get(str(section))
         rows = table.get(key) if isinstance(table, dict) else None
@@ -192,13 +192,13 @@ def _close_gaps(review: Review) -> None:
 
 
 def _header(review: Review, position: int) -> Path:
-    """The table of the condition at this position of the data; the whole campaign for a standard condition."""
+    """Return the table of the condition at this position in the data; [campaign] for a standard condition."""
     return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
 
 
 def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
-    """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``. A finding
-    points at an override of the condition, else at a key that was written, else at the condition."""
+    """Report the issues of one run, whose condition stands at ``header`` and overrides the keys of ``own``. An issue
+    points to an override of the condition, else to a written key, else to the condition."""
     for finding in rule_findings(config):
         if any(review.is_broken(key) for key in finding.keys):
             continue
@@ -220,7 +220,7 @@ def _examine_single(review: Review, config: Config) -> None:
 
 
 def _examine_campaign(review: Review, config: Config) -> None:
-    """Ask about every condition as the run that it would be."""
+    """Report the issues of every condition, as the run that it defines."""
     runs: dict[int, Config] = {}
     for position, condition in enumerate(config.campaign.conditions):
         if run := _examine_condition(review, condition, position):
@@ -232,7 +232,7 @@ def _examine_campaign(review: Review, config: Config) -> None:
 
 
 def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]) -> None:
-    """No two conditions may have one label, and none should be another one under a second label."""
+    """Report conditions with equal labels, and warn about conditions that differ by label only."""
     labels: dict[str, int] = {}
     contents: list[tuple[int, dict[str, object]]] = []
     for position, run in runs.items():
@@ -253,7 +253,7 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
 
 
 def _examine_condition(review: Review, condition: Condition, position: int) -> Config | None:
-    """The condition as a run, asked about everything; None when an override is wrong by itself."""
+    """Report the issues of a condition; return it as a run, or None when an override is invalid by itself."""
     own, header = review.overrides[position] if review.overrides else {}, _header(review, position)
     data = assemble(review.data, condition, None)
     try:
@@ -271,7 +271,7 @@ def _examine_condition(review: Review, condition: Condition, position: int) -> C
 
 
 def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
-    """A key that was written and has no effect in any run is a mistake: somebody believes that it has one."""
+    """Report written keys that have no effect in any run."""
     if review.is_broken("campaign.conditions") or review.partial:
         return
     places = review.places
@@ -284,7 +284,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 
 
 def _examine_shadowed(review: Review, config: Config) -> None:
-    """Say which values of the base are replaced in every run; and what a comparison lacks."""
+    """Report base values that every condition replaces, and what the comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
     for finding in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
         review.report(path_of(finding.keys[0]), finding.message, finding.fix, finding.warning)
@@ -303,7 +303,7 @@ def why_fixed(dotted: str) -> str:
 
 
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
-    """Bring a condition as written at ``path`` into the form of ``Condition``.
+    """Convert a condition as written at ``path`` to the form of ``Condition``.
 
     Returns the condition with its overrides as tables, where in the file each override (by dotted key) stands,
     and the mistakes, whose overrides are left out.
@@ -351,14 +351,14 @@ def _no_section(name: str) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """Return why a removed key is gone that a condition writes without its section or flat, as in ``sepa_steps``."""
+    """Return (reason, fix) for a removed key that a condition writes bare, or flat as in ``sepa_steps``."""
     return next(
         (why for dotted, why in REPLACED.items() if name in (dotted.partition(".")[2], dotted.replace(".", "_"))), None
     )
 
 
 def _dotted(name: str) -> str | Mistake:
-    """The dotted key that a condition means by ``name``: dotted, bare, or flat as in ``sepa_steps``."""
+    """Return the dotted key for ``name``, which may be dotted, bare, or flat as in ``sepa_steps``."""
     if name in keys():
         return name
     section, dot, key = name.partition(".")
@@ -391,7 +391,7 @@ def _dotted(name: str) -> str | Mistake:
 
 
 def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
-    """The configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
+    """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
     In a campaign it is again a campaign, of this one run, so that planning it gives the same run.
     """

@@ -1,4 +1,4 @@
-"""Rules between sections about what is learned: advantages, credit, losses, critic, teacher and steps.
+"""Check keys of several sections about learning: advantages, credit, losses, critic, teacher and steps.
 
 A rule is as in ``retrain.config.rules``.
 """
@@ -14,7 +14,7 @@ from retrain.config.root import Config
 
 
 def overlong_rules(config: Config) -> Iterator[Finding]:
-    """A punishment of long answers fits their limit, one answer to a rollout, and what the advantage is defined for."""
+    """Report a length penalty above the token limit, in episodes of several turns, or with unit-reward advantages."""
     soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
     if not soft:
         return
@@ -31,7 +31,7 @@ def overlong_rules(config: Config) -> Iterator[Finding]:
 
 
 def off_policy_rules(config: Config) -> Iterator[Finding]:
-    """Rollouts behind the policy are corrected for, or it is said that they are not."""
+    """Report stale rollouts whose correction is not declared."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
     if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
         what = "no rollout is behind" if steps == 0 else "every episode has one turn"
@@ -54,7 +54,7 @@ def off_policy_rules(config: Config) -> Iterator[Finding]:
 
 
 def anneal_rules(config: Config) -> Iterator[Finding]:
-    """Stages lower the rank, one after the other, while the run lasts."""
+    """Report rank stages that do not fall in order within the run."""
     step_before, rank_before = 0, config.model.lora_rank
     for step, rank in config.lora.anneal:
         if step <= step_before or rank >= rank_before:
@@ -81,7 +81,7 @@ def anneal_rules(config: Config) -> Iterator[Finding]:
 
 
 def group_rules(config: Config) -> Iterator[Finding]:
-    """What an advantage needs of its group."""
+    """Report groups that are too small for the advantage."""
     size, mode = config.training.group_size, config.algorithm.advantage_mode
     if config.distillation.alone:
         return  # nothing is compared
@@ -101,7 +101,7 @@ def group_rules(config: Config) -> Iterator[Finding]:
 
 
 def dynamic_rules(config: Config) -> Iterator[Finding]:
-    """Prompts are drawn again for the sake of groups whose answers are compared with each other, whole."""
+    """Report dynamic sampling where group rewards do not decide the signal."""
     training, algorithm = config.training, config.algorithm
     if not training.dynamic_sampling:
         return
@@ -118,7 +118,7 @@ def dynamic_rules(config: Config) -> Iterator[Finding]:
 
 
 def update_rules(config: Config) -> Iterator[Finding]:
-    """How often a batch is trained on is up to a backend of the user's own, and divisors are counted once."""
+    """Report update settings that a plug-in backend ignores, and `kept` where masks change between updates."""
     if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
         what = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
         keys = ("algorithm.rejection_denominator", "algorithm.loss")
@@ -131,7 +131,7 @@ def update_rules(config: Config) -> Iterator[Finding]:
 
 
 def critic_rules(config: Config) -> Iterator[Finding]:
-    """What goes together with a critic, which gives every token an advantage of its own."""
+    """Report settings that conflict with a critic, which gives every token its own advantage."""
     algorithm, critic, mode = config.algorithm, config.critic, config.algorithm.transform_mode
     if not algorithm.critic:
         return
@@ -165,7 +165,7 @@ def critic_rules(config: Config) -> Iterator[Finding]:
 
 
 def distillation_rules(config: Config) -> Iterator[Finding]:
-    """What goes together with a teacher, and what has no effect where it alone gives advantages."""
+    """Report settings that conflict with a teacher, or have no effect when it alone gives advantages."""
     own, algorithm, training = config.distillation, config.algorithm, config.training
     if not own.active:
         return
@@ -199,7 +199,7 @@ def distillation_rules(config: Config) -> Iterator[Finding]:
 
 
 def _served_teacher_findings(config: Config) -> Iterator[Finding]:
-    """Servers know one distribution of a teacher: the whole one at temperature 1."""
+    """Report truncated or tempered sampling: servers return a teacher's log-probabilities at temperature 1 only."""
     training = config.training
     for key in ("temperature", *CUTS):
         value = getattr(training, key)
@@ -210,7 +210,7 @@ def _served_teacher_findings(config: Config) -> Iterator[Finding]:
 
 
 def _vocabulary_findings(config: Config) -> Iterator[Finding]:
-    """Whole distributions are there in this process alone, and over the whole vocabulary."""
+    """Report full-vocabulary distillation without an unsharded teacher and untruncated sampling in this process."""
     estimate, what = "distillation.estimate", 'is "vocabulary"'
     if config.distillation.url is not None:
         words = f"{what}, and a server says nothing of tokens that were not sampled"
@@ -225,7 +225,7 @@ def _vocabulary_findings(config: Config) -> Iterator[Finding]:
 
 
 def _unrewarded(config: Config) -> Iterator[Finding]:
-    """What only says how the reward is credited, while it counts nothing."""
+    """Report credit settings that have no effect with reward_weight = 0."""
     algorithm, mode, weight = config.algorithm, config.algorithm.transform_mode, "distillation.reward_weight"
     if algorithm.critic:
         keys = ("algorithm.advantage_mode", weight)
@@ -242,7 +242,7 @@ def _unrewarded(config: Config) -> Iterator[Finding]:
 
 
 def schedule_rules(config: Config) -> Iterator[Finding]:
-    """Warm-up and evaluation must fall inside the run."""
+    """Report warm-up or evaluation that does not fit into the run."""
     steps = config.training.max_steps
     if config.optimizer.warmup_steps >= steps:
         yield Finding(
@@ -259,12 +259,12 @@ def schedule_rules(config: Config) -> Iterator[Finding]:
 
 
 def _flat_steps(config: Config) -> int:
-    """First steps of a run in which the ramp of λ has not begun: a batch has to open the gate."""
+    """Return the number of first steps in which λ is 0; the gate opens after one batch at the earliest."""
     return 1 + config.sepa.delay_steps + (config.sepa.correct_rate_gate > 0)
 
 
 def lambda_stays_zero(config: Config) -> bool:
-    """Whether a run trains with gtpo_sepa and is too short for λ to leave 0, so that it equals gtpo."""
+    """Return whether a gtpo_sepa run is too short for λ to rise above 0, so that it equals gtpo."""
     if not credit_of(config.algorithm.transform_mode).pooled:
         return False
     sepa, steps = config.sepa, config.training.max_steps
@@ -274,8 +274,8 @@ def lambda_stays_zero(config: Config) -> bool:
 
 
 def sepa_rules(config: Config) -> Iterator[Finding]:
-    """SEPA with λ = 0 throughout is plain GTPO under another name: a mistake where it could never be anything else, a
-    note where the run is short, as a first try of a file with few steps is."""
+    """Report SEPA with λ = 0 throughout, which equals GTPO: an error if no length of run could change it, a warning if
+    the run is only short, as in a first try of a file."""
     if not credit_of(config.algorithm.transform_mode).pooled:
         return
     sepa, steps, flat = config.sepa, config.training.max_steps, _flat_steps(config)
@@ -305,7 +305,7 @@ def sepa_rules(config: Config) -> Iterator[Finding]:
 
 
 def maxrl_rules(config: Config) -> Iterator[Finding]:
-    """Some advantages, such as MaxRL, are defined for rewards in [0, 1] alone."""
+    """Report rewards outside [0, 1] with advantages that are defined for [0, 1] only, such as MaxRL."""
     reward, mode = config.reward, config.algorithm.advantage_mode
     if not advantage_of(mode).unit_rewards:
         return
@@ -326,7 +326,7 @@ def maxrl_rules(config: Config) -> Iterator[Finding]:
 
 
 def _rubric_weight_findings(config: Config) -> Iterator[Finding]:
-    """Criteria with negative weights give totals below 0."""
+    """Report negative criterion weights, which make totals below 0."""
     mode = config.algorithm.advantage_mode
     for table, each in config.graders:
         if table == "audit" or each.type != "rubric" or each.rubric != "explicit":

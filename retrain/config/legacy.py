@@ -1,4 +1,4 @@
-"""Keys that retrain no longer has, with what to type instead: those of retrain 0.3, and those removed since.
+"""List removed keys, those of retrain 0.3 and later ones, with what to type instead.
 
 The keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A removed key: why, what to type instead, and the default that it had."""
+    """A removed key: the reason, what to type instead, and its former default."""
 
     why: str
     instead: str
@@ -37,7 +37,7 @@ REMOVED: dict[str, Removed] = {
     "planning.planning_anchors": Removed(*NO_SEMANTIC),
     "planning.execution_anchors": Removed(*NO_SEMANTIC),
 }
-"""Removed keys by dotted name. ``config.json`` and ``plan.json`` of earlier versions contain them, at any value."""
+"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions contain them with any value."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")
@@ -95,7 +95,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
     **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""By dotted key: why it no longer exists, and what to type instead."""
+"""(reason, fix) of keys that do not exist, by dotted name."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
@@ -106,11 +106,11 @@ REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
 }
 
 FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
-"""Sections that a condition's key may name by a shorter prefix: ``optim_beta1`` is ``optimizer.beta1``."""
+"""Short prefixes of sections in flat keys of a condition: ``optim_beta1`` is ``optimizer.beta1``."""
 
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration, or a recorded condition, without removed keys."""
+    """Return a recorded configuration or condition without removed keys."""
     kept = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):
         table = kept.get(section)
@@ -130,7 +130,7 @@ def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def removed_note(config: Mapping[str, object]) -> str:
-    """Return a sentence that names the removed keys of a recorded configuration whose values are not the former
+    """Return a sentence that names removed keys of a recorded configuration whose values differ from the former
     defaults; "" without any."""
     campaign = config.get("campaign")
     rows = campaign.get("conditions") if isinstance(campaign, dict) else None

@@ -1,4 +1,4 @@
-"""From a TOML file and ``--set`` values to a `Config`, or to all of its mistakes at once.
+"""Convert a TOML file and ``--set`` values to a `Config`, or report all of their mistakes at once.
 
 `tomli` gives values without positions, so ``key_lines`` walks over a text that `tomli` has already accepted and notes
 the line of every key, table header and array element. It need not reject anything.
@@ -36,7 +36,7 @@ _SCALAR = re.compile(r"[^,\]}\n#]*")
 
 
 class Repeat(NamedTuple):
-    """A key or table that is written twice, on these 1-based lines."""
+    """A key or table that is written twice, with its 1-based lines."""
 
     path: Path
     first: int
@@ -46,8 +46,7 @@ class Repeat(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration file that holds: its text, what it means, where its keys were written, what there is to say about
-    it, and the ``section.key=value`` settings that were applied."""
+    """A valid configuration file: parsed configuration, text, locations of keys, warnings, and applied settings."""
 
     config: Config
     path: FilePath
@@ -79,15 +78,15 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
 
 
 def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
-    """The configuration in plain data such as ``config.to_dict()``, after ``section.key=value`` settings; ConfigError
-    with every mistake."""
+    """Return the configuration in plain data such as ``config.to_dict()``, with ``section.key=value`` settings applied.
+    Raises ConfigError with every mistake."""
     changed, places = deepcopy(dict(data)), Places("config")
     wrong = _apply_sets(changed, sets, places)
     return examine(changed, places, wrong)[0]
 
 
 def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
-    """Text and data of a TOML file; a syntax error becomes a problem with its line."""
+    """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -169,7 +168,7 @@ def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is
 
 
 def _set_value(text: str) -> object:
-    """The text as a TOML value, or as it stands when it is none."""
+    """Return the text parsed as a TOML value, or the text itself if it is not TOML."""
     try:
         parsed = tomli.loads(f"v = {text}")
     except (ValueError, RecursionError):
@@ -178,7 +177,8 @@ def _set_value(text: str) -> object:
 
 
 def _beside(data: dict[str, Any], path: FilePath) -> None:
-    """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
+    """Replace paths of problems and rewards that lie beside the TOML file by absolute paths, so that a resume finds
+    them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
     named += [(table, "source") for table in _rows(data.get("evaluation"), "sets")]
@@ -199,13 +199,13 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
 
 
 def _rows(table: object, key: str) -> list[object]:
-    """Return the list under this key of a table; empty where there is none."""
+    """Return the list under this key of a table; empty if there is none."""
     rows = table.get(key) if isinstance(table, dict) else None
     return rows if isinstance(rows, list) else []
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """The 1-based line of every path in a valid TOML ``text``.
+    """Return the 1-based line of every path in a valid TOML ``text``.
 
     A path has the names of tables and keys, and indices for elements of arrays and of arrays of tables:
     ``("campaign", "conditions", 0, "lr")``. A quoted key that contains dots is one name. Tables that are only
@@ -215,7 +215,7 @@ def key_lines(text: str) -> dict[Path, int]:
 
 
 def find_repeat(text: str) -> Repeat | None:
-    """What ``text``, valid TOML but for the end of its last line, writes twice; None when it is wrong otherwise."""
+    """Return the key or table that ``text``, valid TOML up to its last line, writes twice; None for other faults."""
     walk = _Walk(text.replace("\r\n", "\n"))
     with suppress(ValueError, IndexError):  # where the text stops to be TOML
         walk.document()
@@ -264,7 +264,7 @@ class _Walk:
             self.lines.setdefault(path[:length], line)
 
     def _write(self, path: Path, line: int, is_table: bool) -> None:
-        """As ``_note``, of what may be written only once."""
+        """Record the line of a key or table that may be written only once."""
         if path in self.written and self.repeat is None:
             self.repeat = Repeat(path, self.written[path], line, is_table)
         self.written.setdefault(path, line)
@@ -306,7 +306,7 @@ class _Walk:
         return path
 
     def _latest(self, path: Path) -> Path:
-        """Inside an array of tables, the path goes on in its latest element."""
+        """Return the path extended by the latest element if it is an array of tables."""
         length = self.array_lengths.get(path)
         return path if length is None else (*path, length - 1)
 

@@ -1,4 +1,4 @@
-"""The modes of [algorithm], one row each: what it is called, its formula, its paper, and what it needs.
+"""Describe every mode of [algorithm] in one row: name, formula, paper, requirements.
 
 Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
 keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
@@ -21,27 +21,27 @@ from retrain.config.base import OptionalPositive, Positive, fault
 
 
 class Need(StrEnum):
-    """What an algorithm cannot do without."""
+    """Input that an algorithm requires."""
 
     ENTROPY = "entropy"
-    """Full-vocabulary entropies of the distributions sampled from, by the engine."""
+    """Full-vocabulary entropies of the distributions sampled from, computed by the engine."""
     PLANNING = "planning"
-    """Which tokens plan."""
+    """Mask of planning tokens."""
     LOGPROBS = "logprobs"
-    """The trainer's own log-probabilities of the rollouts, before the update."""
+    """Log-probabilities of the rollouts by the trainer, before the update."""
     VALUES = "values"
-    """What a critic expects at each token."""
+    """Values of a critic at each token."""
     REFERENCE = "reference"
-    """The frozen base's log-probabilities."""
+    """Log-probabilities of the frozen base."""
     TEACHER = "teacher"
-    """What a teacher says of the sampled tokens."""
+    """Log-probabilities of the sampled tokens by a teacher."""
     GROUP = "group"
-    """Several rollouts of a prompt, to be compared with each other."""
+    """Several rollouts of a prompt that are compared with each other."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key of [algorithm] that one mode declares: its type with bounds, its default and its documentation."""
+    """A key of [algorithm] that one mode declares: type with bounds, default and documentation."""
 
     annotation: Any
     default: object
@@ -50,8 +50,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """``formula`` may hold values of the configuration in braces, as in ``{gtpo.beta:g}``; ``parameters`` are the keys
-    of [algorithm] that have an effect with this mode alone, ``keys`` the other keys or sections with an effect."""
+    """``formula`` may contain configuration values in braces, as in ``{gtpo.beta:g}``. ``parameters`` are the keys of
+    [algorithm] that only this mode uses, ``keys`` the other keys or sections that it uses."""
 
     formula: str
     paper: str = ""
@@ -68,7 +68,7 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Mode):
-    """From the rewards of a group to one number per rollout.
+    """Computes one number per rollout from the rewards of its group.
 
     ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None where it is not
     known. ``unit_rewards``: defined for rewards in [0, 1] alone. With fewer than ``smallest_group`` rewards a group
@@ -86,7 +86,9 @@ class Advantage(Mode):
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Mode):
-    """From a rollout's advantage to one per token.
+    """Distributes a rollout's advantage over its tokens. ``own_advantage``: computes its own advantage from the
+    rewards, so that only the result shows whether a group has signal. ``features`` are the groups of metrics that it
+    fills (``Metric.requires``).
 
     ``own_advantage``: starts from the rewards, so whether a group has signal shows in the result alone. ``features``
     are the groups of metrics that it fills (``Metric.requires``).
@@ -97,15 +99,15 @@ class Credit(Mode):
 
     @property
     def pooled(self) -> bool:
-        """Whether SEPA's schedule decides how far uncertainties are pooled."""
+        """True if SEPA's schedule controls the pooling of uncertainties."""
         return "pooling" in self.features
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Mode):
-    """The loss of a token. ``from_sampler``: its ratio is that to the sampler, also in several updates of a batch, and
-    it bounds that ratio itself. Else a correction leaves the ratio at 1 in the first update of a batch, so that its
-    parameters have no effect there."""
+    """Loss of a token. ``from_sampler``: its ratio is to the sampler, also in several updates of a batch, and the loss
+    bounds that ratio itself. For other losses a correction leaves the ratio at 1 in the first update of a batch, so
+    that their parameters have no effect there."""
 
     from_sampler: bool = False
 
@@ -299,7 +301,7 @@ WORKED_OUT = {
     "counted": "the kept tokens or all tokens",
     "normalised": "(x − mean)/std",
 }
-"""Values of formulas that are not a key's, and what they are in general."""
+"""Values in formulas that are not keys, with their general names."""
 
 MODES: dict[str, Mapping[str, Mode]] = {
     "advantage_mode": ADVANTAGES,
@@ -307,7 +309,7 @@ MODES: dict[str, Mapping[str, Mode]] = {
     "uncertainty_kind": UNCERTAINTIES,
     "loss": LOSSES,
 }
-"""By their keys of [algorithm]."""
+"""Modes by their keys of [algorithm]."""
 
 UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
@@ -315,29 +317,29 @@ UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
         for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
     }
 }
-"""Modes that other tools know: why each cannot be used here, and what to type instead."""
+"""Modes of other tools that retrain does not have, with (why, what to type instead)."""
 
 Named = str | Callable[..., object]
-"""A mode as a configuration names it, or code of the user's, loaded."""
+"""A mode as a configuration names it, or the user's own code, loaded."""
 
 
 def mode_of(key: str, mode: Named) -> Mode:
-    """What is known of a mode of ``[algorithm] key``; of code of the user's nothing but that it is theirs."""
+    """Return the row of a mode of ``[algorithm] key``; a plug-in has a row without requirements."""
     return MODES[key].get(mode if isinstance(mode, str) else "", Mode(formula="your own"))
 
 
 def advantage_of(mode: Named) -> Advantage:
-    """As ``mode_of``, for advantages."""
+    """Return the row of an advantage."""
     return ADVANTAGES.get(mode if isinstance(mode, str) else "", Advantage(formula="your own", needs=frozenset()))
 
 
 def credit_of(mode: Named) -> Credit:
-    """As ``mode_of``, for token credit; one of the user's starts from whatever it likes."""
+    """Return the row of a token credit; a plug-in may start from its own advantage."""
     return TOKEN_CREDIT.get(mode if isinstance(mode, str) else "", Credit(formula="your own", own_advantage=True))
 
 
 def loss_of(mode: Named) -> Loss:
-    """As ``mode_of``, for losses."""
+    """Return the row of a loss."""
     return LOSSES.get(mode if isinstance(mode, str) else "", Loss(formula="your own"))
 
 
@@ -347,13 +349,13 @@ def used_by(key: str, dotted: str) -> tuple[str, ...]:
 
 
 LABEL_MAX = 120
-"""A run directory is named label_s<seed>; file systems allow 255 bytes."""
+"""Longest label in bytes: run directories are named label_s<seed>, and file systems allow 255 bytes."""
 SHORT = ("training", "algorithm", "model")
-"""Sections whose keys stand in a label without their section."""
+"""Sections whose keys appear in a label without their section."""
 
 
 def _safe(value: object) -> str:
-    """The value as a piece of a file name."""
+    """Return the value in a form that may be part of a file name."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, list | tuple):
@@ -364,7 +366,7 @@ def _safe(value: object) -> str:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
-    """The condition's name in files, tables and trackers."""
+    """Return the condition's name in files, tables and trackers."""
     parts = []
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
@@ -391,5 +393,5 @@ def _rows() -> Iterator[str]:
 
 
 def _named(value: str) -> str:
-    """A value of a formula where there is no configuration."""
+    """Return the placeholder of a formula's value where there is no configuration."""
     return WORKED_OUT.get(value) or value.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The JSON Schema and the reference page, made from the models."""
+"""Generate the JSON Schema and the reference page from the models."""
 
 import inspect
 from typing import Any
@@ -58,7 +58,7 @@ gradient. [Algorithms](algorithms.md) has more about each."""
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a configuration file, for editors."""
+    """Return the JSON Schema (draft 2020-12) of a configuration file, for editors."""
     schema = Config.model_json_schema(by_alias=True, mode="validation")
     schema["$schema"] = DIALECT
     schema["title"] = "retrain"
@@ -97,7 +97,7 @@ def configuration_markdown() -> str:
 
 
 def _listed() -> dict[type[Section], list[str]]:
-    """What the tables of lists are, and the lists that have such."""
+    """Return the lists of tables by the class of their tables."""
     found: dict[type[Section], list[str]] = {}
     for name, table in lists().items():
         found.setdefault(table, []).append(name)

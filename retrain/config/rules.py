@@ -1,5 +1,5 @@
-"""Rules between sections. A rule gets a whole configuration, as one run, and yields what it finds; what is wrong within
-one section its own ``findings`` say."""
+"""Check keys of several sections. A rule gets the configuration of one run and yields the issues it finds; each
+section's ``issues`` cover the section itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from retrain.config.tasks import FILE_ENDINGS, MARKED, Reward, has_configuration
 
 
 def environment_rules(config: Config) -> Iterator[Finding]:
-    """An environment of its own brings problems and rewards; turns are credited where there are several."""
+    """Report data and reward settings that an environment replaces, and turn credit in episodes of one turn."""
     provider = config.environment.provider
     if provider is not None:
         for key, value, default in (
@@ -57,7 +57,7 @@ def environment_rules(config: Config) -> Iterator[Finding]:
 
 
 def correctness_rules(config: Config) -> Iterator[Finding]:
-    """A threshold or a metric decides what is correct only where the reward does not say so for every answer."""
+    """Report a threshold or metric of correctness that the reward makes unused."""
     reward, provider = config.reward, config.environment.provider
     default = Reward.model_fields["correct_above"].default
     if provider == "reasoning_gym":
@@ -73,7 +73,7 @@ def correctness_rules(config: Config) -> Iterator[Finding]:
 
 
 def model_rules(config: Config) -> Iterator[Finding]:
-    """A backend of the user's own decides itself how it runs."""
+    """Report settings that a plug-in backend ignores."""
     backend = config.backend.backend
     if is_plugin(backend) and config.backpressure.enabled:
         yield Finding(
@@ -96,7 +96,7 @@ def model_rules(config: Config) -> Iterator[Finding]:
 
 
 def _quantize_findings(config: Config) -> Iterator[Finding]:
-    """What a base in 8 or 4 bits goes with: retrain's own engine and update, and every rank's own base."""
+    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, sharding."""
     what, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
     if is_plugin(backend):
         words = f"{what}, and {backend} has a model of its own"
@@ -113,7 +113,7 @@ def _quantize_findings(config: Config) -> Iterator[Finding]:
 
 
 def executor_rules(config: Config) -> Iterator[Finding]:
-    """Several devices take several processes, and Ray itself chooses among GPUs."""
+    """Report several devices without several processes, and GPUs that Ray would choose itself."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
@@ -134,7 +134,7 @@ def executor_rules(config: Config) -> Iterator[Finding]:
 
 
 def server_executor_rules(config: Config) -> Iterator[Finding]:
-    """Processes that train do not share servers, and clusters choose the GPUs of servers."""
+    """Report servers that several training processes would share, and server GPUs that a cluster chooses."""
     executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
         what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
@@ -148,7 +148,7 @@ def server_executor_rules(config: Config) -> Iterator[Finding]:
 
 
 def shard_rules(config: Config) -> Iterator[Finding]:
-    """Ranks compute with retrain's own base, and have their GPUs for themselves."""
+    """Report settings that ranks do not support, and GPUs that they would share."""
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
         if config.gpus_per_worker > 1:
@@ -178,7 +178,7 @@ def shard_rules(config: Config) -> Iterator[Finding]:
 
 
 def server_rules(config: Config) -> Iterator[Finding]:
-    """What servers do not say, and what they decide themselves."""
+    """Report settings of sampling that servers do not support, or decide themselves."""
     inference, engine = config.inference, ("inference.engine",)
     if not inference.served:
         return
@@ -206,7 +206,7 @@ def server_rules(config: Config) -> Iterator[Finding]:
 
 
 def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems, configurations those of data sets that people made."""
+    """Report levels of problems that are not generated, and subsets of sources without configurations."""
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
     if data.subset is not None and not any(has_configurations(source) for source in sources):
@@ -216,7 +216,7 @@ def data_rules(config: Config) -> Iterator[Finding]:
 
 
 def audit_rules(config: Config) -> Iterator[Finding]:
-    """The audit's score has its name for itself."""
+    """Report a reward component with the reserved name of the audit."""
     if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield Finding(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
@@ -224,7 +224,7 @@ def audit_rules(config: Config) -> Iterator[Finding]:
 
 
 def backpressure_rules(config: Config) -> Iterator[Finding]:
-    """Adapting the batch size changes the learning problem."""
+    """Report an adapted batch size, which changes the learning problem."""
     if config.backpressure.target == "batch_size":
         if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
             message = (
@@ -237,7 +237,7 @@ def backpressure_rules(config: Config) -> Iterator[Finding]:
 
 
 def squeeze_rules(config: Config) -> Iterator[Finding]:
-    """Nothing can be compressed to more than it has."""
+    """Report compression to more than the adapter's rank."""
     rank, squeeze = config.model.lora_rank, config.squeeze
     if squeeze.compress_to is not None and squeeze.compress_to > rank:
         yield Finding(
@@ -255,7 +255,7 @@ def squeeze_rules(config: Config) -> Iterator[Finding]:
 
 
 def slurm_rules(config: Config) -> Iterator[Finding]:
-    """What workers on Slurm need; one GPU each is Slurm's to choose."""
+    """Report missing or unsupported settings of workers on Slurm."""
     slurm, campaign, devices = config.slurm, config.campaign, config.backend.devices
     if campaign.executor != "slurm":
         return
@@ -280,8 +280,8 @@ def slurm_rules(config: Config) -> Iterator[Finding]:
 
 
 def idle_slurm(config: Config) -> Iterator[Finding]:
-    """Keys of [slurm] that were given and nobody reads. Not asked of a planned run: that may go on without Slurm, and
-    later with it again."""
+    """Report keys of [slurm] with another executor. Not applied to planned runs, which may continue without Slurm and
+    return to it."""
     if config.campaign.executor == "slurm":
         return
     for name, field in Slurm.model_fields.items():
@@ -291,7 +291,7 @@ def idle_slurm(config: Config) -> Iterator[Finding]:
 
 
 def evaluation_rules(config: Config) -> Iterator[Finding]:
-    """Sets are sampled so that it tells something, and no key is without effect."""
+    """Report held-out sets that are sampled to no purpose, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
         yield Finding(
@@ -350,7 +350,7 @@ def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[F
 
 
 def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding is evaluated, and often enough."""
+    """Report a primary metric that is never evaluated, or too rarely."""
     if not config.is_campaign:
         return
     metric, evaluation = config.campaign.primary_metric, config.evaluation
@@ -377,13 +377,13 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 
 
 def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
-    """Return how a metric is summed up, its key, and the match whose first group is the k of pass@k and the like."""
+    """Return how a metric is summarised, its key, and the match whose first group is the k of pass@k."""
     summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
     return summary, key, re.search(r"(?:pass|avg|maj)@(\d+)$", key)
 
 
 def declared_set_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding is of a held-out set that there is, with enough samples."""
+    """Report a primary metric of a missing held-out set, or with too few samples."""
     metric, evaluation = config.campaign.primary_metric, config.evaluation
     if not config.is_campaign or not evaluation.names:
         return
@@ -408,11 +408,11 @@ def declared_set_rules(config: Config) -> Iterator[Finding]:
 
 
 SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct_rate)?"
-"""Metrics of held-out problems that are named without their set."""
+"""Metrics of held-out problems that may be named without their set."""
 
 
 def deciding_rules(config: Config) -> Iterator[Finding]:
-    """A schedule of evaluations has something to evaluate, and what is declared as deciding is among it."""
+    """Report a verdict schedule without evaluations, or without that of the primary metric."""
     schedule, training = config.evaluation.schedule, config.training
     if schedule == "verdict" and not config.evaluation.problems:
         keys = ("evaluation.schedule", "evaluation.problems")
@@ -443,7 +443,7 @@ def deciding_rules(config: Config) -> Iterator[Finding]:
 
 
 def _last3_findings(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[Finding]:
-    """There are three evaluations to take the mean of, and they are about the end of training."""
+    """Report `last3` without three evaluations near the end of training."""
     steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
     if max_steps < DECIDING:
         what = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
@@ -494,7 +494,7 @@ RULES = (
 
 
 def rule_findings(config: Config) -> Iterator[Finding]:
-    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
+    """Yield the issues of all sections, and of the rules between them, for this configuration as a single run."""
     for section in sections():
         yield from getattr(config, section).findings()
     for rule in RULES:

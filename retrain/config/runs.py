@@ -1,4 +1,4 @@
-"""One planned run: its resolved configuration, where its files are, and in what two configurations differ."""
+"""Define one planned run: resolved configuration, directories, and differences between configurations."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from retrain.config.loading import parse_dict
 from retrain.config.root import Config, defines_run, flat, role_of
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
-"""In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
+"""Roles in which replicates of one condition may differ, besides their seeds."""
 EXTENSION = "training.max_steps"
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run to be done, with its fields in the order of ``plan.json``.
+    """One planned run, with its fields in the order of ``plan.json``.
 
     ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
     the condition's overrides are applied, keys without effect have their defaults, and values that follow others
@@ -50,7 +50,7 @@ class RunSpec:
 
     @property
     def export(self) -> Path | None:
-        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
+        """The user's directory that also receives the final adapter ([backend] adapter_path); None if unset."""
         path = self.config.backend.adapter_path
         if path is None:
             return None
@@ -75,8 +75,8 @@ def _defaults() -> dict[str, Any]:
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
 ) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
-    record does not have, because there was none when it was made, has its default."""
+    """Return (old, new) by dotted key for every key that matters and differs. Unset and empty are equal, and a key that
+    an older record lacks has its default."""
     before, now = dict(flat(old)), dict(flat(new))
     pairs = {
         key: (before.get(key, _defaults().get(key)), now.get(key, _defaults().get(key)))
@@ -88,14 +88,14 @@ def differences(
 
 
 def tells_apart(key: str) -> bool:
-    """Return whether runs with different values of this dotted key are no replicates of each other."""
+    """Return whether runs with different values of this dotted key are not replicates of each other."""
     role = role_of(key)
     return role is None or not role & MAY_DIFFER
 
 
 def condition_hash(config: Mapping[str, Any]) -> str:
-    """Return the hash of what runs of one condition have in common: all settings but steps and training seed, where
-    they differ from the defaults."""
+    """Return the hash of the settings that the runs of one condition share: all that differ from the defaults, except
+    steps and training seed."""
     given = {
         key: value
         for key, value in flat(config)
@@ -106,7 +106,7 @@ def condition_hash(config: Mapping[str, Any]) -> str:
 
 
 def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
-    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    """Return a note for each gtpo_sepa condition whose runs are too short for SEPA to begin."""
     notes = []
     for spec in {spec.label: spec for spec in specs}.values():
         if lambda_stays_zero(spec.config):

@@ -1,4 +1,4 @@
-"""Table of all checks, in the order in which they run, and their report."""
+"""List all checks in the order in which they run, and build their report."""
 
 import os
 import time

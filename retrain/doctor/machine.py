@@ -1,4 +1,4 @@
-"""Checks of the machine: torch and its GPU, rates of copies and products, the code paths that are taken, and speed."""
+"""Check the machine: torch and its GPU, bandwidth and matrix products, code paths, and speed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any 
 SIDE = {"cpu": 1024, "cuda": 8192}
 KERNELS = ("cudnn", "flash", "efficient", "math")  # Parts of the names of torch's attention operators
 GPU_CACHE_BYTES = 1 << 28
-"""A model with fewer bytes of weights stays in a GPU's cache, and launches of kernels bound its speed: 0.001 of the
+"""A model with fewer bytes of weights stays in a GPU's cache, and kernel launches bound its speed: 0.001 of the
 roofline with the bundled model on an H200."""
 WIDE = {"cpu": 8, "cuda": 32}  # Samples of each prompt when speed is measured: the batch of a small run
 FORWARD_OPS, UPDATE_OPS = 2, 4

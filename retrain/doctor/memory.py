@@ -1,4 +1,4 @@
-"""Checks of memory: predicted against measured sizes, and recovery from simulated and real shortages."""
+"""Check memory: predicted against measured sizes, and recovery from simulated and real shortages."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +115,8 @@ def peak(subject: Subject, work: Callable[[], Any]) -> int:
 
 
 def out_of_memory_drills(subject: Subject) -> Result:
-    """Let memory run out in a prefill, a decode step, an update, and on a GPU for real; each must be recovered from
-    with the result of a batch that was smaller from the start."""
+    """Simulate running out of memory in a prefill, a decode step and an update, and on a GPU exhaust it; the recovery
+    must give the result of a batch that was smaller from the start."""
     policies = [subject.trained(lane) for lane in range(2)]
     refs = subject.publish(policies)
     requests = subject.requests(refs)

@@ -1,4 +1,4 @@
-"""Checks of sampling: replayed against eager steps, sampler against trainer, lanes in a batch against lanes alone."""
+"""Check sampling: replayed against eager steps, sampler against trainer, lanes in a batch against single lanes."""
 
 import math
 from collections.abc import Sequence

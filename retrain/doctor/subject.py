@@ -1,4 +1,4 @@
-"""The model under check: where it comes from, and its base, lanes, engine and policies as training makes them.
+"""Load the model under check: base, lanes, engine and policies, built as training builds them.
 
 It is the model that a campaign names if its weights are on this machine, else random weights at its shapes with four
 layers. Nothing is downloaded.
@@ -42,7 +42,7 @@ from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one
 LOGITS_SPREAD = 6.0
-"""Standard deviation of the logits of random weights, as sure of a few tokens as a trained model. After a fresh
+"""Standard deviation of the logits of random weights, as peaked as those of a trained model. After a fresh
 initialisation all tokens are nearly equal, and rounding decides which one is drawn."""
 WEIGHTS_SHARE = 0.5  # Share of the available memory that random weights may take
 ADAPTER_SHARE = 0.1

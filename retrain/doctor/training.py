@@ -1,5 +1,5 @@
-"""Checks of training: the gradient against plain formulas in higher precision, and a resumed run against one that was
-never stopped."""
+"""Check training: the gradient against plain formulas in higher precision, and a resumed run against an uninterrupted
+one."""
 
 import copy
 import hashlib

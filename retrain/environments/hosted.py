@@ -1,4 +1,4 @@
-"""Environments in worker processes: an episode that raises, hangs, floods or dies costs itself, never the run.
+"""Run environments in worker processes: an episode that raises, hangs, floods or crashes fails alone, never the run.
 
 Every process hosts the episodes whose numbers fall to it. When one is lost with its process, the others begin anew in
 the next process and take their actions again, if the environment is exact; else they end with it.
@@ -34,8 +34,8 @@ TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
 class Hosted:
-    """The environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing when it cannot be
-    made."""
+    """Environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing if it cannot be
+    created."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
@@ -110,8 +110,8 @@ class Hosted:
         return failed(fault) if fault else result
 
     def examine(self, problem: Problem) -> None:
-        """Play an episode in which the policy says nothing. Raises DataError when it cannot begin, or when its reward
-        is outside the declared range; that it goes wrong later may be the fault of what was said."""
+        """Run an episode with empty actions. Raises DataError if it cannot begin or its reward is outside the declared
+        range; later failures may be caused by the empty actions."""
         owner = f"[environment] provider = {self.name!r}"
         try:
             episode = self.start(problem, 0)
@@ -129,8 +129,7 @@ class Hosted:
             raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
 
     def _lacks_metric(self, result: RewardResult) -> str:
-        """Return the fault that a graded episode has no ``correct_metric``, or "". Only the answer to a valid action of
-        OpenEnv has metrics, and the empty action of ``examine`` need not be one."""
+        """Return the fault that a graded episode has no ``correct_metric``, or ""."""
         name, known = self.section.correct_metric, {**result.components, **result.sample_metrics}
         if name is None or name in known or result.total_reward is None or self.section.provider == "openenv":
             return ""
@@ -175,7 +174,7 @@ class HostedEpisode:
         return Step(**{**value, "messages": tuple(value["messages"])})
 
     def result(self) -> RewardResult:
-        """Return the reward; the process forgets the episode. Raises EpisodeFailed."""
+        """Return the reward; the process then drops the episode. Raises EpisodeFailed."""
         value = self._repeatable("result", self.number)
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 

@@ -1,4 +1,4 @@
-"""The inside of a worker process that hosts an environment: it answers the jobs of ``environments.hosted``.
+"""Run inside a worker process that hosts an environment, and answer the jobs of ``environments.hosted``.
 
 Nothing of torch is imported, and nothing but what the environment itself needs: it may run under another Python.
 """
@@ -19,7 +19,8 @@ from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
-"""Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
+"""Most characters of all messages of one step. Models read a fraction of that; the rest would only cost
+tokenisation."""
 LOST = "lost"  # Value for an episode that began before this process was started
 
 
@@ -28,7 +29,7 @@ class Flooded(Exception):
 
 
 def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], Any]:
-    """Make the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
+    """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -36,7 +37,7 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 
 
 class Host:
-    """Environment and its episodes by number. Their methods may be async; all run on one event loop."""
+    """Environment and its episodes by number. Methods may be async; all run on one event loop."""
 
     def __init__(self, written: Callable[..., Any], arguments: Mapping[str, Any]):
         self._runner = asyncio.Runner()
@@ -49,7 +50,7 @@ class Host:
         }
 
     def __call__(self, job: tuple[Any, ...]) -> Any:
-        """Do a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
+        """Run a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
         return getattr(self, kind)(*arguments)
@@ -128,7 +129,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as JSON. Raises PluginError for other things, Flooded when they are too long."""
+    """Return messages as JSON values. Raises PluginError for other types, Flooded when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

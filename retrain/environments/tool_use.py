@@ -1,4 +1,4 @@
-"""Episodes in which the model calls tools: its calls are answered, and the first message without one ends them.
+"""Run episodes with tools: calls are answered, and the first message without a call ends the episode.
 
 Numbers of an episode are those of ``get_tool_metrics`` elsewhere, under ``tools/``: how many calls there were
 (``total_tool_calls``; one that could not be read, or names no tool, counts), how many failed (``tool_errors``), the
@@ -33,8 +33,7 @@ OURS = {
 
 
 class ToolUse:
-    """Tools for the policy. ``tools`` has names of ours, ``module:function`` or ``module:Class`` (looked up in
-    ``folders``, then as installed), and tables ``{"tool": <one of these>, …}`` with the settings of a class.
+    """Environment with tools for the policy.
 
     Raises PluginError for a tool that cannot be loaded or described. ``exact`` as the tools say of themselves.
     """
@@ -72,7 +71,7 @@ class ToolUse:
 
 @dataclass
 class ToolEpisode:
-    """One conversation with tools; ``close`` it, for the tools that hold something."""
+    """One conversation with tools; ``close`` releases tools that hold resources."""
 
     environment: ToolUse
     functions: Mapping[str, Callable[..., Any]]
@@ -86,7 +85,7 @@ class ToolEpisode:
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
-        """Return one message for each call, in their order; the episode is done when there is none."""
+        """Return one message for each call, in order; the episode is done if there is none."""
         calls = parse(action.text).found
         before = self.errors
         messages = tuple(self._answer(call) for call in calls)

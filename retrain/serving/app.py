@@ -1,4 +1,4 @@
-"""The routes: OpenAI's completions and chats, and vLLM's for adapters, as one ASGI application."""
+"""Route OpenAI's completions and chats, and vLLM's adapter management, as one ASGI application."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -24,7 +24,8 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """Return the application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
+    """Return the application. ``api_key`` is the required Bearer token; None accepts requests from this machine
+    only."""
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:
@@ -52,7 +53,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
 
 
 class Gate:
-    """Checks every request first: the key, or that it comes from this machine; that it is JSON; the body's size."""
+    """Checks every request before its handler: API key or local address, JSON, and size of the body."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int):
         self.app, self.api_key, self.max_body = app, api_key, max_body
@@ -126,7 +127,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 as long as the engine runs."""
+    """Return 200 while the engine runs."""
     return Response(status_code=503 if service.batcher.failure else 200)
 
 

@@ -1,4 +1,4 @@
-"""Continuous batching: one thread owns the engine and gives every generation the same few tokens at a time.
+"""Continuous batching: one thread owns the engine and decodes all generations in short pieces.
 
 A piece of ``PIECE_TOKENS`` is one call of ``LocalEngine.sample`` for all generations under way, whatever their adapter
 and sampling. Between two pieces others are admitted, what has ended or is not wanted any more leaves, and what was
@@ -25,17 +25,17 @@ from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
-"""Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call, on a GPU enough to
-pay for capturing the step anew."""
+"""Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
+amortise capturing the step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
 LANES_WASTE = 2.0
-"""Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
-the rows come to this multiple of them are decoded in a batch of their own."""
+"""Lanes of a decode batch have as many rows as the busiest one; adapters are decoded in separate batches if padding
+would raise the rows to this multiple."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generation is drawn, and what ends it besides the model's end tokens."""
+    """Sampling parameters of a generation, and its stop conditions besides the model's end tokens."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -48,14 +48,14 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Return whether tokens are drawn from less than the whole vocabulary."""
+        """True if tokens are drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What has come of a generation since the last piece. ``finish_reason`` None: it goes on; ``failed``: what has
-    ended it. ``stop_reason``: the text or token that has ended it, if the request named it."""
+    """Tokens of a generation since the last piece. ``finish_reason`` is None while it continues; ``failed`` is the
+    error that ended it. ``stop_reason`` is the requested stop text or token that ended it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -66,9 +66,9 @@ class Piece:
 
 @dataclass(eq=False)
 class Generation:
-    """One sequence to draw after ``prompt_ids``; ``stream`` names its random numbers. ``tell`` is called by the
-    engine's thread with every piece, the last of which has a ``finish_reason`` or has failed. ``deadline``: on
-    the clock of ``time.monotonic``."""
+    """One sequence to sample after ``prompt_ids``; ``stream`` identifies its random numbers. The engine's thread calls
+    ``tell`` with every piece; the last one has a ``finish_reason`` or has failed. ``deadline`` refers to
+    ``time.monotonic``."""
 
     served: Served
     prompt_ids: tuple[int, ...]
@@ -89,7 +89,7 @@ class Generation:
 
 
 class Batcher:
-    """The thread that owns the engine. ``max_waiting`` generations may wait."""
+    """Thread that owns the engine; at most ``max_waiting`` generations wait."""
 
     def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
@@ -110,7 +110,7 @@ class Batcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish what is there, then end."""
+        """Finish all generations, then stop."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -121,7 +121,8 @@ class Batcher:
         return len(self._active), len(self._waiting)
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue all of them. Raises Refusal: 400 for more than ever fit, 503 when too many wait or the server stops."""
+        """Queue generations, all or none. Raises Refusal: 400 if they can never fit, 503 when too many wait or the
+        server stops."""
         if len(generations) > self.max_waiting:
             raise Refusal(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
@@ -138,13 +139,13 @@ class Batcher:
         return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights)))
 
     def retire(self, ref: PolicyRef) -> None:
-        """Drop weights as soon as no generation uses them."""
+        """Free weights once no generation uses them."""
         with self._changed:
             self._retired.append(ref)
             self._changed.notify()
 
     def call(self, task: Callable[[], T]) -> Future[T]:
-        """Run ``task`` on the engine's thread, between two pieces."""
+        """Run ``task`` on the engine's thread between two pieces."""
         future: Future[T] = Future()
         with self._changed:
             if self._stopping or self.failure:
@@ -176,7 +177,7 @@ class Batcher:
                     future.set_exception(Refusal(500, "the engine has failed"))
 
     def _admit(self) -> bool:
-        """Wait until there is something to do, run the tasks and admit generations. Return False at the end."""
+        """Wait for work, run the tasks and admit generations. Return False when stopped."""
         with self._changed:
             while not (self._active or self._waiting or self._tasks or self._retired):
                 if self._stopping:
@@ -248,7 +249,7 @@ class Batcher:
             self._leave(ended)
 
     def _batches(self) -> list[list[Generation]]:
-        """Return the generations under way in batches whose lanes are about equally full."""
+        """Return the running generations in batches whose lanes are about equally full."""
         lanes: dict[PolicyRef, list[Generation]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
@@ -263,7 +264,7 @@ class Batcher:
         return batches
 
     def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
-        """Yield the engine's requests; generations that begin with the same prompt and are drawn alike share one."""
+        """Yield the engine's requests; generations with equal prompts and sampling share one."""
         alike: dict[Any, list[Generation]] = {}
         for each in batch:
             how = each.sampling
@@ -293,7 +294,7 @@ class Batcher:
             yield request, generations
 
     def _piece(self, generation: Generation, action: Action) -> Piece:
-        """Append an action to its generation and return the piece, cut where the generation ends."""
+        """Append an action to its generation and return the piece, truncated where the generation ends."""
         how, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
         reason: str | None = None
@@ -312,7 +313,7 @@ class Batcher:
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
 
     def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
-        """Return the stop that the new tokens complete, if any, and cut off what follows the token that does so."""
+        """Return the stop that the new tokens complete, if any, and remove the tokens after it."""
         decode = self.engine.base.text.decode
         text = decode(generation.token_ids)
         if not any(stop in text for stop in stops):

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations through the model's chat template, with tools and their calls."""
+"""Handle ``/v1/chat/completions``: conversations through the model's chat template, with tool calls."""
 
 import inspect
 import json
@@ -44,8 +44,8 @@ async def answer(service: Service, request: Request) -> Response:
 def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises
-    Refusal for messages or tools of a wrong form, and for what the template refuses."""
+    """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
+    Raises Refusal for malformed messages or tools, and for what the template rejects."""
     plain = [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
@@ -61,7 +61,7 @@ def rendered(
 
 
 def _message(message: Mapping[str, Any], where: str) -> Any:
-    """Return the message as templates take it: all text, the arguments of calls as JSON values."""
+    """Return the message as templates expect it: text content, arguments of calls as JSON values."""
     role = message.get("role")
     if role not in ROLES:
         raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")

@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts or token ids in, texts and token ids out."""
+"""Handle ``/v1/completions``: texts or token ids in, texts and token ids out."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from retrain.serving.tokens import encoded
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as the answer repeats it, with the log-probabilities of all tokens but the first."""
+    """Prompt as repeated in the answer, with the log-probabilities of all tokens but the first."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -137,7 +137,7 @@ async def _choice(
     offset: int = 0,
     first: bool = True,
 ) -> dict[str, Any]:
-    """Return a choice, or the part of one that ``piece`` is; ``drawn`` is all that there is of it so far."""
+    """Return a choice, or the streamed part ``piece`` of it; ``drawn`` holds everything sampled so far."""
     logprobs = None
     if body.logprobs is not None:
         token_ids, own = list(piece.token_ids), list[float | None](piece.logprobs)

@@ -1,4 +1,4 @@
-"""Request bodies, read strictly: every mistake is a ``Refusal`` that names the field; unknown fields are ignored.
+"""Validate request bodies strictly: every mistake is a ``Refusal`` that names the field; unknown fields are ignored.
 
 Fields are those of OpenAI's API and vLLM's additions. What would change the distribution and is not supported is
 refused, not ignored.
@@ -32,7 +32,7 @@ NOT_SUPPORTED = {
     "chat_template": [""],
     "continue_final_message": [False],
 }
-"""Fields that may be left out, or have a value that changes nothing."""
+"""Unsupported fields, with the values that have no effect and are accepted."""
 
 Model = TypeVar("Model", bound="Body")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -40,7 +40,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Body(BaseModel):
-    """A JSON object of known types; what is not known is ignored."""
+    """JSON object with strict types; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -119,7 +119,7 @@ class CompletionBody(Sampled):
             raise Refusal(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
 
     def prompts(self) -> list[Any]:
-        """Return the prompts: all of them texts, or all of them lists of token ids. Raises Refusal."""
+        """Return the prompts, either all texts or all lists of token ids. Raises Refusal."""
         given = [self.prompt] if isinstance(self.prompt, str) or _are_all(self.prompt, int) else self.prompt
         if _are_all(given, str) or (_are_all(given, list) and all(_are_all(each, int) or not each for each in given)):
             return given
@@ -127,7 +127,7 @@ class CompletionBody(Sampled):
 
 
 def _are_all(values: Any, kind: type) -> bool:
-    """Return whether this is a list with values, all of this very type (a bool is no int)."""
+    """Return whether this is a list whose values all have exactly this type (a bool is not an int)."""
     return isinstance(values, list) and bool(values) and all(type(each) is kind for each in values)
 
 
@@ -163,7 +163,7 @@ class ChatBody(Sampled):
 
 
 class LoadBody(Body):
-    """``/v1/load_lora_adapter``: a directory of this machine, or the files themselves, by name, in base64."""
+    """``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
 
     lora_name: Name
     lora_path: Name | None = None
@@ -194,7 +194,7 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Model], raw: bytes) -> Model:
-    """Return the body as this kind. Raises Refusal (400)."""
+    """Parse and validate a request body. Raises Refusal (400)."""
     try:
         content = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
@@ -217,7 +217,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def plain_text(text: str, param: str) -> str:
-    """Return the text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
+    """Return the text. Raises Refusal for text that tokenizers reject: half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

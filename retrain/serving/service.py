@@ -1,4 +1,4 @@
-"""What is served: a base, adapters over it, and the engine's thread."""
+"""Serve one base with adapters over it through the engine's thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_ADAPTERS = 256  # Adapters in memory at once
 MAX_QUEUE = 4096  # Generations that may wait
 TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
 MIN_BODY = 1 << 20
-"""Bytes that the body of a request may have with every model: room for several prompts and for the other fields."""
+"""Smallest limit of a request body in bytes, whatever the model: enough for several prompts and the other fields."""
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
 
@@ -50,7 +50,7 @@ class Drawn:
 
 
 class Service:
-    """A base with its lanes and engine, which it owns from here on; ``close`` ends it. ``name`` is the base's."""
+    """A base with its lanes and engine, which it owns until ``close``. ``name`` is the base's."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Service:
         self.batcher.publish(first.ref, first.weights).result()
 
     def close(self) -> None:
-        """Finish what is under way, then take everything off the base."""
+        """Finish running requests, then remove all adapters from the base."""
         self._encoder_thread.shutdown()
         self.batcher.stop()
         self._workers.close()
@@ -113,7 +113,7 @@ class Service:
         return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise Refusal (400) for a name that is taken."""
+        """Raise Refusal (400) for a name that is in use."""
         if name == self.name:
             raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
@@ -137,13 +137,13 @@ class Service:
         return published
 
     def unload(self, name: str) -> None:
-        """Serve it no longer; generations under way end with it. Raises Refusal (404)."""
+        """Stop serving the adapter; running generations end with it. Raises Refusal (404)."""
         if name == self.name or name not in self.served:
             raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
         self.batcher.retire(self.served.pop(name).ref)
 
     def find(self, name: str | None) -> Served:
-        """Return the base or adapter of this name; None is the base. Raises Refusal (404)."""
+        """Return the base or adapter with this name; None selects the base. Raises Refusal (404)."""
         served = self.served.get(self.name if name is None else name)
         if served is None:
             raise Refusal(404, f"The model `{str(name)[:200]}` does not exist.", "model")
@@ -164,19 +164,18 @@ class Service:
         )
 
     async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Return ``work(tokenizer)``, run in a thread of its own: a long text takes seconds, in which the event loop
+        """Return ``task(tokenizer)``, run in a separate thread: a long text takes seconds, in which the event loop
         answers other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, work, self._encoder)
 
     @property
     def max_body(self) -> int:
-        """Return the bytes of the longest request body that is read. Every prompt that fits into the context fits into
-        it: as many of the longest tokens as the context holds, each character escaped in JSON."""
+        """Largest accepted request body in bytes."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise Refusal (400) for a prompt that cannot be read, or leaves no room for so many tokens."""
+        """Raise Refusal (400) for an unusable prompt, or one that leaves fewer than ``max_tokens`` of the context."""
         if not prompt_ids:
             raise Refusal(400, "the prompt has no tokens", "prompt")
         longest, vocab_size = self.base.context_length, self.base.vocab_size
@@ -194,7 +193,7 @@ class Service:
     def begin(
         self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
     ) -> Drawing:
-        """Draw ``n`` generations after every prompt. Raises Refusal.
+        """Start ``n`` generations after every prompt. Raises Refusal.
 
         The random stream of a generation is a function of the seed, the prompt and the number of the sample. The seed
         alone would give every prompt the same noise, and a benchmark with one seed answers that depend on each other.
@@ -220,14 +219,14 @@ class Service:
     async def score(
         self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """Return ``scoring.score`` of these weights, run on the engine's thread."""
+        """Return ``scoring.score`` with these weights, computed on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
         )
 
 
 class Drawing:
-    """The generations of one request, and the pieces that come of them, each with its generation's number."""
+    """Generations of one request, and their pieces, each with its generation's number."""
 
     def __init__(self, served: Served):
         self.served = served
@@ -239,7 +238,7 @@ class Drawing:
             each.cancel()
 
     async def each(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
+        """Yield pieces until the last generation ends. Raises Refusal when one fails."""
         left = len(self.generations)
         try:
             while left:

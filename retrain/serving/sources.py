@@ -1,4 +1,4 @@
-"""What ``retrain serve`` is pointed at: a model, a run or adapter, a campaign, or the file of one."""
+"""Resolve the argument of ``retrain serve``: a model, a run or adapter, a campaign, or the file of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 
 @dataclass(frozen=True)
 class Sources:
-    """A base, as a configuration names it, and adapters over it by name. ``notes``: what a person should know."""
+    """A base, as a configuration names it, and adapters over it by name. ``notes`` are messages for the user."""
 
     config: Config
     name: str
@@ -24,8 +24,8 @@ class Sources:
 
 
 def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
-    """Return what there is to serve. ``more``: further adapters, each NAME=DIR; ``base`` replaces the one that adapters
-    name.
+    """Return the base and adapters to serve. ``more`` are further adapters, each NAME=DIR; ``base`` replaces the base
+    that adapters name. Raises UsageError for a target that cannot be served and for repeated names.
 
     Raises UsageError for what is nothing that can be served, and for names that are given twice.
     """
@@ -69,7 +69,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
-    """Return the finished runs of a campaign, or the run that it is."""
+    """Return the finished runs of a campaign, or the single run that it is."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
     if not paths:
@@ -78,7 +78,7 @@ def _runs(campaign: Path) -> list[tuple[str, Path]]:
 
 
 def _name_of(directory: Path) -> str:
-    """Return the name of the run that an adapter's directory belongs to."""
+    """Return the name of the run that contains the adapter's directory."""
     folder = directory.resolve()
     if not (folder / ADAPTER_CONFIG).is_file():
         find_adapter(directory)
@@ -87,5 +87,5 @@ def _name_of(directory: Path) -> str:
 
 
 def _model_name(model: str) -> str:
-    """Return a hub's or bundled model's name as it is, and of a directory its name."""
+    """Return the name of a hub or bundled model, or the directory name of a local one."""
     return bundled_name(model) or (Path(model).name if Path(model).is_dir() else model)

@@ -1,4 +1,4 @@
-"""Answers whose reader may leave: what is drawn for nobody is given up."""
+"""Cancel generations whose client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ClientDisconnect, with the work cancelled, if the client leaves first."""
+    """Return the result of ``task``; cancel it and raise ClientDisconnect if the client leaves first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -35,7 +35,7 @@ async def _gone(request: Request) -> None:
 
 
 class Events(StreamingResponse):
-    """Server-sent events of a drawing, which is given up when they are not all read."""
+    """Server-sent events of a drawing, which is cancelled when the client stops reading."""
 
     def __init__(self, drawing: Drawing, chunks: AsyncIterator[dict[str, Any]]):
         self._drawing = drawing

@@ -1,4 +1,4 @@
-"""The text of a generation as it grows: only what no later token can change is said."""
+"""Decode a growing generation; emit only text that later tokens cannot change."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 class Writer:
-    """Decodes tokens piece by piece. ``stops``: texts that end it; the possible beginning of one is held back, and none
-    is returned, unless ``keep_stop``."""
+    """Decodes tokens piece by piece. ``stops``: texts that end the generation; a possible beginning of one is held
+    back, and none is returned unless ``keep_stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False):
         self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop
@@ -18,7 +18,7 @@ class Writer:
         self._said = 0
 
     def add(self, token_ids: Sequence[int], stop_reason: int | str | None = None, last: bool = False) -> str:
-        """Return text that is new and certain; all of the rest with the ``last`` tokens."""
+        """Return the text that has become certain; with ``last``, all remaining text."""
         self._token_ids += token_ids
         shown = self._token_ids
         if last and isinstance(stop_reason, int) and not self._keep_stop:

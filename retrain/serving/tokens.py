@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""Handle ``/tokenize`` and ``/detokenize``."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def _tokens(tokenizer: Any, body: TokenizeBody, context: int) -> Response:
 
 
 def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    """Return the token ids of a text. Raises Refusal for text that no tokenizer takes."""
+    """Return the token ids of a text. Raises Refusal for text that the tokenizer rejects."""
     plain_text(text, "prompt")
     return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 

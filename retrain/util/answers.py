@@ -1,4 +1,4 @@
-r"""Answers in texts: what a completion marks as its answer, what a data set's column holds, and when two are equal.
+r"""Extract answers from completions and data columns, and compare them.
 
 A completion's answer is its last ``\boxed{…}``, or its last line ``#### …`` where the problem's own solution ends in
 one (as GSM8K's do). Every function is linear in the length of its text: a policy under optimisation may write 1 MB of
@@ -131,7 +131,7 @@ def same_text(answer: str | None, reference: str) -> bool:
 
 
 def verdict_by_text(reference: str, answer: str) -> bool | None:
-    """Return whether two mathematical expressions are equal where their texts alone decide it, else None."""
+    """Return whether two mathematical expressions are equal if their texts alone decide it, else None."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):

@@ -56,7 +56,8 @@ class Mirror:
             self._write_index(index["files"])
 
     def push(self) -> None:
-        """Upload what has changed. Raises LeaseLost when another process has claimed the copy, StorageError."""
+        """Upload changed files. Raises LeaseLost when another process has claimed the copy, StorageError for
+        failures."""
         with self._storage_errors():
             if self.index()["token"] != self.token:
                 raise LeaseLost(f"another process writes {self.url} now: this one stops without writing there")
@@ -129,7 +130,7 @@ class Mirror:
                     yield from self._groups(path) if path.is_dir() else [[(place / path.name).as_posix()]]
 
     def _facts(self, names: list[str]) -> dict[str, list[int]]:
-        """Return size and modification time of each file; nothing when one of them has been removed."""
+        """Return size and modification time (ns) of each file; {} when one of them has been removed."""
         try:
             status = [(self.directory / name).stat() for name in names]
         except FileNotFoundError:
@@ -163,8 +164,8 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread, every ``period`` seconds and at the end, where it is tried again after each of ``pauses``.
-    Calls ``lost`` when another process has claimed the copy. Raises RetrainError when the last upload fails."""
+    """Upload in a thread, every ``period`` seconds and at the end; the last upload is retried after each of ``pauses``
+    (seconds)."""
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

@@ -1,4 +1,4 @@
-"""The session of a process with a directory: its lease, and how it is asked to stop.
+"""Lease of a process on the directory that it writes, and requests to stop.
 
 One process at a time writes a directory, also where file locks do not work. A file lock ends with the process that
 holds it, however it dies, but network file systems may grant it to two machines. So the owner also writes a lease,
@@ -31,15 +31,15 @@ LOOK_SECONDS = 0.2
 REPLACE_SECONDS = 0.05
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
-"""How long a lease from another machine must stand still before its owner counts as dead: four beats."""
+"""Seconds that a lease from another machine must stay unchanged before its owner counts as dead: four heartbeats."""
 ECHO_SECONDS = 3.0
-"""torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""
+"""torchrun forwards a Ctrl-C that the terminal has already sent; signals within so many seconds count as one."""
 ABANDON_SECONDS = 8.0
-"""After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
+"""Seconds after a second signal within which the process exits, whatever it is doing."""
 
 
 class DirectoryIdentity:
-    """The directory that this process has begun to write.
+    """Identity of the directory that this process writes.
 
     The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
     moved, copied or restored can be resumed, while a process that began before the move does not write into what has
@@ -51,7 +51,7 @@ class DirectoryIdentity:
         self._mark, self._inode = self._read_mark(), _inode_of(directory)
 
     def check(self) -> None:
-        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
+        """Raise StorageError if the directory has vanished, LeaseLost if another directory has replaced it."""
         try:
             inode = _inode_of(self.directory)
         except FileNotFoundError as error:
@@ -74,7 +74,7 @@ class DirectoryIdentity:
             )
 
     def _read_mark(self) -> object:
-        """Return the content of the directory's mark. It is constant while this process may write here."""
+        """Return the content of the directory's mark, which stays constant while this process may write here."""
         path = self.directory / MARK
         try:
             return None if path.is_symlink() else read_json_if_present(path)
@@ -88,9 +88,7 @@ def _inode_of(directory: Path) -> tuple[int, int]:
 
 
 class DirectoryLock:
-    """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds. The
-    directory gets the mark of ``owner``, of a new one without; NotOurs is raised where it is somebody else's (see
-    ``retrain.ownership``).
+    """Lock of a directory for one process: a file lock, and a lease that is renewed every few seconds.
 
     ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which happens
     to a process that was suspended, or whose directory was moved. The lock file names the process that took the lease
@@ -136,11 +134,11 @@ class DirectoryLock:
         os.close(self._file)
 
     def lose(self) -> None:
-        """Another process has been found to have the directory, or a copy of it."""
+        """Record that another process owns the directory, or its copy."""
         self.lost = True
 
     def check(self) -> None:
-        """Raise LeaseLost when this process does not own the directory any more, StorageError when it cannot tell."""
+        """Raise LeaseLost when another process owns the directory, StorageError when that cannot be read."""
         if self.lost:
             raise LeaseLost(f"another process has taken over {self.directory}: this process stops without writing")
         if self._identity is not None:
@@ -234,7 +232,7 @@ class DirectoryLock:
         )
 
     def _renew(self) -> None:
-        """Renew the lease until the end; stop when it belongs to another."""
+        """Renew the lease until closed; stop when another process has taken it."""
         while not self._ended.wait(self.beat):
             try:
                 self.check()
@@ -248,8 +246,8 @@ class DirectoryLock:
 def wait_for_writers(
     directories: Sequence[Path], message: Callable[[str], None] = lambda text: None, watch: float = WATCH_SECONDS
 ) -> None:
-    """Return once nobody has a lease of any of these directories: workers whose campaign has ended end after their
-    step, and one on another machine counts as dead when its lease has stood still for ``watch`` seconds."""
+    """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
+    worker on another machine counts as dead when its lease has not changed for ``watch`` seconds."""
     seen: dict[Path, tuple[Any, float]] = {}
     told = False
     while True:
@@ -274,7 +272,7 @@ def wait_for_writers(
 
 @contextmanager
 def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, DirectoryLock]]:
-    """Hold the leases of directories, each with the owner that its mark gets, from when nobody writes them any more."""
+    """Hold the leases of directories, each marked with its owner, after waiting for earlier writers."""
     while True:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
@@ -290,8 +288,8 @@ def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, Direc
 
 
 class LeaseWatch:
-    """Watches whether the process that holds a directory's lease lives: on this machine by its process id, else by
-    whether the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
+    """Watches whether the holder of a directory's lease lives: on this machine by its process id, else by whether the
+    lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
 
     def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
         self.directory, self.patience = directory, patience
@@ -313,19 +311,19 @@ class LeaseWatch:
 
 
 def lease_of(directory: Path) -> dict[str, Any] | None:
-    """Return the content of a directory's lease, or None where there is none. Raises NotReadable."""
+    """Return the content of a directory's lease; None if there is none. Raises NotReadable."""
     lease = read_json_if_present(directory / LEASE)
     return lease if isinstance(lease, dict) else None
 
 
 def _last_holder(lock: Path) -> dict[str, Any]:
-    """Return the process that the lock file names; empty where it names none."""
+    """Return the process that the lock file names; {} if it names none."""
     holder = read_json_if_present(lock)
     return holder if isinstance(holder, dict) and "token" in holder else {}
 
 
 def is_here(lease: dict[str, Any]) -> bool:
-    """Return whether the owner is a process of this machine, so that it can be looked for."""
+    """Return whether the owner is a process of this machine, so that its process id can be checked."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 
@@ -335,8 +333,8 @@ def _runs_here(lease: dict[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """How the program ends after a signal: with which exit status, which reason in the manifest, and whether a second
-    signal ends it at once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
+    """How the program ends after a signal: exit status, reason in the manifest, and whether a second signal ends it at
+    once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
 
     status: int
     reason: str
@@ -351,8 +349,8 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Request of the user, or of whoever preempts this machine, for an end. The first SIGINT, SIGTERM or SIGHUP
-    asks for one after the step, the second ends the process within seconds.
+    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops after the step, the
+    second one within seconds.
 
     A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
     be in the middle of a write that must not be begun again. So a thread also hears of every signal (through the wakeup
@@ -365,15 +363,14 @@ class StopRequest:
         self.signal: signal.Signals | None = None  # First signal received, if any
 
     def is_due(self) -> bool:
-        """Return whether to end after the steps under way. Raises LeaseLost when the directory is another process's
-        now."""
+        """Return whether to stop after the current steps. Raises LeaseLost when another process owns the directory."""
         if self.lock is not None:
             self.lock.check()
         return self.signal is not None
 
     @contextmanager
     def listening(self, message: Callable[[str, str], None]) -> Iterator[StopRequest]:
-        """Handle the signals while inside (only the main thread may); one that is ignored stays so, as nohup wants."""
+        """Handle signals within the context (main thread only); ignored signals stay ignored, as nohup requires."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -1,4 +1,4 @@
-"""The executor of a Ray cluster: Ray places an actor for each worker, and beside the actor runs the worker's process.
+"""Run workers in a Ray cluster: Ray places an actor for each worker, which starts the worker's process on its node.
 
 The actor computes nothing: on its node it starts the worker's program and watches it. So Ray's own libraries stay out
 of the worker, and Ray's restart is of use: an actor whose node is lost begins elsewhere, and starts another worker
@@ -61,7 +61,7 @@ class WorkerHost:
         self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
 
     def run(self, request: WorkerRequest) -> str:
-        """Start the worker, and wait until it has ended; return why it could not be started, "" else."""
+        """Start the worker and wait until it ends; return why it could not be started, or ""."""
         ray = ray_module()
         directory, node = Path(request.cwd, request.directory), ray.util.get_node_ip_address()
         if not sees(directory, request.owner):
@@ -105,8 +105,8 @@ class WorkerActor:
 
 
 class RayExecutor:
-    """Starts an actor with ``gpus`` and ``cpus`` for each worker. With ``ours`` it opened the connection to the cluster
-    itself, and closes it."""
+    """Starts an actor with ``gpus`` and ``cpus`` for each worker. With ``ours`` it opened the connection to the
+    cluster, and closes it."""
 
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
         self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
@@ -115,7 +115,7 @@ class RayExecutor:
 
     @cached_property
     def owner(self) -> str:
-        """The id in the mark of the campaign's directory."""
+        """Id in the mark of the campaign's directory."""
         return claim(self.plan.directory).id
 
     def has_gpu(self) -> bool:
@@ -161,7 +161,7 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        """Return a message, the first time that a worker has waited long for resources of the cluster."""
+        """Return a message when a worker has waited long for resources, once per worker."""
         now, ray = time.monotonic(), ray_module()
         if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []
@@ -192,7 +192,7 @@ class RayExecutor:
             ray.shutdown()
 
     def _remove(self, slot: int) -> None:
-        """Let go of a slot's actor, also of one that an earlier controller has made."""
+        """Remove a slot's actor, including one that an earlier controller created."""
         ray = ray_module()
         self._actors.pop(slot, None)
         with suppress(ValueError, ray.exceptions.RayError):
@@ -266,7 +266,7 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
-    """Return how many workers fit on a node, with GPUs or without."""
+    """Return the number of workers that fit on a node, with GPUs or without."""
     room = int(node.get("CPU", 0)) // config.ray.cpus
     if not gpus:
         return room
@@ -276,8 +276,8 @@ def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
 
 
 def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
-    """Return what the servers to be launched leave free on each node, or None if one of them does not fit. A server is
-    counted on the node with most room."""
+    """Return the resources that launched servers leave on each node, or None if a server fits on none. A server is
+    counted on the node with the most free resources."""
     left, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}

@@ -1,4 +1,4 @@
-"""Ray itself, and the connection to a cluster: with what its nodes get of this code."""
+"""Connect to a Ray cluster, and send this code to its nodes."""
 
 import importlib
 import logging
@@ -18,14 +18,14 @@ from retrain.ownership import owner_of
 
 ANSWER_SECONDS = 10.0
 SHARED_SECONDS = 15.0
-"""Seconds that a node may take to see the campaign's directory: network file systems cache directory entries."""
+"""Seconds within which a node must see the campaign's directory: network file systems cache directory entries."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set in processes of `ray job submit`, whose runtime_env takes precedence
 LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
 """Patterns of files beside the campaign's file that are not sent to other machines."""
 
 
 def ray_module() -> Any:
-    """Ray, with nothing of it on standard output, and no report to its makers. Raises MissingExtra without it."""
+    """Import Ray, with its output to standard output and its usage reports switched off. Raises MissingExtra."""
     if not is_installed("ray"):
         raise missing('[campaign] executor = "ray"', "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -49,8 +49,8 @@ def connect(config: Config, folder: Path) -> None:
 
 
 def _found(address: str) -> str:
-    """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``,
-    where Ray itself would retry for minutes."""
+    """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``; Ray
+    itself would retry for minutes."""
     advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
     try:
         where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)

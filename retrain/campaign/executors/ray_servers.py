@@ -1,4 +1,4 @@
-"""The servers of ``[inference] launch`` in a Ray cluster: Ray finds a node for each, and brings it back elsewhere.
+"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them on other nodes when theirs is lost.
 
 An actor starts the server's process on its node, as ``engines.server.launch`` does here: watched, asked whether it
 answers, started again when it dies or hangs, ended with the actor. The controller asks the actors how they are; one
@@ -42,7 +42,7 @@ class ServerRequest:
 
 
 class ServerHost:
-    """Runs a server on this node and says how it is; what Ray makes an actor of."""
+    """Runs a server on its node and reports its state; Ray makes it an actor."""
 
     def __init__(self, request: ServerRequest):
         self.said: list[tuple[str, str]] = []
@@ -54,8 +54,8 @@ class ServerHost:
             self.fault = str(error).removeprefix(PREFIX)
 
     def look(self) -> dict[str, Any]:
-        """Return where it listens (``url``), for how many seconds it has answered (``answered_s``), its messages since
-        the last call (``said``), and why it ``gave_up``, if it has."""
+        """Return the server's address (``url``), for how many seconds it has answered (``answered_s``), its messages
+        since the last call (``said``), and why it ``gave_up``, if it has."""
         said, self.said = self.said, []
         if (server := self.server) is None:
             return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": said}
@@ -89,7 +89,7 @@ class ServerHost:
 
 @dataclass(eq=False)
 class ServerSlot:
-    """One server of the fleet: its actor, the question that waits for an answer, and what was answered last."""
+    """One server of the fleet: its actor, the pending status request, and the last status."""
 
     number: int
     name: str  # Prefix of its file names
@@ -104,7 +104,7 @@ class ServerSlot:
 
 
 class RayFleet:
-    """See ``Fleet``: ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
+    """``Fleet`` of ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
 
     def __init__(self, plan: Plan, gpus: float, tell: Tell):
         config = plan.specs[0].config
@@ -127,7 +127,7 @@ class RayFleet:
         return self._places[0].gave_up if all(place.gave_up for place in self._places) else ""
 
     def listen(self, hear: Hear) -> None:
-        """See ``Fleet.listen``: whoever keeps this asks for the addresses."""
+        """Register the function that receives messages; the caller polls ``urls``, as in ``Fleet.listen``."""
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -170,7 +170,7 @@ class RayFleet:
                 self._say_waits(place)
 
     def _hear(self, place: ServerSlot) -> None:
-        """Take an answer, or find that there will be none."""
+        """Process a status reply, or find that the actor is lost."""
         ray = ray_module()
         try:
             answer = ray.get(place.question)
@@ -195,7 +195,8 @@ class RayFleet:
         place.question = place.actor.look.remote()
 
     def _give_up(self, place: ServerSlot, why: str) -> None:
-        """It is not started again, which is said where others go on; where none does, whoever waits for one says it."""
+        """Stop restarting a server, and report that while others continue. If none does, the waiting caller reports
+        it."""
         place.url, place.question, place.gave_up = "", None, why
         if not self.gave_up:
             self.tell(f"server {place.number} is given up: {why}", "warning")
@@ -210,7 +211,7 @@ class RayFleet:
         self._begin(place)
 
     def _say_waits(self, place: ServerSlot) -> None:
-        """Once, that there is no room for a server."""
+        """Report once that the cluster has no room for a server."""
         waits = place.question is not None and not place.url
         if waits and not place.told and time.monotonic() - place.waits_since > ROOM_SECONDS:
             place.told = True
@@ -220,6 +221,6 @@ class RayFleet:
 
 
 def _host(ray: ModuleType) -> str:
-    """Return the address on which a server listens: the loopback address where all nodes are on this machine."""
+    """Return the address at which a server listens: the loopback address if all nodes are on this machine."""
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

@@ -1,4 +1,4 @@
-"""The executor of workers that are tasks of a Slurm job array.
+"""Run workers as tasks of a Slurm job array.
 
 One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
 ``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker is waited for; one that ended after it had
@@ -40,15 +40,15 @@ WAITING = {"PENDING", "REQUEUED"}
 ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
-"""States after which a task does not come back by itself."""
+"""States of a task that Slurm does not requeue."""
 RECORD = "slurm_jobs.json"
 COMMAND_SECONDS = 60.0
 
 
 @dataclass(eq=False)
 class SlurmTask:
-    """Newest task of a slot. ``job``: its id in Slurm; ``before``: number of the slot's newest process when it was
-    submitted; ``process``: set when it runs on this machine without Slurm."""
+    """Newest task of a slot. ``job`` is its id in Slurm, ``before`` the number of the slot's newest process at
+    submission, ``process`` the local process with ``cluster = "local"``."""
 
     job: str
     log: Path
@@ -57,7 +57,7 @@ class SlurmTask:
 
 
 class Slurm:
-    """Starts workers as tasks of a job array. ``cores``: of this machine, shared out when ``cluster = "local"``."""
+    """Starts workers as tasks of a job array. ``cores`` of this machine are shared out with ``cluster = "local"``."""
 
     def __init__(self, plan: Plan, cores: int):
         self.plan, self.config, self.directory = plan, plan.specs[0].config, plan.directory
@@ -74,8 +74,8 @@ class Slurm:
         return self.config.backend.devices != "cpu"
 
     def start(self, slots: Sequence[int]) -> None:
-        """Submit workers for these slots, on the first call for all of them as one array. Raises UsageError when Slurm
-        rejects the job."""
+        """Submit workers for these slots; the first call submits one array for all of them. Raises UsageError when
+        Slurm rejects the job."""
         if not self._begun:
             self._cancel_leftovers()
             living = [slot for slot in range(1, self.slots + 1) if slot not in slots]
@@ -151,7 +151,7 @@ class Slurm:
             self._command("scancel", task.job)
 
     def close(self) -> None:
-        """Cancel the tasks that still wait in the queue."""
+        """Cancel the tasks that are still queued."""
         jobs = [task.job for task in self._tasks.values()]
         if self.is_slurm:
             self._cancel_leftovers()
@@ -220,7 +220,7 @@ class Slurm:
         write_json(self.directory / WORKERS / RECORD, {"jobs": jobs, "closed": closed})
 
     def _cancel_leftovers(self) -> None:
-        """Cancel the waiting tasks of this campaign, including those of an earlier controller."""
+        """Cancel queued tasks of this campaign, including those of an earlier controller."""
         record: dict[str, Any] = read_json_if_present(self.directory / WORKERS / RECORD) or {}
         if self.is_slurm and record.get("jobs") and not record.get("closed"):
             self._command("scancel", "--state=PENDING", *record["jobs"].values())
@@ -244,7 +244,7 @@ def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
 
 
 def sbatch_options(config: Config, name: str, slots: Sequence[int], log: str) -> list[str]:
-    """Return the options of sbatch for workers of this campaign, as the script has them."""
+    """Return the options of sbatch for workers of this campaign, as lines of the script."""
     slurm, gpus = config.slurm, config.gpus_per_worker
     own_gpu = config.backend.devices != "cpu" and not any(option in slurm.extra for option in GPU_OPTIONS)
     options: dict[str, str | int | bool | None] = {

@@ -1,4 +1,4 @@
-"""The executors that train in workers, and on which devices these compute."""
+"""Select the executor of a plan, and the devices of its workers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,8 +17,7 @@ from retrain.records.environment import usable_cpus
 
 
 def slots_of(config: Config) -> list[WorkerDevice]:
-    """Return a device for each worker: GPUs, a share of one, or an equal share of this machine's cores and
-    memory."""
+    """Return the device of each worker: GPUs, a share of one, or an equal share of this machine's cores and memory."""
     asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
     cores = usable_cpus() or 1
     size = config.gpus_per_worker
@@ -91,4 +90,4 @@ EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
     "ray": ray_workers,
     "slurm": lambda plan: slurm_workers(plan, usable_cpus() or 1),
 }
-"""Who starts the workers of a campaign, by the executor's name in the file."""
+"""Constructors of the executors that start workers, by the executor's name in the file."""

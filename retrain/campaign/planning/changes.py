@@ -1,4 +1,4 @@
-"""What a continued run would do otherwise than before: every difference has a name, and a person decides.
+"""Compare a continued run with its records; a person approves every difference.
 
 Compared is what a run directory recorded with what is there now: the resolved configuration, retrain's own code and
 that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
@@ -17,13 +17,14 @@ from retrain.records.schema.layout import CONFIG
 from retrain.training.inputs import change_line
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
-"""Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
+"""Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code."""
 MISSING = "(not recorded)"
 
 
 @dataclass
 class Approval:
-    """Decides about differences: accepted beforehand, asked about, or refused.
+    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to a person and
+    returns the answer; None if nobody can be asked. ``tell`` receives accepted lines.
 
     ``ask`` shows lines to a person and returns the answer; None when nobody is there. ``tell`` gets the lines that
     were accepted.
@@ -35,7 +36,7 @@ class Approval:
     accepted: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, changes: Sequence[str]) -> None:
-        """Return when all ``changes`` are accepted. Raises UsageError, which names them, when they are not."""
+        """Return if all ``changes`` are accepted. Raises UsageError, which lists them, if they are not."""
         new = [line for line in dict.fromkeys(changes) if line not in self.accepted]
         if not new:
             return
@@ -51,7 +52,8 @@ class Approval:
 
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
-    """Differences in retrain's code, plug-ins and packages between what a run recorded and now.
+    """Return the differences between a run's recorded code, plug-ins and packages and the present ones. A run with
+    checkpoints but without such records yields a line that says so.
 
     A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
     """
@@ -83,8 +85,8 @@ def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
 def settings_changes(
     specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """What the configuration says otherwise of runs that are there already: (lines to ask about, lines about more
-    steps).
+    """Return changed settings of existing runs: (lines to approve, lines about additional steps). ``old`` are resolved
+    configurations and ``entries`` the manifest's, both by run id.
 
     ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps are no matter of
     acceptance: asking for them is what the change is for. Raises UsageError for a change that cannot be made: fewer

@@ -1,4 +1,4 @@
-"""A file's plan: which runs there are (conditions × seeds, each with its resolved configuration), and where they go.
+"""Plan a file: its runs (conditions × seeds, each with its resolved configuration) and their directories.
 
 A file goes one way: ``load``, then ``Plan.of``, ``check``, ``execute``; each is done once and hands its result on.
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
+"""Most runs of a cohort with ``lanes = "auto"``: larger batches gain little speed (``benchmarks/decode.py``)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained, and where: all that is worked out of a file, or of a directory's ``plan.json``.
+    """Resolved file, or ``plan.json`` of a directory: the runs and their directories.
 
     ``directory`` is written to; ``folder`` is that of the TOML file, where relative paths to data and modules are
     looked up first. ``source`` is the file as it was read, None for a directory that is continued from its own plan;
@@ -58,7 +58,7 @@ class Plan:
 
     @classmethod
     def of(cls, loaded: Loaded, out: Path | None = None, registry: str = "") -> Plan:
-        """The plan of a file. Raises ConfigError when a run's configuration does not hold."""
+        """Return the plan of a file. Raises ConfigError when a run's configuration is invalid."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
-    """The runs of a campaign in the order in which they start, or the one run of a file without [campaign].
+    """Return the runs of a campaign in the order in which they start, or the one run of a file without [campaign].
 
     Raises ConfigError when a run's configuration does not hold.
     """
@@ -95,7 +95,7 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
 
 
 def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
-    """The run's configuration with nothing left to be worked out."""
+    """Return the run's configuration with every value resolved."""
     run = Config.model_validate(assemble(config.model_dump(), condition, seed))
     data = without_unused(run)
     training, logging = data["training"], data["logging"]
@@ -117,7 +117,8 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
+    """Return consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only with
+    ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []
@@ -130,23 +131,24 @@ def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> 
 
 
 def base_key(spec: RunSpec) -> str:
-    """Runs with the same text here can share one base model, its wrapped layers and the held-out problems."""
+    """Return a key that is equal for runs that can share one base model, its wrapped layers and the held-out
+    problems."""
     sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
     return repr((sampled, spec.config.held_out))
 
 
 def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
-    """Return the seeds of a plan that train before its interim analysis, empty without one; with a number of lanes,
-    cohorts are cut without regard to it."""
+    """Return the seeds that train before the interim analysis; empty without one, and with a fixed number of lanes,
+    which ignores it."""
     campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
     count = interim_seeds(len(seeds)) if len({spec.label for spec in specs}) > 1 else None
     return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []
 
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
-    """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches, and makes as
-    many cohorts as there are ``slots`` to train them side by side: of fewer seeds each, and where there are not even as
-    many seeds, of equal parts of a seed."""
+    """Return the number of runs that step together. ``auto`` keeps whole seeds together, so that pairs share their
+    batches, and makes at least as many cohorts as ``slots``: with fewer seeds each, or, with fewer seeds than slots,
+    equal parts of a seed."""
     asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
@@ -159,8 +161,9 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
 
 
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
-    """The runs of a cohort in cohorts of which each fits into memory, whole seeds together where possible, so that
-    pairs share batches. ``fitting`` runs fit together, and ``reason`` says why no more.
+    """Split a cohort so that each part fits into memory, with whole seeds together where possible, so that pairs share
+    batches. ``fitting`` runs fit together; ``reason`` says why no more do. Raises UsageError when the file fixes the
+    number of lanes, or when no run fits.
 
     Raises UsageError when the file fixes the number of lanes, or not even one run fits.
     """
@@ -177,8 +180,8 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
 def cut(
     specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None, first: Collection[int] = ()
 ) -> list[list[RunSpec]]:
-    """These runs in cohorts, for so many ``slots``; ``lanes`` where it is known how many fit together. No cohort has
-    both seeds before the interim analysis, ``first``, and later ones."""
+    """Return these runs in cohorts for ``slots`` workers; ``lanes`` is the number that fits together, if known. No
+    cohort mixes seeds before the interim analysis, ``first``, with later ones."""
     if not specs:
         return []
     lanes = lanes or lane_count(specs, on_gpu, slots)

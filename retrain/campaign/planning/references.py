@@ -1,5 +1,5 @@
-"""What can be known to be wrong before anything is loaded: packages, code of the user's own, a model that lies on this
-machine, with its layers, and problems, that a file refers to; and places that are not free to write to.
+"""Check what a file refers to before anything is loaded: packages, the user's code, model files, layers and problems;
+and whether output paths are free.
 
 Nothing of torch is imported here; what the user's modules import is theirs.
 """
@@ -43,9 +43,8 @@ NOBODY = Owner("")
 
 
 def check(plan: Plan, places: bool = True) -> Plan:
-    """The plan, once all that can be known before anything is loaded has been looked at: the packages, code, rewards,
-    model and problems that a file refers to; with ``places`` whether what it would write to is free or its own. Raises
-    ConfigError, NotOurs or UsageError."""
+    """Return the plan after checking packages, code, rewards, model and problems that its file refers to, and with
+    ``places`` also the output paths. Raises ConfigError, NotOurs or UsageError."""
     if plan.source is not None:
         rewards = custom_rewards(plan)
         problems = [*_problems(plan, plan.source, rewards), *data_problems(plan, plan.source, rewards)]
@@ -59,8 +58,8 @@ def check(plan: Plan, places: bool = True) -> Plan:
 
 
 def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Problem]:
-    """One for each package, function, class, model and layer that the file names and that cannot be used; and token
-    credit that a backend would flatten."""
+    """Yield a problem for each unusable package, function, class, model and layer that the file names, and for token
+    credit that the backend would ignore."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
@@ -92,7 +91,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Pr
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """(key, its value, module) for every optional package that a run needs and that is not installed."""
+    """Yield (key, its value, module) for every optional package that a run needs and that is not installed."""
     logging = config.logging
     wanted: list[tuple[str, Any, str]] = []
     for key, source in sources_of(config).items():
@@ -122,8 +121,8 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
 
 
 def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the model's files (names, sizes and headers only); for sound files, target modules that
-    it lacks and completion lengths and ranks that exceed its sizes."""
+    """Yield faults of the model's files (names, sizes and headers only); if there are none, missing target modules, and
+    completion lengths and ranks that exceed the model's sizes."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -153,7 +152,8 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
 
 
 def completion_lengths(config: Config) -> list[tuple[str, int]]:
-    """Return the keys that limit the length of completions, with their values in tokens.
+    """Return the keys that limit the length of completions, with their values in tokens. Empty for environments of
+    several turns, which truncate the last completion to the remaining context.
 
     Empty for environments of several turns, which cut the last completion to what is left of the context.
     """
@@ -170,8 +170,8 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
 
 
 class CustomCode(NamedTuple):
-    """What a worker says of the functions of a reward of type ``custom``: the columns of the data that they cannot do
-    without, or the fault that keeps them from being used."""
+    """Report of a worker on a custom reward's functions: required data columns, or the fault that makes them
+    unusable."""
 
     columns: tuple[str, ...] = ()
     fault: str = ""
@@ -181,7 +181,7 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:
-    """Load the functions of all custom rewards of a plan, each once, in a worker process as training does: the user's
+    """Load the functions of all custom rewards of a plan, each once, in a worker process as in training: the user's
     module is never imported here."""
     from retrain.rewards.custom import CustomReward
 
@@ -205,9 +205,9 @@ def _code_of(part: Grader) -> str:
 
 
 def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingProxyType({})) -> list[Problem]:
-    """What is wrong with the problems that the file names, and with columns that ``rewards`` need: of files and
-    directories everything, their prompts' lengths if the model's tokenizer is on this machine; of functions and of the
-    hub's data sets nothing, they are read when training starts."""
+    """Return the faults of the file's problems and of columns that ``rewards`` need. Files and directories are read,
+    and prompts measured if the model's tokenizer is local; functions and hub data sets are read only when training
+    starts."""
     problems: dict[str, Problem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
@@ -223,7 +223,7 @@ def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingPr
 
 
 def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
-    """What keeps the environment or the tools from being started, or what is wrong with the environment's problems."""
+    """Return why the environment or tools cannot be started, or the fault of the environment's problems."""
     section = config.environment
     if not section.hosted:
         return None
@@ -262,7 +262,7 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
 
 
 def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
-    """A column that a reward function names and the data do not have."""
+    """Return a problem if a reward function names a column that the data lack."""
     for table, part in config.graders:
         columns = rewards.get(_code_of(part), CustomCode()).columns if part.type == "custom" else ()
         if fault := missing_column(columns, data, config):
@@ -272,7 +272,8 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
 
 
 def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
-    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it.
+    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it. Returns
+    None if the tokenizer is not local: training then measures prompts before it loads weights.
 
     Returns None if the tokenizer is not on this machine: training then measures prompts before it loads weights.
     """
@@ -294,7 +295,7 @@ def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Long
 
 
 def _alone(config: Config, key: str) -> Data:
-    """[data] with the source of this key as that of its training problems."""
+    """Return [data] with this key's source as its training problems."""
     if key == "data.source":
         return config.data
     data = config.data if key == "data.eval_source" else config.held_out[int(key.split(".")[2])].data
@@ -307,7 +308,7 @@ def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Proble
 
 
 def sources_of(config: Config) -> dict[str, str]:
-    """Every source of problems that a run reads, by its key."""
+    """Return every source of problems that a run reads, by its key."""
     sources, sets = {"data.source": config.data.source}, config.evaluation.sets
     if not config.held_out:
         return sources
@@ -317,7 +318,7 @@ def sources_of(config: Config) -> dict[str, str]:
 
 
 def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:
-    """Token credit that needs what this backend does not do."""
+    """Yield token credits that this backend does not support."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
@@ -332,7 +333,7 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
 
 
 def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Iterator[Problem]:
-    """Modules and functions of graders of type ``custom``, and the files of reward models."""
+    """Yield faults of modules and functions of ``custom`` graders, and of reward models' files."""
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
@@ -348,7 +349,7 @@ def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "
 
 
 def _place(loaded: Loaded, key: str, value: Any) -> str:
-    """Where the key was written: in the first condition that has the value, else in its section."""
+    """Return where the key was written: in the first condition with this value, else in its section."""
     places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
@@ -361,7 +362,7 @@ def _place(loaded: Loaded, key: str, value: Any) -> str:
 
 
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
-    """Raise NotOurs when training these runs in ``directory`` would write over what others have written there.
+    """Raise NotOurs if training these runs in ``directory`` would overwrite others' files.
 
     Looked at are the directory itself and those of its runs, the checkpoints and adapters that unfinished runs will
     write, [backend] adapter_path and [squeeze] output_path. Raises UsageError for links, also for a damaged manifest.
@@ -388,7 +389,7 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
 
 
 def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
-    """The run's own checkpoints to come and ``final/``, and the user's directory for its adapter."""
+    """Check the run's future checkpoints, ``final/``, and the user's directory for its adapter."""
     from_backend = spec.config.backend.backend != "local"
     check_publish(folder / "final", () if from_backend else ADAPTER_FILES, owner.at("final"), AWAY)
     newest, others = 0, []
@@ -407,7 +408,7 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
 
 
 def _check_squeezed(specs: Sequence[RunSpec], owner: Owner, made: bool) -> None:
-    """The user's directory for the compressed adapter, which is that of whichever run ends first."""
+    """Check the user's directory for the compressed adapter, which belongs to the first run that ends."""
     settings, advice = specs[0].config.squeeze, "set [squeeze] output_path to another directory"
     if not settings.enabled or made or not settings.output_path:
         return

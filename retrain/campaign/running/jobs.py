@@ -1,4 +1,4 @@
-"""Runs the jobs of a campaign: in this process, one after another over one base model in memory, or by an executor.
+"""Run the jobs of a campaign: in this process, one after another over one base model, or through an executor.
 
 The controller passes what there is to do as ``Work``, in the order in which it should begin, and decides after each job
 what follows. ``Scheduler`` knows only the names of runs: it never has two jobs under way that touch the same run.
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 class InProcess:
-    """Runs jobs in this process. The base model stays in memory between them, until ``close``. Torch is imported for
-    the first job, or by ``has_gpu``.
+    """Runs jobs in this process. The base model stays in memory between them, until ``close``.
 
     ``team`` are the other ranks' processes. ``servers`` are those that another process has launched. ``bases`` is given
     by a rank other than 0, which has loaded them already.
@@ -73,7 +72,7 @@ class InProcess:
             self.team.close()
 
     def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-        """Build the runs of a cohort, restore what was saved of them, and train them together."""
+        """Build the runs of a cohort, restore their checkpoints, and train them together."""
         from retrain.policy.local import DoesNotFit
         from retrain.training.assemble import assemble, memory_facts
         from retrain.training.run_builder import RecordsDiffer
@@ -102,7 +101,7 @@ class InProcess:
                 self._own_bases().forget_adapters()
 
     def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
-        """Analyse which LoRA rank would have been enough. A failure is a warning: the run itself is complete."""
+        """Analyse which LoRA rank would have sufficed. A failure is a warning: the run itself is complete."""
         from retrain.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.runs[0], partial(observer.message, level="warning")
@@ -129,7 +128,8 @@ class InProcess:
 
 
 def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
+    """Train the runs of a cohort to their end. Raises errors that are not a run's own fault: the runs can be
+    resumed."""
 
     try:
         with closing(cohort.train()) as pauses:
@@ -158,7 +158,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
 
 
 class JobsHere:
-    """Runs jobs in this process, each when its event is asked for; see ``JobRunner``. ``stopping`` is asked between
+    """Runs jobs in this process, each when its event is requested; see ``JobRunner``. ``stopping`` is called between
     steps."""
 
     slots = 1
@@ -173,7 +173,7 @@ class JobsHere:
         return self
 
     def stop(self) -> None:
-        """Do nothing: no job is under way when this is called."""
+        """Do nothing: no job is running when this is called."""
 
     def events(self) -> Generator[Event, None, None]:
         while self._job is not None:
@@ -182,21 +182,21 @@ class JobsHere:
 
 
 class Work(Protocol):
-    """A part of the campaign that needs one job at a time until nothing is left of it."""
+    """Part of the campaign that yields one job at a time until none is left."""
 
     @property
     def names(self) -> frozenset[str]: ...
 
     @property
     def trains(self) -> bool:
-        """Return whether its jobs train. After a request to stop, only works that do not train are still begun."""
+        """True if its jobs train. After a request to stop, only works that do not train begin."""
         ...
 
     def job(self) -> Job | None:
-        """Return the next job; None when nothing is left to do."""
+        """Return the next job; None when none is left."""
 
     def give_up(self, reason: str) -> None:
-        """Record as failed what is left of it, because its job has died too often."""
+        """Record the remaining runs as failed, because the job has died too often."""
 
 
 class Scheduler:
@@ -227,17 +227,17 @@ class Scheduler:
 
     @property
     def names_under_way(self) -> Set[str]:
-        """The runs of all jobs under way: a live set, which changes as jobs begin and end."""
+        """Runs of all active jobs: a live set, which changes as jobs begin and end."""
         return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
-        """Ask jobs to end after their step if all their runs are ``unwanted``."""
+        """Ask jobs to stop after their step if all their runs are ``unwanted``."""
         for work, handle in self._under_way.values():
             if work.names and unwanted(work.names):
                 handle.stop()
 
     def carry_out(self, works: Iterable[Work]) -> bool:
-        """Carry out these works. Return False if a request to stop came before all that train were done.
+        """Execute these works. Return False if a request to stop came before all training was done.
 
         Raises what the executor's events or ``after`` raise. What ``after`` raises (a RetrainError) ends the other jobs
         first, saved.
@@ -277,7 +277,7 @@ class Scheduler:
             return []
 
     def _again(self, work: Work, reason: str) -> Iterable[Work]:
-        """Return the work whose job has died, to be begun again, or what follows once that happened too often."""
+        """Return the work of a dead job to restart it, or the works that follow after too many deaths."""
         if self.stopping():
             self.lost_steps = True
             return [work]
@@ -290,7 +290,7 @@ class Scheduler:
         return self.after(work, JobEnded("", "died", reason))
 
     def _fill(self) -> None:
-        """Begin waiting works in their order while there are free slots."""
+        """Begin waiting works in their order while slots are free."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:
@@ -305,7 +305,7 @@ class Scheduler:
                 self._busy |= work.names
 
     def _has_training_left(self) -> bool:
-        """Return whether any work trains or is to train; drop waiting works with nothing left to do."""
+        """Return whether any work trains or will train; drop waiting works without remaining jobs."""
         if any(work.trains for work, _ in self._under_way.values()):
             return True
         self._waiting = deque(work for work in self._waiting if work.job() is not None)

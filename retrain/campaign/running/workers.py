@@ -1,4 +1,4 @@
-"""The workers of a campaign, as its controller sees them: it publishes tasks, reads events, and replaces the dead.
+"""Run a campaign's jobs on workers: publish tasks, read events, and replace dead workers.
 
 An executor starts the workers; everything else goes through the campaign's directory (``tasks``). A controller that was
 killed and started again finds the workers by their leases, and the tasks that they have claimed continue.
@@ -47,7 +47,7 @@ SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another ma
 
 @dataclass(eq=False)
 class JobHandle:
-    """A job that waits or is under way. See ``Handle``."""
+    """Waiting or running job; see ``Handle``."""
 
     id: str
     tasks: Tasks
@@ -61,7 +61,9 @@ class JobHandle:
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A slot and the worker in it.
+    """Slot and its worker. ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest
+    process whose events are read. ``reported_end``: its end, as reported by it or its host. ``fault``: the error for
+    which it will end.
 
     ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest process that is being
     read. ``reported_end``: how it ended, if it or its host said so. ``fault``: the error for which it will end.
@@ -85,7 +87,7 @@ class WorkerSlot:
 
     @property
     def label(self) -> str:
-        """The worker's name in the files of the tasks that it has claimed."""
+        """The worker's name in the files of tasks that it has claimed."""
         return f"worker_{self.number}-{self.process}"
 
     @property
@@ -103,7 +105,7 @@ class WorkerSlot:
         self.name = str(self.number)
 
     def is_silent(self) -> bool:
-        """Return whether the lease is dead and nobody has reported how the worker died within ``REPORT_SECONDS``."""
+        """Return whether the lease has expired and no cause was reported within ``REPORT_SECONDS``."""
         if self.lease.is_alive():
             self.dead_since = 0.0
             return False
@@ -112,7 +114,8 @@ class WorkerSlot:
 
 
 class ServerNews:
-    """Starts the servers of a campaign's ``directory`` and keeps the workers informed of them.
+    """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
+    servers; None if the campaign launches none.
 
     ``launch`` starts the servers; None where the campaign launches none.
     """
@@ -124,7 +127,7 @@ class ServerNews:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def update(self) -> None:
-        """Start the servers on the first call; write their addresses whenever they have changed."""
+        """Start the servers on the first call; write their addresses whenever they change."""
         if self.launch is None:
             return
         if self._fleet is None:
@@ -136,7 +139,7 @@ class ServerNews:
             self._append(state)
 
     def messages(self) -> Iterator[Message]:
-        """Yield what happened to the servers; the workers get it too, for the records of their runs."""
+        """Yield messages about the servers, which workers also record with their runs."""
         while not self._messages.empty():
             message = self._messages.get()
             self._append({"message": message.text, "level": message.level})
@@ -152,7 +155,8 @@ class ServerNews:
 
 
 class CampaignWorkers:
-    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``.
+    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``. ``launch``
+    starts the servers that all workers sample from; None if the campaign launches none.
 
     ``launch`` starts the servers that all workers sample from; None where the campaign launches none.
     """
@@ -185,7 +189,7 @@ class CampaignWorkers:
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """Yield events; see ``JobRunner.events``. After an error that is not one run's own, the other workers finish
+        """Yield events; see ``JobRunner.events``. After an error that is not a run's own, the other workers finish
         their step and save before it is raised."""
         try:
             for name in self._adoptable:  # no job of this controller asks for these
@@ -234,7 +238,7 @@ class CampaignWorkers:
     # -- start ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Find the living workers of an earlier controller, and the tasks that they are doing."""
+        """Find living workers of an earlier controller, and their tasks."""
         self._count = self.tasks.open()
         for number in range(1, self.slots + 1):
             self._slots[number] = WorkerSlot(number, home_of(self.directory, number))
@@ -253,7 +257,7 @@ class CampaignWorkers:
                 slot.process = newest(slot.home)
 
     def _start_workers(self) -> None:
-        """Have as many workers started as there are jobs."""
+        """Start as many workers as there are jobs."""
         if self._error is not None:
             return
         missing = len(self._jobs) - sum(slot.is_occupied for slot in self._slots.values())
@@ -267,14 +271,14 @@ class CampaignWorkers:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _withdraw_stopped(self) -> Iterator[Event]:
-        """End the jobs that were stopped before a worker claimed them."""
+        """End jobs that were stopped before a worker claimed them."""
         for name, handle in [*self._jobs.items()]:
             if (handle.stopping or self._error is not None) and self.tasks.withdraw(name):
                 self._forget(name, "")
                 yield JobEnded(name, "stopped")
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
-        """Yield the new events of a worker, and the end of its tasks if it has ended."""
+        """Yield a worker's new events, and the end of its tasks if it has ended."""
         # Both are read before the events: a worker that has ended by now writes none after these.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
@@ -325,7 +329,7 @@ class CampaignWorkers:
             raise WorkersLost(f"no worker is left: {reason}")
 
     def _handle_fault(self, slot: WorkerSlot, name: str, fault: WorkerFault) -> None:
-        """End the campaign for a fault that every worker would meet; after a lost device a new worker continues."""
+        """End the campaign after a fault that every worker would have; after a lost device, a new worker continues."""
         kind = getattr(retrain.errors, fault.error, RetrainError)
         if issubclass(kind, DeviceLost):
             slot.fault = fault.text
@@ -344,7 +348,7 @@ class CampaignWorkers:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def _kill_training(self) -> None:
-        """Kill the workers that have unfinished jobs, without saving, and drop these jobs."""
+        """Kill workers with unfinished jobs, without saving, and drop these jobs."""
         claims = self.tasks.claims() if self._jobs else {}
         training = {claims[name] for name in self._jobs if name in claims}
         for slot in self._slots.values():
@@ -371,7 +375,7 @@ class CampaignWorkers:
 
 
 def has_living_worker(home: Path) -> bool:
-    """Return whether a worker holds the lease of a slot and, on this machine, its process is there."""
+    """Return whether a worker holds the slot's lease and, on this machine, its process lives."""
     with suppress(NotReadable):
         lease = lease_of(home)
         return lease is not None and LeaseWatch(home).is_alive()
@@ -379,7 +383,8 @@ def has_living_worker(home: Path) -> bool:
 
 
 def can_adopt_workers(plan: Plan) -> bool:
-    """Return whether living workers are doing exactly what this plan asks for, so that they may continue.
+    """Return whether living workers do exactly what this plan needs, so that they may continue; others are asked to
+    finish their step, save and end.
 
     Where they do something else, they are told to finish their step, save and end.
     """
@@ -402,6 +407,6 @@ def can_adopt_workers(plan: Plan) -> bool:
 
 
 def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Return whether a claimed task does what a job asks for; some of the task's runs may have ended since."""
+    """Return whether a claimed task covers a job; some of the task's runs may have ended since."""
     is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
     return is_same_kind and all(run in claimed["runs"] for run in job["runs"])

@@ -1,4 +1,4 @@
-"""An OpenAI chat endpoint on the loopback whose answers come from whoever holds the other end of a ``Channel``.
+"""Serve an OpenAI chat endpoint on the loopback whose answers come from a ``Channel``.
 
 Every rollout has a channel. A request names it by its address (``/<name>/v1/chat/completions``) or, at
 ``/session/v1/…``, by the header ``X-Session-ID``; names are unguessable, other processes of the machine can reach the
@@ -21,7 +21,7 @@ from retrain.types import Action
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""Harnesses look for these words in a server's refusal; most end the rollout then and grade it."""
+"""Words that harnesses look for in a server's error; most then end the rollout and grade it."""
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
@@ -38,7 +38,7 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Channel:
-    """One rollout's requests, in the order in which they came."""
+    """One rollout's requests in the order of their arrival."""
 
     name: str
     waiting: deque[Request] = field(default_factory=deque)
@@ -59,7 +59,7 @@ class Channel:
         return await request.completion
 
     def refuse(self, current: Request) -> None:
-        """Refuse the current request, what waits, and all that follows, as a full context is."""
+        """Reject the current, waiting and all later requests, as a full context does."""
         self.refuses = True
         for request in (current, *self.waiting):
             if not request.completion.done():
@@ -69,7 +69,7 @@ class Channel:
 
 
 class Endpoint:
-    """Serves the channels that are open, in the event loop in which it was started."""
+    """Serves the open channels, in the event loop in which it was started."""
 
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
@@ -101,7 +101,7 @@ class Endpoint:
 
     @property
     def session_url(self) -> str:
-        """Return the base_url for clients that name the channel in a header."""
+        """Base URL for clients that name the channel in a header."""
         return f"{self.url}/session/v1"
 
     async def _chat(self, request: Any) -> Any:
@@ -168,7 +168,7 @@ def _error(message: str, code: str) -> dict[str, Any]:
 
 
 def _events(completion: Mapping[str, Any]) -> bytes:
-    """Return the completion as a stream that sends everything at once."""
+    """Return the completion as an event stream with a single chunk of content."""
     choice = completion["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -1,4 +1,4 @@
-"""Harnesses that lead a rollout themselves, inverted into episodes that are observed and stepped.
+"""Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
 
 Such a harness is a coroutine that asks an OpenAI client for completions and ends with a grade. Here it runs in an event
 loop which stands still except inside ``observe``, ``step``, ``result`` and ``close``: there it runs until the rollout
@@ -35,7 +35,7 @@ MAX_REFUSALS = 16  # A harness that still asks after so many refusals is stopped
 
 
 class Outcome(NamedTuple):
-    """How a rollout ended: its grade, in a word why it was over, and further texts about its end."""
+    """End of a rollout: grade, stop reason in one word, and further texts."""
 
     reward: RewardResult
     stop: str = ""
@@ -43,11 +43,11 @@ class Outcome(NamedTuple):
 
 
 Lead = Callable[[Channel], Coroutine[Any, Any, Outcome]]
-"""A harness: it leads one rollout, asking the channel (through ``Endpoint``), and grades it."""
+"""A harness: drives one rollout through the channel (and ``Endpoint``), and grades it."""
 
 
 class Inversion:
-    """The event loop and the endpoint of a process's harnesses."""
+    """Event loop and endpoint of a process's harnesses."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,7 +61,7 @@ class Inversion:
         return self.loop.run_until_complete(awaitable)
 
     def hold(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter an async context that is exited, by the same task, when the process ends."""
+        """Enter an async context that the same task exits when the process ends."""
         entered: asyncio.Future[T] = self.loop.create_future()
 
         async def holder() -> None:
@@ -97,7 +97,7 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 class InvertedEpisode:
-    """One rollout that a harness leads, as an ``Episode``.
+    """Rollout of a harness as an ``Episode``.
 
     ``opening`` is shown where the harness ended before it asked for anything; its error is then the episode's.
     ``seed`` seeds the random numbers of Python and numpy that are drawn inside this episode, and in no other.
@@ -154,7 +154,7 @@ class InvertedEpisode:
             self._inversion.run(_ended([self._task]))
 
     def _advance(self) -> None:
-        """Run the harness up to its next request, or to its end."""
+        """Run the harness until its next request or its end."""
         with self._randomness:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting
@@ -215,7 +215,8 @@ class InvertedEpisode:
 
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what two messages are compared by: role, text, calls, and which call it answers.
+    """Return the key by which two messages are compared: role, text, calls, and the call that it answers. Thinking that
+    a harness stores separately is ignored. Raises PluginError for a message that is not text.
 
     The thinking that a harness keeps apart is not compared. Raises PluginError for a message that is not text.
     """

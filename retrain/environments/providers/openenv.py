@@ -1,4 +1,4 @@
-"""Environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, over its own client.
+"""Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through its own client.
 
 A problem is a seed that the server is reset with; an episode is one session. The reward of a rollout is the sum of
 what the server gives for its steps. In an MCP environment the policy calls tools: each call is a step, and a message
@@ -123,7 +123,7 @@ class OpenEnv:
         return self._server.url
 
     def _read_schema(self, url: str) -> Actions:
-        """Return the form of the server's actions, and set ``tools`` where they are calls."""
+        """Return the form of the server's actions; set ``tools`` if actions are tool calls."""
         field = self.arguments.action_field
         try:
             reply = self._request("GET", f"{url}/schema")
@@ -143,7 +143,7 @@ class OpenEnv:
         return actions
 
     def _list_tools(self, url: str) -> list[dict[str, Any]]:
-        """Return the tools of an MCP environment; none where it is no such environment.
+        """Return the tools of an MCP environment; [] for other environments.
 
         The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
         server when this process is killed.

@@ -1,4 +1,4 @@
-"""Conversion of OpenEnv's observations to chat messages, and of completions and tool calls to actions."""
+"""Convert OpenEnv's observations to chat messages, and completions and tool calls to actions."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def _as_messages(value: Any) -> list[Message]:
 
 
 class Actions:
-    """Makes actions of texts, for a server whose actions have this JSON schema.
+    """Converts texts to actions for a server whose actions have this JSON schema.
 
     ``field``: the part that is the whole text, as the schema's type; by default the only field that is required, or
     the only one, where a text can be it. Else the text is a JSON object, within a code fence or not. ``constants``
@@ -81,12 +81,12 @@ class Actions:
 
     @property
     def may_be_calls(self) -> bool:
-        """Return whether actions are calls of tools: they have no field but those of ``CallToolAction``."""
+        """True if actions can be tool calls: they have only the fields of ``CallToolAction``."""
         return set(self.schema["properties"]) <= CALL_FIELDS
 
     @property
     def instruction(self) -> str:
-        """Return instructions for the form of an action, with the schema; "" if every text is a valid action."""
+        """Instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
             return ""
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""A server of one's own: a command on a free loopback port, which ends with the process that started it."""
+"""Start an OpenEnv server from a command on a free loopback port; it ends with the process that started it."""
 
 import contextlib
 import os
@@ -27,9 +27,9 @@ _GUARD = (
 
 
 class Server:
-    """The process of ``command``, in which ``{port}`` and ``{host}`` stand for its address; PORT and HOST are also in
-    its environment. Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with
-    ``owner``, when it ends or does not answer."""
+    """Process of ``command``, with ``{port}`` and ``{host}`` filled in; PORT and HOST are also in its environment.
+    Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if it ends or
+    does not answer."""
 
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
         port = _free_port()

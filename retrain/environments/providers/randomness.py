@@ -1,4 +1,4 @@
-"""Libraries that draw from Python's and numpy's global generators, held apart from each other.
+"""Isolate libraries that draw from Python's and numpy's global random generators.
 
 Episodes take turns in one process; a game that calls ``random.seed`` and ``random.choice`` would draw what another
 game left behind, and its answers would depend on who else is playing.
@@ -14,7 +14,8 @@ import numpy.random
 
 
 class OwnRandomness:
-    """The global generators as one owner sees them: ``with own: …`` swaps its state in, and keeps it afterwards.
+    """State of the global generators for one owner: ``with randomness: …`` swaps it in and stores it afterwards. It
+    starts from ``seed`` and does not affect other code of the process. Not reentrant.
 
     All of it comes from ``seed``; what the rest of the process draws is not disturbed. Not reentrant.
     """

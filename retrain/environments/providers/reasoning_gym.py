@@ -1,4 +1,4 @@
-"""reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: a question, an answer, its scorer.
+"""Use reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: question, answer, scorer.
 
 What is scored: the text in the completion's last ``<answer>…</answer>``, as the library's ``extract_answer`` finds it
 and its own evaluation and most of its users score; a completion without these tags is scored whole, trimmed. The
@@ -46,7 +46,7 @@ class Part(BaseModel):
 
 
 class Checked(NamedTuple):
-    """Result of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
+    """Check of one data set: ``reason`` is "" if it is sound; ``seconds`` is the duration."""
 
     name: str
     reason: str
@@ -95,7 +95,7 @@ class ReasoningGym:
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Return the task's own score of an answer; an error where its scorer raises or gives no score."""
+        """Return the task's score of an answer; an error if its scorer raises or returns none."""
         answer = imported("reasoning_gym.utils", OWNER).extract_answer(completion)
         try:
             dataset, entry = self._datasets[problem.metadata["task"]], entry_of(problem.metadata["entry"])
@@ -146,7 +146,8 @@ class ReasoningGymEpisode:
 
 
 def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
-    """Check these data sets, or all, with their default config; at most ``seconds`` for each.
+    """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
+    unknown name, MissingExtra without reasoning-gym.
 
     Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
     """
@@ -162,7 +163,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Che
 
 
 def data_sets() -> list[str]:
-    """Return the names of reasoning-gym's data sets but ``composite``, which a list of names replaces here."""
+    """Return the names of reasoning-gym's data sets except ``composite``, which a list of names replaces."""
     imported("reasoning_gym", OWNER)
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 

@@ -1,4 +1,4 @@
-"""Environments written for other trainers, recognised by their methods.
+"""Recognise environments written for other trainers by their methods.
 
 - ``problems`` and ``start``: an environment of ours, taken as it is.
 - ``load_dataset`` and ``compute_reward``: the samples of the first (``prompt``, ``answer``, ``metadata``) are graded by
@@ -24,7 +24,7 @@ PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __le
 
 
 class Split(BaseModel):
-    """The adapter's own arguments: problems where they are seeds, and how many of them are held out."""
+    """Arguments of the adapter: problems if they are seeds, and the number held out."""
 
     model_config = ConfigDict(strict=True)
 
@@ -93,6 +93,6 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _is_builder(made: Any) -> bool:
-    """Return whether this object is a data set builder, which is called to get its data sets."""
+    """Return whether the object is a data set builder, which is called to get its data sets."""
     known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

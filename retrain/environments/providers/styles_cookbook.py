@@ -1,4 +1,5 @@
-"""Environments of the Tinker cookbook, https://github.com/thinking-machines-lab/tinker-cookbook, tinker_cookbook/rl.
+"""Adapt environments of the Tinker cookbook, https://github.com/thinking-machines-lab/tinker-cookbook,
+tinker_cookbook/rl.
 
 A data set's batches hold builders; a builder's ``make_envs`` makes environments, of which each episode plays one of its
 own; an environment has ``initial_observation()`` and ``step(action)``. What it says is messages (its action is then a
@@ -28,7 +29,7 @@ HELD_OUT = "held out"
 
 
 class DatasetProblems:
-    """The builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
+    """Builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
 
     def __init__(self, train: Any, test: Any, heldout: int | None, owner: str):
         self.written, self._heldout, self._owner = train, heldout, owner
@@ -56,7 +57,7 @@ class DatasetProblems:
 
 
 class SeededProblems:
-    """A class whose objects are episodes, and whose problems are seeds; the first ``heldout`` are held out."""
+    """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` are held out."""
 
     def __init__(self, written: Any, arguments: Mapping[str, Any], size: int, heldout: int):
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
@@ -74,7 +75,8 @@ class Cookbook(Adapted):
         self.source = source
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return those of ``train``, or for any other name the held-out ones; only an episode knows its question."""
+        """Return the problems of ``train``, or for any other name the held-out ones; only an episode knows its
+        question."""
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
@@ -114,7 +116,7 @@ class CookbookEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """Send the action in the form of the observation, and read what it leads to."""
+        """Send the action in the format of the observation, and return the reply."""
         answer = self._answer(action)
         for name in ("reward", "episode_done"):
             if not hasattr(answer, name):
@@ -164,7 +166,7 @@ class CookbookEpisode:
         return RewardResult(total, metrics) if math.isfinite(total) else failed(f"a reward of {total}")
 
     def close(self) -> None:
-        """Call the builder's ``cleanup``, once; what it raises is of no consequence any more."""
+        """Call the builder's ``cleanup`` once; its exceptions are ignored."""
         cleanup = getattr(self.builder, "cleanup", None)
         if callable(cleanup) and not self._closed:
             with contextlib.suppress(Exception):
@@ -172,7 +174,7 @@ class CookbookEpisode:
         self._closed = True
 
     def _repeats(self, messages: Sequence[Message]) -> bool:
-        """Return whether one text begins with all that was said before, as an observation for a model does."""
+        """Return whether one text begins with the whole conversation so far, as an observation for a model does."""
         first = self.conversation[0]["content"]
         return len(messages) == 1 and bool(first) and messages[0]["content"].startswith(first)
 

@@ -1,4 +1,4 @@
-"""Environments of the ``verifiers`` library (Prime Intellect), unchanged.
+"""Use environments of the ``verifiers`` library (Prime Intellect) unchanged.
 
 Both kinds: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
 verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` turns them round.
@@ -20,7 +20,7 @@ from retrain.plugins import described
 from retrain.types import Problem
 
 LOADING_SEED = "loading"
-"""What rows are drawn from at random are the same in every process, unless the environment seeds itself."""
+"""Seed that makes randomly drawn rows equal in every process, unless the environment seeds itself."""
 
 
 class Verifiers:
@@ -65,7 +65,8 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for any other name the held-out ones. Raises DataError without any."""
+        """Return the problems of ``train``, or for any other name the held-out ones. Raises DataError if there are
+        none."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"
@@ -79,8 +80,8 @@ class Verifiers:
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
-        """Begin an episode of this problem, which may come from another process. Raises DataError where this process
-        has another task in its place."""
+        """Begin an episode of this problem, which may come from another process. Raises DataError if this process has
+        another task at its index."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:

@@ -1,4 +1,4 @@
-"""Environments with ``load_environment``, as verifiers has them up to 0.3: data, rollout and rubric in one class."""
+"""Use environments with ``load_environment``, as in verifiers up to 0.3: data, rollout and rubric in one class."""
 
 import contextvars
 import importlib
@@ -44,8 +44,8 @@ class Classic:
         _hear_rubrics()
 
     def rows(self, part: str) -> Sequence[Row]:
-        """Return the tasks of a part: ``eval`` is what the environment itself holds out, any other trains. An
-        environment that has only data for evaluation is trained with them."""
+        """Return the tasks of a part: ``eval`` is the environment's own held-out data, any other part trains. An
+        environment with evaluation data only is trained on them."""
         rows = []
         for row in self._dataset(part) or ():
             prompt = row.get("prompt") or ()
@@ -92,7 +92,7 @@ def _root(vf: Any) -> str:
 
 
 def _weights_of(rubric: Any) -> dict[str, float]:
-    """Return the weights of a rubric's functions by name; empty where the rubric does not tell them."""
+    """Return the weights of a rubric's functions by name; {} if the rubric does not reveal them."""
     try:
         names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()
     except AttributeError:
@@ -103,8 +103,8 @@ def _weights_of(rubric: Any) -> dict[str, float]:
 
 
 def _outcome(output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]) -> Outcome:
-    """Return the grade of a rollout. ``heard`` are the functions that raised, with what the rubric logged: one of
-    weight 0 is a metric, which is unknown then and costs no reward."""
+    """Return the grade of a rollout. ``heard`` are the functions that raised, with the rubric's log line: one of weight
+    0 is a metric, which is then unknown and does not change the reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
@@ -128,12 +128,12 @@ def _number(value: Any) -> float | None:
 
 
 _heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
-"""Functions of the rubric that raised in this rollout, with what it has logged."""
+"""Rubric functions that raised in this rollout, with the log line."""
 _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
-    """Collects what reward functions raise, which rubrics only log."""
+    """Collects exceptions of reward functions, which rubrics only log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()

@@ -1,4 +1,4 @@
-"""How often the agents of a ``verifiers.v1`` environment run in one episode: found without a model, before training.
+"""Count, without a model, how often the agents of a ``verifiers.v1`` environment run in one episode.
 
 One run of an agent is one rollout here, so an environment whose episodes have several is refused. Its own ``run`` is
 code, and says so only when it is executed: here with agents that answer nothing, at once.
@@ -26,7 +26,7 @@ class _Silence:
 
 
 class _SilentAgent:
-    """Stands for an agent of the environment: every run is over as it begins."""
+    """Replaces an agent of the environment: every run ends as it begins."""
 
     trainable = True
 
@@ -51,7 +51,8 @@ class _SilentAgent:
 
 
 async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
-    """Return how often agents run in one episode of ``task`` whose agents answer nothing.
+    """Return how often agents run in one episode of ``task`` whose agents answer nothing. Exceptions of the environment
+    about such answers, and the time limit, end the rehearsal; runs before that count.
 
     What the environment raises about such answers ends the rehearsal, as the time limit does; what has run before
     counts.

@@ -1,4 +1,4 @@
-"""Tasks of both kinds of verifiers' environments as rows, some of them held out."""
+"""Represent tasks of both kinds of verifiers' environments as rows, and select the held-out ones."""
 
 import hashlib
 import json
@@ -9,13 +9,14 @@ from retrain.errors import UsageError
 from retrain.types import Message
 
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
+"""Environment variable that is never set: the local endpoint needs no key, and must not receive the user's."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Of the training problems, where an environment has no held-out ones and no number is given."""
+"""Share and largest number of training problems that are held out if the environment holds out none and no number is
+given."""
 
 
 class Row(NamedTuple):
-    """A task. ``digest`` is a hash of all that makes it; another process must have the same one in this place."""
+    """A task. ``digest`` is a hash of its content; another process must have the same one at this index."""
 
     prompt: tuple[Message, ...]
     answer: str
@@ -24,7 +25,7 @@ class Row(NamedTuple):
 
 
 def digest(task: Any) -> str:
-    """Return a hash of what is JSON, or can be written as text."""
+    """Return a hash of an object that is JSON or can be written as text."""
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Environments of ``verifiers.v1``: a taskset of tasks that grade themselves, and the agents that work on them."""
+"""Use environments of ``verifiers.v1``: a taskset of self-grading tasks, and the agents that solve them."""
 
 import contextvars
 import functools
@@ -25,11 +25,11 @@ FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
-"""Metrics that raised in this rollout, and what."""
+"""Metrics that raised in this rollout, with the exception."""
 
 
 def is_taskset(id: str) -> bool:
-    """Return whether a module of this name exports a taskset. Raises what importing it raises."""
+    """Return whether a module of this name exports a taskset. Raises exceptions of its import."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -54,7 +54,7 @@ def is_taskset(id: str) -> bool:
 
 
 class Tasksets:
-    """One environment over one taskset, whose shared tool servers run until the process ends."""
+    """Environment over one taskset, whose shared tool servers run until the process ends."""
 
     def __init__(
         self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
@@ -153,8 +153,8 @@ class Tasksets:
         )
 
     def _seat(self, vf: Any, config: dict[str, Any]) -> None:
-        """Give the policy its seat among the environment's agents, and programs that run in this process where nobody
-        has chosen others."""
+        """Assign the policy to one of the environment's agents, and programs of this process to agents that have
+        none."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
             name: field.default
@@ -180,7 +180,7 @@ class Tasksets:
 
 
 def _let_servers_import(module: ModuleType) -> None:
-    """Extend PYTHONPATH for tool servers: processes of their own, which import the taskset's module."""
+    """Extend PYTHONPATH for tool servers, which import the taskset's module in their own processes."""
     file = Path(module.__file__ or ".").resolve()
     root = file.parents[module.__name__.count(".") + hasattr(module, "__path__")]
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -193,7 +193,8 @@ def _module(id: str) -> str:
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
-    """Return a task's hooks, where a metric, or a reward of weight 0, that raises costs no reward: it is left out."""
+    """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
+    change the reward."""
     found = hooks(kind)
     if kind == "metric":
         return [_tolerant(hook) for hook in found]

@@ -1,4 +1,4 @@
-"""Exact arithmetic over integers, fractions and decimals, with bounds on all that an expression can ask for."""
+"""Compute exactly with integers, fractions and decimals, with bounds on the cost of an expression."""
 
 import ast
 import operator
@@ -75,7 +75,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    """Return a number from its own text, so that 0.1 is one tenth and no nearest float."""
+    """Return a number exactly as written: 0.1 is one tenth, not the nearest float."""
     exponent = literal.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise _too_large()
@@ -104,7 +104,7 @@ def _too_large() -> ToolError:
 
 
 def _shown(value: Fraction) -> str:
-    """Write a whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
+    """Return a whole number or short decimal in full; else the fraction, if short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**MAX_DECIMALS

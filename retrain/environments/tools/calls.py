@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes, in the formats that open models are trained on.
+"""Parse tool calls in a model's text, in the formats that open models are trained on.
 
 - Hermes, Qwen2.5 and Qwen3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``
 - Qwen3-Coder, Qwen3.5: ``<tool_call><function=name><parameter=x>value</parameter></function></tool_call>``; also
@@ -63,7 +63,7 @@ _NEARLY = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A call as it was written. ``arguments`` are JSON values (all of them texts in the XML format), unchecked."""
+    """A tool call as written. ``arguments`` are unchecked JSON values (all of them texts in the XML format)."""
 
     name: str
     arguments: dict[str, Any]
@@ -72,8 +72,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Parsed:
-    """``found`` are the calls and, for each that could not be read, a sentence to the model; in the order of the
-    message. ``text`` is the rest of it, without thoughts."""
+    """Calls of a message. ``calls`` contains, in order, each call or a sentence to the model about one that could not
+    be parsed; ``text`` is the rest of the message, without thoughts."""
 
     found: tuple[Call | str, ...]
     text: str
@@ -84,7 +84,8 @@ class Parsed:
 
 
 def answer(call: Call | str, text: str) -> Message:
-    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed.
+    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed. Lone surrogates,
+    which tokenizers reject, are replaced.
 
     Lone surrogates, which no tokenizer accepts, are replaced.
     """
@@ -101,7 +102,7 @@ def as_text(result: Any) -> str:
 
 
 class _Malformed(Exception):
-    """Something begins as a call and is none; the text says why."""
+    """A text that begins like a call and is not one; the message says why."""
 
 
 def parse(text: str) -> Parsed:
@@ -133,8 +134,8 @@ def parse(text: str) -> Parsed:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Return the text beside the calls, with the thought before them, and the calls with arguments of the types that
-    ``tools`` want. A text without a call that can be read is all text."""
+    """Return the text without the calls, thoughts included, and the calls with arguments converted to the types of
+    ``tools``. If no call can be parsed, everything is text."""
     parsed = parse(text)
     if not parsed.calls:
         return text, []
@@ -145,7 +146,7 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list
 
 
 def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse arguments that were written as texts, as some formats write all of them, where the tool wants no texts."""
+    """Parse arguments that were written as texts, if the tool expects other types."""
     properties = (function.get("parameters") or {}).get("properties") or {}
     typed = dict(arguments)
     for name, value in arguments.items():
@@ -176,7 +177,7 @@ def _form(opener: str, after: _Cursor) -> str:
 
 
 def _beyond_fault(opener: str, text: str, at: int) -> int:
-    """Return where to continue after a malformed call: behind its closer, or at the next opener."""
+    """Return the position after a malformed call: after its closing tag, or at the next opening tag."""
     if opener == "```":
         fence = _FENCE_END.search(text, at)
         return fence.end() if fence else len(text)
@@ -188,7 +189,7 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
 
 
 def _after_thought(text: str) -> str:
-    """Return the text without a thought that the prompt has opened; one that begins with a call is no thought."""
+    """Return the text without a thought that the prompt has opened; a text that begins with a call has none."""
     if _MARKER.match(text, _Cursor(text).skip().at):
         return text
     for opener, closer in _THOUGHTS.items():
@@ -199,7 +200,7 @@ def _after_thought(text: str) -> str:
 
 
 class _Cursor:
-    """A text with the position up to which it has been read. What it expects and does not see is _Malformed."""
+    """A text and the position up to which it is parsed. Raises MalformedCall if the expected text is missing."""
 
     def __init__(self, text: str, at: int = 0):
         self.text, self.at = text, at
@@ -362,7 +363,7 @@ def _bare(text: str) -> list[Call | str]:
 
 
 def _named_sequence(cursor: _Cursor) -> list[Call | str]:
-    """Read ``name{…}name{…}``: Mistral's newer form without its tokens."""
+    """Parse ``name{…}name{…}``: Mistral's newer format without its special tokens."""
     calls: list[Call | str] = []
     while cursor.at < len(cursor.text):
         name = cursor.match(_BARE_NAMED)
@@ -374,7 +375,7 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
 
 
 def _nearly(text: str) -> list[Call | str]:
-    """Return a fault for a message that begins as a call and is not JSON."""
+    """Return a fault for a message that begins like a call but is not JSON."""
     try:
         if _NEARLY.match(text):
             _sequence(_without_end_tokens(text))
@@ -384,7 +385,7 @@ def _nearly(text: str) -> list[Call | str]:
 
 
 def _looks_like_a_call(item: dict[str, Any]) -> bool:
-    """Return whether an object can be meant as a call: data with a name may well have other keys beside it."""
+    """Return whether an object may be intended as a call: plain data with a name usually has other keys too."""
     if item.get("type") == "function" and isinstance(item.get("function"), dict):
         item = item["function"]
     given = [item[key] for key in ("arguments", "parameters") if key in item]
@@ -397,11 +398,11 @@ def _no_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
-"""``strict=False``: line breaks inside a text, which models write in code, are taken as they stand."""
+"""``strict=False`` accepts line breaks inside a string, which models write in code."""
 
 
 def _sequence(text: str) -> list[Any]:
-    """Return JSON values one after the other, up to the end of the text."""
+    """Return consecutive JSON values up to the end of the text."""
     values = []
     cursor = _Cursor(text).skip()
     while cursor.at < len(text):
@@ -413,7 +414,7 @@ def _sequence(text: str) -> list[Any]:
 
 
 def _calls(value: Any, form: str) -> list[Call | str]:
-    """Parse one call or a list of calls; other values give a fault that shows ``form``."""
+    """Parse one call or a list of calls; other values give a fault that quotes ``form``."""
     calls: list[Call | str] = []
     for item in value if isinstance(value, list) else [value]:
         try:
@@ -438,7 +439,7 @@ def _call(value: Any) -> Call:
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return arguments from an object, from a text that is the JSON of one, or from nothing."""
+    """Return arguments from an object, from text that contains a JSON object, or from None."""
     if isinstance(value, str) and value.strip():
         cursor = _Cursor(value).skip()
         value = cursor.json()
@@ -457,7 +458,7 @@ def _kind(value: Any) -> str:
 
 
 def _without_end_tokens(text: str) -> str:
-    """Return the text without trailing white space and end tokens left by an engine."""
+    """Return the text without trailing white space and end tokens that an engine left."""
     for _ in range(4):
         text = text.rstrip()
         text = text.removesuffix(next(filter(text.endswith, _END_TOKENS), ""))

@@ -1,4 +1,4 @@
-"""The tool that runs Python code."""
+"""Tool that runs Python code in a sandbox."""
 
 import signal
 
@@ -59,7 +59,7 @@ class Python:
         self._sandbox.close()
 
     def _described(self, outcome: Outcome) -> str:
-        """Return the output and, where the code did not end by itself, why not."""
+        """Return the output, and why the code was stopped if it did not end by itself."""
         output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
         ending = {
             "time": f"it took longer than {self.limits.timeout_s:g} s",

@@ -1,5 +1,4 @@
-"""From a typed Python function, or a class, to a tool: the JSON schema that a chat template takes, and the check of
-what a model writes as its arguments.
+"""Convert a typed Python function or class to a tool: JSON schema for the chat template, and validation of arguments.
 
 ``transformers.utils.get_json_schema`` makes the same schema of plain annotations (tests hold ours against it), but
 imports torch into every worker process to do so.
@@ -40,7 +39,7 @@ _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="for
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without pydantic's titles, which only repeat the names."""
+    """Schema generator without pydantic's titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -48,7 +47,8 @@ class _Untitled(GenerateJsonSchema):
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool: ``open()`` gives the callable of one episode, ``schema`` is what the model reads of it.
+    """A tool. ``open()`` returns the callable of one episode, ``schema`` is the description for the model. ``exact``:
+    its answers are a function of the calls.
 
     ``exact``: its answers are a function of the calls.
     """
@@ -88,7 +88,7 @@ class Tool:
 
 
 def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
-    """Make a tool from a function or a class.
+    """Create a tool from a function or a class.
 
     A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
     class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
@@ -190,7 +190,8 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
 
 
 def _property(schema: dict[str, Any], required: bool) -> dict[str, Any]:
-    """Return an argument's schema as chat templates expect it: its type first, its description last.
+    """Return an argument's schema as chat templates expect it: type first, description last. An optional argument is
+    omitted rather than null: ``int | None = None`` becomes an integer.
 
     An optional argument is left out rather than written as null: ``int | None = None`` becomes an integer.
     """

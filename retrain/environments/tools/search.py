@@ -1,4 +1,4 @@
-"""The tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup and not a loop per query)."""
+"""Tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup instead of a loop per query)."""
 
 import json
 import re
@@ -23,7 +23,7 @@ MAX_QUERY_WORDS = 1000
 
 
 def _plain(text: str) -> str:
-    """Replace lone surrogates, which JSON can hold and no tokenizer accepts."""
+    """Replace lone surrogates, which JSON can contain and tokenizers reject."""
     return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -31,7 +31,7 @@ Plain = Annotated[str, AfterValidator(_plain)]
 
 
 class Document(BaseModel):
-    """One entry of a corpus; ``id`` is the number of its line where it has none."""
+    """Document of a corpus; ``id`` defaults to its line number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,8 +41,8 @@ class Document(BaseModel):
 
 
 class Search:
-    """BM25 over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line (without an id its line
-    number), or a directory whose .txt and .md files, also in directories below, are one document each.
+    """BM25 search over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line, or a directory whose
+    .txt and .md files, at any depth, are one document each.
 
     ``k``: how many documents a call finds at most; ``characters``: how much of each is shown, from where it has most
     of the query's words. All searches of a process over an unchanged corpus share one index.
@@ -83,13 +83,13 @@ class Search:
 
 @dataclass(frozen=True)
 class Index:
-    """The documents of a corpus in the order of their ids, and bm25s's scores of their words."""
+    """Documents of a corpus sorted by id, and bm25s's scores of their words."""
 
     documents: list[Document]
     scores: Any
 
     def best(self, wanted: list[str], k: int) -> list[Document]:
-        """Return up to ``k`` documents with any of the words, best first, of equal score by id."""
+        """Return up to ``k`` documents with any of the words, best first, ties by id."""
         import numpy as np
 
         known = [word for word in wanted if word in self.scores.vocab_dict]
@@ -104,7 +104,7 @@ class Index:
 
 
 def _index(corpus: Path) -> Index:
-    """Return the index of ``corpus``, which all episodes of the process share until a file of it changes."""
+    """Return the index of ``corpus``, shared by all episodes of the process until one of its files changes."""
     try:
         path = corpus.expanduser().resolve()
         files = _files(path, corpus)
@@ -117,7 +117,7 @@ def _index(corpus: Path) -> Index:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> Index:
-    """Read and index the files of ``stamp``, which also has their modification times (ns) and sizes."""
+    """Read and index the files of ``stamp``, which includes modification times (ns) and sizes."""
     import bm25s
 
     documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file, *_ in stamp]
@@ -144,7 +144,7 @@ def _files(path: Path, corpus: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Read the documents of a .jsonl file. Raises DataError at the first line that is none."""
+    """Yield the documents of a .jsonl file. Raises DataError at the first invalid line."""
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -174,7 +174,7 @@ def _whole(file: Path, directory: Path) -> Document:
 
 
 def _order(document: Document) -> tuple[bool, int, str]:
-    """Return a key that sorts ids which are numbers by their size, before all others."""
+    """Return a sort key that puts numeric ids first, by value."""
     id = str(document.id)
     number = id.isascii() and id.isdecimal() and len(id) < 20
     return (not number, int(id) if number else 0, id)
@@ -185,7 +185,7 @@ def words(text: str) -> list[str]:
 
 
 def passage(text: str, wanted: list[str], characters: int) -> str:
-    """Return the part of ``text``, at most so long, with the most of the wanted words: the first such."""
+    """Return the part of ``text``, at most ``characters`` long, with the most query words; the first of several."""
     text = text.strip()
     if len(text) <= characters:
         return text
