@@ -1,7 +1,5 @@
-"""Reinforcement learning of language models as experiments with a verdict.
-
-The public names are loaded when they are first used, so that ``import retrain`` costs nothing.
-"""
+"""Reinforcement learning of language models as experiments with a verdict. Public names are loaded on first use, so
+that ``import retrain`` is cheap."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Parse the command line, run one command, and convert errors to printed lines and exit statuses.
 
-Nothing heavy is imported here or at the top of ``retrain.commands``: ``retrain --help`` has to answer in less than
-half a second, and ``retrain check`` without torch.
+Imports nothing heavy, nor does the top level of ``retrain.commands``: ``retrain --help`` must answer in less than half
+a second, and ``retrain check`` without torch.
 """
 
 import sys

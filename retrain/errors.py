@@ -32,11 +32,7 @@ class NotOurs(UsageError):
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a configuration file. ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path,
-    ``message`` the value and why it is invalid, ``fix`` the line to type instead.
-
-    ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path, ``message`` the value and why it
-    cannot be, ``fix`` the line to type instead.
-    """
+    ``message`` the value and why it is invalid, ``fix`` the line to type instead."""
 
     where: str
     key: str
@@ -88,11 +84,7 @@ class CheckpointError(RetrainError):
 
 class RunFailed(RetrainError):
     """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
-    no run of the campaign can continue, none has failed, and all stop; ``advice`` says what to do before resuming.
-
-    ``shared``: no run can go on, through no fault of theirs. All of them stop, none has failed, and ``advice`` says
-    what helps before they are resumed.
-    """
+    no run of the campaign can continue, none has failed, and all stop; ``advice`` says what to do before resuming."""
 
     shared = False
     advice = ""

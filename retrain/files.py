@@ -82,11 +82,11 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
+    """Replace ``path`` atomically: a reader sees the old text or the new one, also after a power cut.
 
-    ``durable = False`` does not wait for the disk: after a power cut the file may be gone, but no reader sees half of
-    it. The same holds inside a directory that is itself written aside: ``publish_directory`` makes all of it durable.
-    Raises StorageError when it cannot be written; ``path`` is then as it was.
+    ``durable = False`` does not wait for the disk: after a power cut the file may be missing, but never half-written.
+    Use it within a directory that ``publish_directory`` makes durable. Raises StorageError on failure and leaves
+    ``path`` unchanged.
     """
     write_bytes(path, text.encode("utf-8"), durable)
 
@@ -151,10 +151,7 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 def append_bytes(path: Path, data: bytes) -> int:
     """Append without Python's buffering; return the offset of the data. Raises OSError on failure (disk full) and
-    leaves the file as it was.
-
-    Raises OSError when that fails (a full disk); the file is then as it was.
-    """
+    leaves the file as it was."""
     with open(path, "ab", buffering=0) as file:
         begin, rest = file.tell(), memoryview(data)
         try:
@@ -191,10 +188,7 @@ class GrowingFile:
 
 def iter_jsonl(path: Path) -> Iterator[Any]:
     """Yield all complete rows; skip a torn last line (killed while writing). Raises CheckpointError with file and line
-    when another line is not JSON, and PermissionError.
-
-    Raises CheckpointError with file and line when another line is no JSON, PermissionError.
-    """
+    when another line is not JSON, and PermissionError."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -231,10 +225,7 @@ def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> int:
 
 def read_json_if_present(path: Path) -> Any:
     """Return the JSON value in ``path``, or None if the file is missing or not JSON. Raises NotReadable if the
-    operating system refuses to read it.
-
-    Raises NotReadable where there is a file that the operating system refuses to read.
-    """
+    operating system refuses to read it."""
     try:
         return read_json(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -268,8 +259,7 @@ def sha256(path: Path) -> str:
 def publish_directory(aside: Path, final: Path) -> None:
     """Rename a completely written directory into place, replacing an older one of that name.
 
-    All of it is on the disk before the rename, and the rename before this returns. Raises StorageError when the file
-    system refuses.
+    Its content is on disk before the rename, and the rename is on disk when this returns. Raises StorageError.
     """
     with writing(final):
         for path in (*aside.rglob("*"), aside):

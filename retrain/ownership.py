@@ -90,10 +90,7 @@ def is_whole(directory: Path, owner: Owner | None) -> bool:
 
 def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEWHERE) -> None:
     """Raise NotOurs unless ``directory`` is the owner's, or has none of the names of ``LAYOUT``. Without ``owner``, the
-    directory of any campaign or run is accepted. Nothing is written.
-
-    Without ``owner`` any campaign's or run's own directory will do. Nothing is written.
-    """
+    directory of any campaign or run is accepted. Nothing is written."""
     mark = mark_of(directory)
     if mark is not None:
         if mark.files is None and (mark.owner.place == "." if owner is None else mark.owner == owner):
@@ -140,9 +137,8 @@ def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advic
 def publish(aside: Path, target: Path, owner: Owner | None) -> None:
     """Rename the completely written directory ``aside`` to ``target``, with the owner's mark (none without owner).
 
-    What the owner published there before is replaced, the whole directory at once. Where somebody has put files beside
-    it, they stay, and the files are replaced one by one. Raises NotOurs when one would replace somebody else's,
-    StorageError when the file system refuses.
+    Replaces the owner's earlier directory as a whole, or file by file if it also contains others' files, which stay.
+    Raises NotOurs if a file of others would be replaced, StorageError if the file system refuses.
     """
     target = target.resolve() if target.is_symlink() else target
     names = files_in(aside)
@@ -175,10 +171,7 @@ def install(source: Path, target: Path, owner: Owner | None) -> None:
 
 def remove(directory: Path, owner: Owner | None) -> bool:
     """Remove what the owner published as ``directory``, the mark last; return False, without changes, for other
-    directories. Others' files in it stay.
-
-    What somebody has put beside it stays.
-    """
+    directories. Others' files in it stay."""
     mark = None if directory.is_symlink() else mark_of(directory)
     if mark is None or owner is None or mark.files is None or mark.owner != owner:
         return False
@@ -202,8 +195,8 @@ def files_in(directory: Path) -> list[str]:
 def remove_leftovers(directory: Path) -> None:
     """Delete temporaries of killed processes in an owner's directory and its runs.
 
-    Directories of other owners below it (a run that continues from a compressed adapter) are left alone: a process may
-    be writing there.
+    Skips directories of other owners below it (a run that continues from a compressed adapter): a process may be
+    writing there.
     """
     owner = owner_of(directory)
     for folder, folders, files in os.walk(directory):

@@ -1,7 +1,7 @@
 """Load the user's own code, named as ``module:function`` or as a file.
 
-It is looked up in the TOML's folder, then in the current directory, then among the installed modules; nothing is
-loaded that the configuration does not name.
+Modules are searched in the TOML's folder, the current directory, and the installed modules; only what the configuration
+names is loaded.
 """
 
 import importlib
@@ -21,8 +21,8 @@ from retrain.files import search_folders
 def load_file(path: Path, name: str) -> ModuleType:
     """Load a ``.py`` file as module ``name``; modules beside the file can be imported, as from a script.
 
-    Another module that already has this name keeps it. Raises PluginMissing for what is not a Python file; what the
-    module itself raises passes through.
+    Another module with this name keeps it. Raises PluginMissing if this is not a Python file; exceptions of the module
+    itself pass through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -42,10 +42,8 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
-    """Import the module ``name``; a file in one of ``folders`` takes precedence.
-
-    A file there goes before an installed module of the same name. Raises what importing it raises.
-    """
+    """Import the module ``name``; a file in one of ``folders`` takes precedence over an installed module. Exceptions of
+    the import pass through."""
     _look_in(folders)
     importlib.invalidate_caches()
     file = next((path for folder in folders if (path := folder / f"{name}.py").is_file()), None)
@@ -58,8 +56,8 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
 def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names.
 
-    Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
-    there is no such function in it.
+    Raises PluginMissing, whose text begins with ``label`` and the name, if the module is missing, fails to import, or
+    has no such function.
     """
     return _load(plugin, base_dir, what)[1]
 
@@ -86,7 +84,7 @@ def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Ca
 def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
 
-    Raises PluginError, which begins with ``what`` and the name, also for what is no range.
+    Raises PluginError, whose text begins with ``label`` and the name, also for an invalid range.
     """
     loaded, function = _load(plugin, base_dir, what)
     try:

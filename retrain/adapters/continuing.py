@@ -15,12 +15,12 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
 def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[Loaded, Path]:
-    """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory. Compresses the adapter of
-    this run or campaign directory.
+    """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory, after compressing the
+    adapter of this run or campaign directory.
 
-    The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
-    ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on
-    where it stopped. Raises UsageError when the directory has no adapter or no plan, or the rank is above its own.
+    The new run copies all settings but rank, alpha and length; its directory is ``out`` or ``squeeze/continue_<rank>``
+    beside the adapter. A repeated call continues it. Raises UsageError if the directory has no adapter or no plan, or
+    the rank exceeds the adapter's.
     """
     adapter = find_adapter(directory)
     owner = _holding((adapter.parent, adapter.parent.parent), CONFIG)

@@ -1,7 +1,7 @@
 """Export adapters for other programs: merged into a full model, or padded to a rank that a server requires.
 
-Merging is peft's ``merge_and_unload`` on the base in float32; every weight then gets the number format back that it
-has in the base's own files. What is checked is what was written: it is read again and compared with the adapter.
+Merging is peft's ``merge_and_unload`` on the base in float32; every weight is then converted back to the number format
+of the base's files. The written model is read again and compared with the adapter.
 """
 
 import gc
@@ -106,9 +106,9 @@ def _with_adapter(model: Any, source: Provenance) -> Any:
 def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
     """Write the adapter with A and B padded with zeros to ``rank`` in every module, with one scale for all modules.
 
-    The result has no rsLoRA and no patterns, which not every server reads: alpha/rank is the scale that most modules
-    have, and in the others B takes up the ratio, rounded once; ΔW is otherwise unchanged to the bit. Raises UsageError
-    for a rank below the adapter's or when ``out`` is in use, ModelError for what is more than a LoRA adapter.
+    The result avoids rsLoRA and rank patterns, which some servers ignore: alpha/rank is the most frequent scale, and in
+    other modules B absorbs the ratio, rounded once; ΔW is otherwise bit-identical. Raises UsageError for a rank below
+    the adapter's or when ``out`` is in use, ModelError for an adapter with more than LoRA factors.
     """
     out = _free(out)
     with AdapterFile(source.adapter) as file:
@@ -216,8 +216,8 @@ def _difference(given: torch.Tensor, reference: torch.Tensor) -> float:
 def _check(difference: float, tolerance: float, effect: float, dtype: str) -> None:
     """Raise ModelError unless the written model agrees with base and adapter within rounding.
 
-    Rounding leaves each weight with an independent relative error of eps/√12 (root mean square), as large in the
-    product with it; over n products in a row they add up as √n. The tolerance eps·√n is three times that.
+    Rounding gives each weight, and so each product, an independent relative error of eps/√12 (root mean square); over n
+    consecutive products errors add up as √n. The tolerance eps·√n is three times that.
     """
     if not difference <= tolerance:
         raise ModelError(

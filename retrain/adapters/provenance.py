@@ -27,8 +27,8 @@ SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evalua
 class Provenance:
     """An adapter's directory, and the records of the run that trained it.
 
-    ``record`` is the directory of that run, None where an adapter lies elsewhere; ``config`` then has the defaults.
-    ``fingerprint`` and ``dtype`` are those of the base that it was trained on, as far as they are recorded.
+    ``record`` is that run's directory, None for an adapter elsewhere, whose ``config`` then has defaults.
+    ``fingerprint`` and ``dtype`` describe the base that it was trained on, if recorded.
     """
 
     adapter: Path
@@ -67,11 +67,7 @@ class Provenance:
 def provenance(directory: Path, base: str | None = None) -> Provenance:
     """Return the adapter of a run, checkpoint, ``final/`` or adapter directory with its recorded facts. ``base``
     replaces the base that the adapter names. Raises UsageError if there is no adapter, or a campaign has several;
-    ModelError if the base is a directory that is missing.
-
-    ``base`` replaces the base that the adapter names. Raises UsageError when there is no adapter, or a campaign has
-    several; ModelError when the base is a directory that is not there.
-    """
+    ModelError if the base is a directory that is missing."""
     _refuse_several(directory)
     adapter = find_adapter(directory).resolve()
     named = _adapter_config(adapter)
@@ -123,8 +119,8 @@ def _recorded(adapter: Path) -> Provenance:
 def _base_path(name: str, record: Path | None) -> str:
     """Return the base as an absolute path if it is on this machine, else the hub's name.
 
-    A relative path is looked for from here, then from the folder of the file that the run was started with. A bundled
-    model's directory that is not there, as that of another machine, is the one of this installation.
+    Relative paths are resolved from the current directory, then from the folder of the run's file. A missing directory
+    of a bundled model, as from another machine, resolves to the one of this installation.
     """
     bundled = bundled_model_path(name)
     if bundled is not None:

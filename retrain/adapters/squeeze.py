@@ -103,9 +103,9 @@ def _spectra(adapter: Path) -> dict[str, Any]:
 def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    With ``pattern`` every module gets a rank of its own: the fewest altogether that keep the total energy of ``rank``
-    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
-    ``out`` holds an adapter that was not compressed from this one.
+    With ``pattern``, ranks differ by module: the lowest total that keeps the energy of ``rank`` everywhere. Raises
+    UsageError above the source rank, ModelError for an adapter with more than LoRA factors, NotOurs when ``out`` holds
+    an adapter that was not compressed from this one.
     """
     from retrain.adapters.streaming import write_streamed
     from retrain.maths.squeeze import rank_pattern
@@ -160,8 +160,8 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
     by module that keep as much energy.
 
-    The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is read
-    from the verification of this very adapter, if there is one.
+    The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is
+    read from the adapter's verification, if there is one.
     """
     adapter = find_adapter(directory)
     analysis = analyse_adapter(adapter, _settings(adapter))
@@ -207,8 +207,9 @@ def squeeze_after_run(
     """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
     the held-out problems. Writes ``analysis.json`` in ``subfolder`` of the directory.
 
-    ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` tells
-    the user what wandb has not taken."""
+    ``folder`` is that of the TOML file; ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` receives
+    failures of wandb.
+    """
     settings, home = spec.config.squeeze, directory / place
     adapter = find_adapter(run_directory(directory, spec))
     analysis = {"run_id": spec.run_id, "label": spec.label, **analyse_adapter(adapter, settings)}

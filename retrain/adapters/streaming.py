@@ -1,6 +1,6 @@
 """Write PEFT adapters one module at a time, so that an adapter larger than memory can be squeezed.
 
-The header of a safetensors file comes first, because all shapes are known, and the tensors follow in any order.
+All shapes are known, so the header of the safetensors file is written first, and tensors follow in any order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,10 +18,7 @@ def write_streamed(
     directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Mapping[str, Any]
 ) -> None:
     """Write a PEFT directory from consecutive modules; ``layout`` declares all of them. Raises ModelError if a module
-    is missing or has another shape than declared.
-
-    Raises ModelError when a module is missing or has another shape than announced.
-    """
+    is missing or has another shape than declared."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = {
         key: (dtype_name(where.dtype), shape)

@@ -1,7 +1,7 @@
 """Sample answers of a trained adapter and its base, and sample and grade answers before training.
 
 Adapter and base read the same prompts and draw the same random numbers, in one batch. Before training, answers are
-graded one after the other, so that each has its time.
+graded one after the other, to time each.
 """
 
 import time
@@ -162,10 +162,10 @@ Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
 def trial_report(
     engine: Engine, asked: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
 ) -> dict[str, Any]:
-    """Sample and grade the answers to ``asked``, which are requests of one run.
+    """Sample and grade the answers to ``requests`` of one run.
 
-    Returns ``prompts`` (each with its answers and what the reward says of them), ``sampling`` and ``grading`` (counts
-    and seconds, with what a whole step takes) and ``verdict``.
+    Returns ``prompts`` (each with its answers and grades), ``sampling`` and ``grading`` (counts and seconds,
+    extrapolated to a step) and ``verdict``.
     """
     if isinstance(environment, SplitEnvironment) and environment.host is None and environment.grader is not None:
         prompts, sampled, graded, sampling_s = _answers(engine, asked, environment.grader, renderer, config)
@@ -286,10 +286,7 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
     """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
     many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
-    if there are others.
-
-    The first answer waits for the workers to start and is left out of the mean where there are others.
-    """
+    if there are others."""
     times = [each for _, seconds in graded for each in seconds if each == each]
     usual = times[1:] or times
     reward, training = config.reward, config.training

@@ -1,12 +1,11 @@
 """Evaluate an adapter on the held-out problems at every candidate rank, to find which rank is enough.
 
-Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and the same
-random numbers, and are compared with the full adapter problem by problem: the problem is the unit, because one run is
-looked at, and what is found holds for this adapter and problems like these. A loss is excluded by Tango's score
-interval, which answers that all agree do not persuade too easily. The full adapter's answers are those of the run's
-final evaluation, where that was sampled as it would be now: it has one number. Candidates are judged from the largest
-rank down, as long as they keep what the full adapter has: in this fixed order the chance of calling any rank enough
-wrongly stays that of one test (Westfall and Krishen 2001).
+Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and random
+numbers, and are compared with the full adapter by problem, which is the unit because there is one run; conclusions hold
+for this adapter and similar problems. A loss is excluded by Tango's score interval, which is not overconfident when all
+answers agree. The full adapter's answers are those of the run's final evaluation if it had the same sampling, so that
+there is one accuracy. Candidates are tested from the largest rank down, while they keep the full adapter's accuracy:
+this fixed order keeps the error of calling any rank enough at that of one test (Westfall and Krishen 2001).
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def _evaluate(
     """Return marks [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first adapter, the
     run's own, was sampled again.
 
-    One adapter after the other: memory does not grow with their number. They are sampled by the engine of the run's
-    configuration, whose servers have ``directory`` for what they need.
+    Adapters are evaluated one after another, so that memory does not grow with their number. Servers of the run's
+    configuration use ``directory``.
     """
     from retrain.data.prompts import Renderer
     from retrain.environments.build import environments_of, episode_limits

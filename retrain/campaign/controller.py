@@ -1,6 +1,6 @@
 """Execute a plan: train its cohorts until every run is done or has failed, then analyse and compare.
 
-The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
+Only the controller writes the campaign's manifest, schedules jobs and prints messages.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ def execute(
 ) -> Outcome:  # fmt: skip
     """Train a checked plan, or continue it if its directory already holds part of it.
 
-    Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
-    ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    ``executor`` trains, without one that of the configuration; it is closed when all is trained. Raises StorageError
-    when the directory cannot be written, LeaseLost when another process has taken it over.
+    Finished runs are skipped unless the plan has more steps, failed ones unless ``retry_failed``. ``approval`` decides
+    about changes from the directory's records; None refuses all. ``executor`` replaces the configured one, and is
+    closed at the end. Raises StorageError when the directory cannot be written, LeaseLost when another process has
+    taken it over.
     """
     lock = DirectoryLock(plan.directory, observer.message)
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
@@ -115,8 +115,8 @@ def execute(
 def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
-    ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
-    when a configured device does not exist, or when torchrun has started processes that nothing uses.
+    ``guard`` is called before writes of a run in this process; workers hold their own leases. Raises UsageError if a
+    configured device does not exist, or if torchrun has started processes that have no use.
     """
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
@@ -174,10 +174,7 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
 class CohortWork:
     """Runs that train together. Remaining runs are determined when the job begins, because the interim analysis may
     have stopped some, and a worker that died may have finished others. ``again``: all of them have failed, and each
-    continues from its own newest checkpoint.
-
-    ``again``: all of them had failed, and each goes on from its own newest checkpoint.
-    """
+    continues from its own newest checkpoint."""
 
     controller: Controller
     specs: Sequence[RunSpec]
@@ -191,8 +188,8 @@ class CohortWork:
     def left(self) -> list[RunSpec]:
         """Return the runs of the next job; none when all have ended.
 
-        Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
-        go on have to be in its batches again, and fail again.
+        Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
+        must be in its batches again, and fail again.
         """
         group = [spec for spec in self.specs if self._entry(spec)["state"] not in ("done", "stopped")]
         if self.again or any(self._entry(spec)["state"] != "failed" for spec in group):
@@ -386,9 +383,9 @@ class Controller:
     def _squeezes(self) -> list[Work]:
         """Return the rank analyses that are due.
 
-        The first run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
-        ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
-        ends first: with several workers that is a matter of the clock.
+        The result of the first run is stored in ``squeeze``; with ``runs = "one per condition"``, those of other
+        conditions in ``squeezes`` by label. The first run is the first in the plan that has not failed or been stopped,
+        so that the choice does not depend on timing.
         """
         works: list[Work] = []
         for place, spec in self._due_analyses().items():

@@ -52,7 +52,7 @@ def sample(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sample from a trained adapter and its base, side by side.
+    """Sample from an adapter and its base, side by side.
 
     Both get the same prompts in the run's own template, and the same random numbers.
     """
@@ -114,7 +114,7 @@ def export(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Export a trained adapter as a merged model or padded adapter.
+    """Export an adapter merged into a model or padded.
 
     With --merge, write a full model and check it against the adapter's logits; with --rank-pad, pad the rank with zeros
     for servers that accept certain ranks only.

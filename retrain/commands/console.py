@@ -1,6 +1,6 @@
 """Print the progress of campaigns: a live view on a terminal, plain lines everywhere else.
 
-Text from models, files and plug-ins is shown as text: rich's markup and a terminal's escape sequences have no effect.
+Rich markup and terminal escape sequences in text from models, files and plug-ins have no effect.
 """
 
 import atexit
@@ -65,10 +65,7 @@ class Board(NullObserver):
 
     def steps_of_all(self) -> tuple[int, int]:
         """Return the finished and the planned steps of all runs. A waiting run counts as long as the longest started
-        run, a failed or stopped one with its finished steps.
-
-        A waiting run counts with the steps of the longest started run, a failed or stopped one with those it has done.
-        """
+        run, a failed or stopped one with its finished steps."""
         views = self.runs.values()
         longest = max((view.max_steps for view in views), default=0)
         ended = ("failed", "stopped")

@@ -1,7 +1,7 @@
 """Follow runs that another process writes, from new content of their files only.
 
-An observer (a console, or ``JsonLines``) is called as it would be inside the process. Files may be cut and continued
-by a resume, vanish, or end in half a line at any moment.
+An observer (a console, or ``JsonLines``) is called as within that process. Files may be truncated by a resume, vanish,
+or end in an incomplete line at any time.
 """
 
 from collections.abc import Sequence

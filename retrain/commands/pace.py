@@ -26,11 +26,7 @@ SAME = (
 class Pace:
     """Throughput of the finished runs in ``directory``. ``seconds`` is the total training time of their cohorts,
     ``completions`` what they sampled in it, held-out evaluations included. ``differing`` has the dotted keys in which
-    the most similar run differs from the plan.
-
-    ``seconds`` is the training time of their cohorts, added up, and ``completions`` what they sampled in it, held-out
-    evaluations included. ``differing`` has the dotted keys in which the most similar run differs from the plan.
-    """
+    the most similar run differs from the plan."""
 
     directory: Path
     runs: int

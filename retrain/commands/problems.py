@@ -33,9 +33,8 @@ EXAMPLE_CHARACTERS = 300
 class Problems:
     """Problems of a plan's runs.
 
-    ``lines`` are (name, text) of what is said about them, ``sizes`` the numbers of held-out problems by set,
-    ``lengths`` those of the measured prompts in tokens: none where they cannot be measured here. ``is_read``: the data
-    could be.
+    ``lines`` are (name, text) pairs of the description, ``sizes`` the numbers of held-out problems by set, ``lengths``
+    token counts of the measured prompts, empty if they cannot be measured here. ``is_read``: the data could be read.
     """
 
     lines: list[tuple[str, str]]
@@ -133,10 +132,7 @@ def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
 
 def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tuple[list[int], str]:
     """Return the token counts of prompts spread over the data, including those with the most characters, and the first
-    prompt as text. Raises ModelError when the template refuses a problem.
-
-    Raises ModelError when the template refuses a problem.
-    """
+    prompt as text. Raises ModelError when the template refuses a problem."""
     from retrain.data.dataset import LONGEST_BY_CHARACTERS
     from retrain.data.prompts import Renderer, conversation
     from retrain.environments.build import parts_of

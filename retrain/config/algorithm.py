@@ -1,6 +1,6 @@
 """[algorithm], [gtpo], [hicra], [sepa], [planning], [distillation]: advantages, token credit, the loss, a teacher.
 
-Code of the user's own is named here as `module:function` and loaded by `retrain.algorithms.load_modes`.
+``retrain.algorithms.load_modes`` loads the user's own code, which is named here as `module:function`.
 """
 
 from __future__ import annotations

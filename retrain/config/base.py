@@ -1,9 +1,8 @@
 """Define what sections are declared with: bounded types, markers of fields, issues that rules report.
 
-A key is declared once, in its section: type, default and bound in the annotation, meaning in the docstring under
-it. What else belongs to a key is a marker in the same annotation: `Role` (what it decides, where that is not what its
-section does), `UsedWhen` (the key does nothing otherwise) and `Unavailable` (values that other tools know and this one
-does not have, with what to type instead).
+Each key is declared once, in its section: type, default, bounds and markers in the annotation, meaning in the
+docstring. Markers: `Role` (what the key decides, if it differs from its section's), `ActiveIf` (condition under which
+it has an effect) and `UnsupportedValues` (values of other tools, with what to type instead).
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ class Section(BaseModel):
 class Finding(NamedTuple):
     """One mistake that a rule reports.
 
-    ``keys`` are the dotted keys involved, the one to report first. A finding is not reported when one of its keys
-    is itself wrong. ``warning`` findings do not stop the run.
+    ``keys`` are the dotted keys involved, the one to report first. An issue is dropped if one of its keys is invalid by
+    itself. ``warning`` issues do not stop the run.
     """
 
     keys: tuple[str, ...]
@@ -90,10 +89,9 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class UsedWhen:
-    """Marker: the key has an effect only while ``key`` has one of ``values``.
+    """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
 
-    ``values`` of (None,) means: only while that key is unset.
-    ``training_only``: elsewhere it still shapes what is recorded, so only a condition's override of it is an error.
+    ``training_only``: the key always affects records, so only a condition's override of it is an error.
     """
 
     key: str

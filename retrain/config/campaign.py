@@ -50,8 +50,8 @@ def _gpu_share(value: float) -> float:
 class Condition(Section):
     """One condition: its two modes, and any further key as an override of the base configuration.
 
-    Overrides are kept as tables, section by section; a file may also write them with dots (`"sepa.steps" = 50`)
-    or, when only one section has such a key, bare (`lr = 1e-4`).
+    Overrides are stored as tables by section; a file may also write them with dots (`"sepa.steps" = 50`) or, when only
+    one section has such a key, bare (`lr = 1e-4`).
     """
 
     model_config = ConfigDict(extra="allow")

@@ -1,7 +1,7 @@
 """Collect all mistakes of a configuration: in keys, between keys, and in the conditions of a campaign.
 
-Keys that are wrong by themselves are reported and put aside (they count as unset), so that the rules can still be
-asked about everything else. A rule that involves a key put aside says nothing.
+Keys that are invalid by themselves are reported and removed (they count as unset), so that rules can still check the
+rest. A rule that involves a removed key reports nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -305,8 +305,8 @@ def why_fixed(dotted: str) -> str:
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
     """Convert a condition as written at ``path`` to the form of ``Condition``.
 
-    Returns the condition with its overrides as tables, where in the file each override (by dotted key) stands,
-    and the mistakes, whose overrides are left out.
+    Returns the condition with its overrides as tables, the location of each override by dotted key, and the mistakes,
+    whose overrides are left out.
     """
     folded: dict[str, Any] = {}
     places: dict[str, Path] = {}
@@ -393,7 +393,7 @@ def _dotted(name: str) -> str | Mistake:
 def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
     """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
-    In a campaign it is again a campaign, of this one run, so that planning it gives the same run.
+    A campaign's run is a campaign of this one run, so that planning it gives the same run.
     """
     data = {section: dict(table) for section, table in base.items()}
     training = data.setdefault("training", {})

@@ -154,10 +154,8 @@ class Evaluation(Section):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set with every value resolved.
-
-    ``data`` is [data] with the set's own keys in their place: its ``eval_source`` and ``eval_split`` hold the problems.
-    """
+    """A held-out set with every value resolved. ``data`` is [data] with the set's own keys; its ``eval_source`` and
+    ``eval_split`` select the problems."""
 
     name: str
     problems: int

@@ -1,6 +1,6 @@
 """Check keys of several sections about learning: advantages, credit, losses, critic, teacher and steps.
 
-A rule is as in ``retrain.config.rules``.
+``retrain.config.rules`` defines what a rule is.
 """
 
 from __future__ import annotations

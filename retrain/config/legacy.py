@@ -1,6 +1,6 @@
 """List removed keys, those of retrain 0.3 and later ones, with what to type instead.
 
-The keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
+Keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Convert a TOML file and ``--set`` values to a `Config`, or report all of their mistakes at once.
 
-`tomli` gives values without positions, so ``key_lines`` walks over a text that `tomli` has already accepted and notes
-the line of every key, table header and array element. It need not reject anything.
+`tomli` returns values without positions, so ``key_lines`` scans a text that `tomli` has accepted and finds the line of
+every key, table header and array element, without validation.
 """
 
 import os
@@ -132,7 +132,7 @@ def _repeat_problem(repeat: Repeat, name: str) -> Problem:
 def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is_file: bool = False) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
-    [campaign] settings are refused for a file without that section: they would turn one run into dozens.
+    Rejects [campaign] settings for a file without that section: they would turn one run into dozens.
     """
     wrong = []
     is_run_file = is_file and "campaign" not in data
@@ -207,9 +207,9 @@ def _rows(table: object, key: str) -> list[object]:
 def key_lines(text: str) -> dict[Path, int]:
     """Return the 1-based line of every path in a valid TOML ``text``.
 
-    A path has the names of tables and keys, and indices for elements of arrays and of arrays of tables:
-    ``("campaign", "conditions", 0, "lr")``. A quoted key that contains dots is one name. Tables that are only
-    implied (``a`` in ``[a.b]``) stand where they first appear.
+    A path consists of names of tables and keys, and of indices into arrays: ``("campaign", "conditions", 0, "lr")``. A
+    quoted key that contains dots is one name. Implied tables (``a`` in ``[a.b]``) have the line where they first
+    appear.
     """
     return _Walk(text.replace("\r\n", "\n")).document()
 

@@ -1,10 +1,8 @@
 """Describe every mode of [algorithm] in one row: name, formula, paper, requirements.
 
-Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
-keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. The label of a condition is made of them. A new mode is a row here and an entry under the same name in a
-table of ``retrain.algorithms`` or ``retrain.algorithms.losses``. The section [algorithm] has the keys that its row
-declares.
+The choices of TOML keys, active keys, labels of conditions, ``explain``, plans, records and documentation derive from
+these rows. A new mode is a row here, and an entry under the same name in a table of ``retrain.algorithms`` or
+``retrain.algorithms.losses``. [algorithm] has the keys that its row declares.
 """
 
 import hashlib
@@ -70,10 +68,10 @@ class Mode:
 class Advantage(Mode):
     """Computes one number per rollout from the rewards of its group.
 
-    ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None where it is not
-    known. ``unit_rewards``: defined for rewards in [0, 1] alone. With fewer than ``smallest_group`` rewards a group
-    takes no part. ``whitened`` advantages are normalised over the batch afterwards. ``by_token``: one number per token,
-    from the rollout's own rewards and a critic; no group is compared.
+    ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None if unknown.
+    ``unit_rewards``: defined for rewards in [0, 1] only. Groups with fewer than ``smallest_group`` rewards are skipped.
+    ``whitened`` advantages are normalised over the batch afterwards. ``by_token``: one number per token, from the
+    rollout's own rewards and a critic; no group is compared.
     """
 
     needs: frozenset[Need] = frozenset({Need.GROUP})
@@ -88,11 +86,7 @@ class Advantage(Mode):
 class Credit(Mode):
     """Distributes a rollout's advantage over its tokens. ``own_advantage``: computes its own advantage from the
     rewards, so that only the result shows whether a group has signal. ``features`` are the groups of metrics that it
-    fills (``Metric.requires``).
-
-    ``own_advantage``: starts from the rewards, so whether a group has signal shows in the result alone. ``features``
-    are the groups of metrics that it fills (``Metric.requires``).
-    """
+    fills (``Metric.requires``)."""
 
     own_advantage: bool = False
     features: frozenset[str] = frozenset()

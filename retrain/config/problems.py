@@ -70,10 +70,8 @@ SYNONYMS = {name: dotted for dotted, names in OTHERS.items() for name in names.s
 
 
 class Mistake(NamedTuple):
-    """One mistake at a path of the file, before its line is known.
-
-    ``about`` is the key that the message speaks of when another one, at the path, is what was written.
-    """
+    """One mistake at a path of the file, before its line is known. ``about`` is the key in the message, if it differs
+    from the written one at the path."""
 
     path: Path
     message: str

@@ -255,10 +255,7 @@ def value_at(config: Config, dotted: str) -> Any:
 
 def unused(config: Config, dotted: str, override: bool = False) -> Finding | None:
     """Return the issue that ``dotted`` has no effect in this run, or None. ``override``: the key distinguishes a
-    condition, so it must change the training.
-
-    ``override``: the key is asked for as what distinguishes a condition, so it must change the training.
-    """
+    condition, so it must change the training."""
     for marker in keys()[dotted].metadata:
         if isinstance(marker, UsedWhen) and (override or not marker.training_only):
             value = value_at(config, marker.key)

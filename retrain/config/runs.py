@@ -26,8 +26,8 @@ class RunSpec:
     """One planned run, with its fields in the order of ``plan.json``.
 
     ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
-    the condition's overrides are applied, keys without effect have their defaults, and values that follow others
-    are filled in. ``overrides`` are the condition's, by dotted key. Planning ``config`` again gives this run.
+    overrides are applied, keys without effect have their defaults, and derived values are filled in. ``overrides`` are
+    the condition's, by dotted key. Planning ``config`` again gives this run.
     """
 
     run_id: str

@@ -150,10 +150,7 @@ def longest_completions(configs: Iterable[Config]) -> Longest:
 def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[str, Room]]:
     """Return the longest prompts, in training and in each held-out set: at most ``[data] max_prompt_tokens``, and short
     enough for the longest completion in the model's ``context`` (0: unknown). Raises ModelError if completions leave no
-    space.
-
-    Raises ModelError where completions leave no room at all.
-    """
+    space."""
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> Room:
@@ -183,10 +180,7 @@ def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, con
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
     """Return the environments of training, as ``train``, and of each held-out set by name. ``grader`` is unused if the
-    environment brings its own rewards. Raises PluginMissing.
-
-    ``grader`` is not used where the environment brings its own rewards. Raises PluginMissing.
-    """
+    environment brings its own rewards. Raises PluginMissing."""
     sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
     host = hosted(config, folder) if config.environment.hosted else None
@@ -204,11 +198,8 @@ def episode_limits(config: Config, context: int | None) -> Limits:
 
 class SplitEnvironment:
     """Problems of one split. The policy answers in one turn, in turns with the tools of ``host`` up to the first answer
-    without a call, or in the environment of ``host``.
-
-    ``grader`` grades the last answer; without it ``host`` grades, and ``correct_above`` is the threshold of
-    ``with_correctness``.
-    """
+    without a call, or in the environment of ``host``. ``grader`` grades the last answer; if None, ``host`` grades, and
+    ``correct_above`` is the threshold of ``with_correctness``."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Run environments in worker processes: an episode that raises, hangs, floods or crashes fails alone, never the run.
 
-Every process hosts the episodes whose numbers fall to it. When one is lost with its process, the others begin anew in
-the next process and take their actions again, if the environment is exact; else they end with it.
+Episodes are assigned to processes by number. When a process dies, its other episodes restart in the next process and
+repeat their actions if the environment is exact; else they fail too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Run inside a worker process that hosts an environment, and answer the jobs of ``environments.hosted``.
 
-Nothing of torch is imported, and nothing but what the environment itself needs: it may run under another Python.
+Imports neither torch nor anything that the environment does not need: another Python may run it.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Define the protocol of environments: problems, and episodes in which the policy acts on them.
 
-An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
-``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` has the problems of
-[data].
+A user's environment has ``problems`` and ``start``, and its episodes ``result()``, which returns the reward, instead of
+``results``; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` serves [data].
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ class Observation:
 class Step:
     """Reply to an action.
 
-    ``messages`` answer it; ``done``: the episode is over. ``reward`` is what this turn alone was worth, None where the
-    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. Where the
-    environment has rewritten what was said before, ``conversation`` is all of it as the policy shall read it next;
-    ``messages`` are not used then.
+    ``messages`` are the reply; ``done`` ends the episode. ``reward`` is the reward of this turn, None if the
+    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. If the environment
+    rewrites earlier messages, ``conversation`` is everything that the policy reads next, and ``messages`` are ignored.
     """
 
     messages: Sequence[Message] = ()

@@ -1,9 +1,8 @@
 """Run episodes with tools: calls are answered, and the first message without a call ends the episode.
 
-Numbers of an episode are those of ``get_tool_metrics`` elsewhere, under ``tools/``: how many calls there were
-(``total_tool_calls``; one that could not be read, or names no tool, counts), how many failed (``tool_errors``), the
-share that did not (``tool_success_rate``), how many went to each tool (``calls/<name>``) and the seconds that the tools
-took (``tool_time``, by the clock: the one number that differs between two runs that are otherwise the same).
+Metrics of an episode have the names of ``get_tool_metrics`` in other tools, under ``tools/``: ``total_tool_calls``
+(malformed calls and unknown tools included), ``tool_errors``, ``tool_success_rate``, ``calls/<name>`` per tool and
+``tool_time`` in seconds, the only one that differs between two otherwise equal runs.
 """
 
 from __future__ import annotations

@@ -38,10 +38,7 @@ def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
     """Read the LoRA adapter in a PEFT directory; layers that it does not contain get zeros. Raises ModelError when it
-    is not an adapter, or not one of this base.
-
-    Raises ModelError when it is no such adapter, or not of this base.
-    """
+    is not an adapter, or not one of this base."""
     try:
         with AdapterFile(directory) as file:
             file.require_plain()

@@ -1,9 +1,9 @@
 """Continuous batching: one thread owns the engine and decodes all generations in short pieces.
 
-A piece of ``PIECE_TOKENS`` is one call of ``LocalEngine.sample`` for all generations under way, whatever their adapter
-and sampling. Between two pieces others are admitted, what has ended or is not wanted any more leaves, and what was
-drawn is told. The engine keeps what it has computed of each sequence from piece to piece, and a generation's random
-stream goes on where it was, so that pieces change nothing of what is drawn.
+A piece is one call of ``LocalEngine.sample`` with ``PIECE_TOKENS`` tokens for all running generations, whatever their
+adapter and sampling. Between pieces, waiting generations are admitted, ended and cancelled ones removed, and new tokens
+delivered. The engine keeps its caches, and each generation its random stream, so that pieces do not change what is
+sampled.
 """
 
 import itertools

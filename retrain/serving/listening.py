@@ -49,8 +49,7 @@ def url_of(bound: socket.socket) -> str:
 class TimedProtocol(H11Protocol):
     """HTTP/1.1 that closes a connection whose request does not arrive in time.
 
-    uvicorn limits only the time between two requests: headers or a body that stop in the middle, or come byte by byte,
-    would hold their connection for ever.
+    uvicorn limits only the time between two requests: an incomplete or slow request would hold its connection forever.
     """
 
     def __init__(self, arrival_s: float, **connection: Any):

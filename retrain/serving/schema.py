@@ -1,7 +1,7 @@
 """Validate request bodies strictly: every mistake is a ``Refusal`` that names the field; unknown fields are ignored.
 
-Fields are those of OpenAI's API and vLLM's additions. What would change the distribution and is not supported is
-refused, not ignored.
+Fields are those of OpenAI's API and vLLM's additions. Unsupported fields that would change the distribution are
+rejected, not ignored.
 """
 
 import json

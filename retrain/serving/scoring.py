@@ -28,11 +28,7 @@ def score(
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
     probable tokens. ``how``: sampling parameters whose distribution is used (temperature 0 counts as 1); None is the
-    model's own distribution. ``begin`` is at least 1.
-
-    ``how``: of the distribution that is sampled from so (temperature 0 counts as 1); None: of the model's own.
-    ``begin`` is at least 1.
-    """
+    model's own distribution. ``begin`` is at least 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
     batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)

@@ -195,8 +195,8 @@ class Service:
     ) -> Drawing:
         """Start ``n`` generations after every prompt. Raises Refusal.
 
-        The random stream of a generation is a function of the seed, the prompt and the number of the sample. The seed
-        alone would give every prompt the same noise, and a benchmark with one seed answers that depend on each other.
+        The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
+        alone all prompts would share their noise, and the answers of a benchmark would be correlated.
         """
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s

@@ -25,10 +25,7 @@ class Sources:
 
 def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
     """Return the base and adapters to serve. ``more`` are further adapters, each NAME=DIR; ``base`` replaces the base
-    that adapters name. Raises UsageError for a target that cannot be served and for repeated names.
-
-    Raises UsageError for what is nothing that can be served, and for names that are given twice.
-    """
+    that adapters name. Raises UsageError for a target that cannot be served and for repeated names."""
     path = Path(what).expanduser()
     named: list[tuple[str, Path]] = []
     if path.suffix == ".toml" and path.is_file():

@@ -21,8 +21,8 @@ _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 def last_boxed(text: str) -> str | None:
     r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
 
-    The last box decides alone: None when there is none or when it is never closed (a truncated completion has
-    no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
+    Only the last box counts: None without a box, or if the last one is not closed, as in a truncated completion.
+    ``\boxed 5``, as some reference solutions write, gives "5".
     """
     boxes = deque(_BOX.finditer(text), maxlen=1)
     if not boxes:
@@ -105,11 +105,11 @@ def normalise(answer: str) -> str:
 
 
 def answer_text(completion: str, reference: str, solution: str, strict: bool = True) -> str | None:
-    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's
-    ``solution`` has one; None without either.
+    r"""Return the answer in a completion: its last ``\boxed{…}``, else its last line ``#### …`` if the problem's
+    ``solution`` has one; else None.
 
-    A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
-    the last number counts if the reference is a number, the last line if it is not.
+    An unclosed box gives None, an empty one "". Without ``strict``, if nothing is marked, the answer is the last number
+    if the reference is a number, else the last line.
     """
     if _BOX.search(completion):
         return last_boxed(completion)

@@ -1,8 +1,8 @@
-"""Uploads a campaign's directory to a URL of fsspec (``s3://``, ``gs://``, ``file://``, …) while it is written.
+"""Upload a campaign's directory to a URL of fsspec (``s3://``, ``gs://``, ``file://``, …) while it is written.
 
-At every moment, also after a kill, the copy is a state from which the campaign can be resumed: records are uploaded
-before the checkpoints that follow from them, the manifest after the runs, and last the index, which names the files of
-the copy. The token in the index stops a writer whose copy another process has resumed.
+The campaign can be resumed from the copy at any time, also after a kill: records are uploaded before the checkpoints
+that follow from them, the manifest after the runs, and last the index, which lists the files of the copy. The token in
+the index stops a writer after another process has resumed the copy.
 """
 
 import json

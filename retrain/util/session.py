@@ -1,9 +1,8 @@
 """Lease of a process on the directory that it writes, and requests to stop.
 
-One process at a time writes a directory, also where file locks do not work. A file lock ends with the process that
-holds it, however it dies, but network file systems may grant it to two machines. So the owner also writes a lease,
-``.lease``, and renews it; a lease of a dead process is taken over. No clock is compared with another: on the owner's
-machine its process is looked for, from another machine the lease is watched for a while to see whether it changes.
+A file lock ends with its process, but network file systems may grant it to two machines. So the owner also writes a
+lease, ``.lease``, and renews it; another process takes over the lease of a dead one. Clocks of machines are never
+compared: on the owner's machine its process id is checked, from another machine the lease is watched for changes.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ ABANDON_SECONDS = 8.0
 class DirectoryIdentity:
     """Identity of the directory that this process writes.
 
-    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
-    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
-    been put in its place.
+    The owner's id is in the directory's mark, device and inode are only in memory: a moved, copied or restored
+    directory can be resumed, while a process that began before a move cannot write into the replacement.
     """
 
     def __init__(self, directory: Path):
@@ -90,9 +88,10 @@ def _inode_of(directory: Path) -> tuple[int, int]:
 class DirectoryLock:
     """Lock of a directory for one process: a file lock, and a lease that is renewed every few seconds.
 
-    ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which happens
-    to a process that was suspended, or whose directory was moved. The lock file names the process that took the lease
-    last, so that a suspended process can name its successor even when that one has ended and removed its lease.
+    Raises NotOurs if the directory's mark is not that of ``owner``; None creates a new owner. ``message`` receives
+    lines about waiting. ``check`` raises LeaseLost after another process has taken over, as after a suspension or a
+    move. The lock file names the last process with the lease, so that a suspended process can name its successor even
+    if that has ended.
     """
 
     def __init__(
@@ -352,9 +351,9 @@ class StopRequest:
     """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops after the step, the
     second one within seconds.
 
-    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
-    be in the middle of a write that must not be begun again. So a thread also hears of every signal (through the wakeup
-    descriptor): it says what will happen, and ends the process itself when the second one has had no effect in time.
+    Python handlers run only between bytecodes of the main thread, which may wait minutes inside a kernel or be in the
+    middle of a write. So a thread also receives every signal (through the wakeup descriptor): it prints what will
+    happen, and ends the process if the second signal has no effect in time.
     """
 
     def __init__(self, lock: DirectoryLock | None = None):

@@ -1,8 +1,8 @@
 """Run workers in a Ray cluster: Ray places an actor for each worker, which starts the worker's process on its node.
 
-The actor computes nothing: on its node it starts the worker's program and watches it. So Ray's own libraries stay out
-of the worker, and Ray's restart is of use: an actor whose node is lost begins elsewhere, and starts another worker
-there. Actors are detached: they outlive a controller that is killed, and end themselves when their worker has ended.
+The separate process keeps Ray's libraries out of the worker. Ray restarts an actor whose node is lost on another node,
+where it starts another worker. Actors are detached: they outlive a killed controller, and exit when their worker has
+ended.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them on other nodes when theirs is lost.
 
-An actor starts the server's process on its node, as ``engines.server.launch`` does here: watched, asked whether it
-answers, started again when it dies or hangs, ended with the actor. The controller asks the actors how they are; one
-that is gone, with its node perhaps, is replaced by another, and the workers are told the new address.
+An actor runs the server's process on its node, as ``engines.server.launch`` does locally: it checks the server's
+health, restarts it when it dies or hangs, and ends it. The controller polls the actors, replaces lost ones, and sends
+new addresses to the workers.
 """
 
 import os

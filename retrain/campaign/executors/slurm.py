@@ -1,9 +1,9 @@
 """Run workers as tasks of a Slurm job array.
 
 One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
-``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker is waited for; one that ended after it had
-started is submitted again; one that never started, or that somebody cancelled, is not replaced. With
-``cluster = "local"`` the same script runs on this machine.
+``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot; one that ended after its
+start is submitted again; one that never started or was cancelled is not replaced. With ``cluster = "local"`` the same
+script runs on this machine.
 """
 
 from __future__ import annotations

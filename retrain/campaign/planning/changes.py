@@ -1,7 +1,7 @@
 """Compare a continued run with its records; a person approves every difference.
 
-Compared is what a run directory recorded with what is there now: the resolved configuration, retrain's own code and
-that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
+Compared are the resolved configuration, the code of retrain and plug-ins, package versions, the base model's weights
+and tokenizer, the data, device and number format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,7 @@ MISSING = "(not recorded)"
 @dataclass
 class Approval:
     """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to a person and
-    returns the answer; None if nobody can be asked. ``tell`` receives accepted lines.
-
-    ``ask`` shows lines to a person and returns the answer; None when nobody is there. ``tell`` gets the lines that
-    were accepted.
-    """
+    returns the answer; None if nobody can be asked. ``tell`` receives accepted lines."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
@@ -53,10 +49,7 @@ class Approval:
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     """Return the differences between a run's recorded code, plug-ins and packages and the present ones. A run with
-    checkpoints but without such records yields a line that says so.
-
-    A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
-    """
+    checkpoints but without such records yields a line that says so."""
     reader = RunReader(home)
     facts = reader.intact_config()
     if not facts:
@@ -85,12 +78,11 @@ def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
 def settings_changes(
     specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """Return changed settings of existing runs: (lines to approve, lines about additional steps). ``old`` are resolved
-    configurations and ``entries`` the manifest's, both by run id.
+    """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
-    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps are no matter of
-    acceptance: asking for them is what the change is for. Raises UsageError for a change that cannot be made: fewer
-    steps than are done, and other settings of a finished run that is not continued.
+    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps need no approval: the
+    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and other settings of a
+    finished run that is not continued.
     """
     asked, extensions = [], []
     for spec in specs:

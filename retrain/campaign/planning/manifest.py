@@ -1,7 +1,6 @@
-"""Record the runs of a campaign and their states in one file, replaced atomically after every event.
+"""Record the runs of a campaign or single run and their states in one file, replaced atomically after every event.
 
-``plan.json`` beside it holds what was asked: the resolved configuration of every run, which is all that a later
-process needs to continue. Both are also written for a single run.
+``plan.json`` beside it holds the resolved configuration of every run, which suffices to continue.
 """
 
 from __future__ import annotations
@@ -48,10 +47,7 @@ CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a di
 
 def fingerprint(spec: RunSpec) -> str:
     """Return the hash of everything that defines a run: its resolved configuration without keys that only name outputs.
-    Defaults are left out, so that a later release with more keys continues the run.
-
-    Only what differs from the defaults counts, so that a later release with further keys still continues the run.
-    """
+    Defaults are left out, so that a later release with more keys continues the run."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     given = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
@@ -65,11 +61,7 @@ def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
 def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the manifest's entries by run id, and one line for each record that is missing although runs have begun.
     Raises UsageError if runs have begun and the manifest is missing, because their states and the declaration are then
-    unknown.
-
-    Raises UsageError where runs have begun and there is no manifest: which of them are done, failed or stopped, and
-    what was declared, is not known.
-    """
+    unknown."""
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
         if any(_has_records(place) for place in (directory, *(directory / "runs").glob("*"))):
@@ -115,12 +107,10 @@ def freeze(
     content: dict[str, Any], specs: Sequence[RunSpec], before: Sequence[Mapping[str, Any]],
     configs: Mapping[str, Mapping[str, Any]],
 ) -> None:  # fmt: skip
-    """Store the declaration in a manifest's content; until a run has begun, a later start may replace it. ``before``
-    are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts that older
-    records lack are taken from them, not from the present file.
+    """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
-    ``before`` are the manifest's entries and ``configs`` the planned configurations, by run id, of the last start: what
-    a record from an earlier release does not hold is taken from them, not from the file as it is now.
+    ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts
+    that older records lack are taken from them, not from the present file.
     """
     if begun(before):
         planned = declaration(specs)
@@ -146,12 +136,12 @@ def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[
 class Manifest:
     """``manifest.json`` of one directory, in memory and on disk.
 
-    ``files`` is the thread that writes it and what else belongs to the whole directory, in order; what must be read
-    from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
-    waits as well. Each event also raises StorageError when an earlier one could not be written.
+    ``files`` is the thread that writes the records of the directory in order; ``files.flush()`` waits until they are on
+    disk, and so does the end of the ``with`` block. Each event also raises StorageError if an earlier one could not be
+    written.
 
-    An event costs the same whatever the number of runs: it makes only what it changes into text anew, and at most one
-    write waits, which takes what all events up to its turn have changed.
+    The cost of an event does not depend on the number of runs: only changed entries are serialised again, and at most
+    one write is pending, which includes all events up to its start.
     """
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
@@ -179,9 +169,9 @@ class Manifest:
     ) -> Manifest:
         """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
-        New runs of an extended plan are added; until one has begun, runs that are no longer planned are left out.
-        Settings of known runs become those of the plan, which the caller has had accepted; a finished run that is to
-        take more steps is pending again, and what was concluded is forgotten.
+        Adds new runs of an extended plan; drops unplanned runs until one has begun. Settings of known runs become those
+        of the plan, which the caller has had approved; a finished run with more steps becomes pending again, and
+        conclusions are dropped.
         """
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
@@ -388,10 +378,7 @@ def write_plan(plan: Plan) -> None:
 
 def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
     """Return the plan in ``plan.json``, with ``section.key=value`` settings applied to each run. Raises UsageError if
-    the directory has no plan, or planned runs cannot take a setting.
-
-    Raises UsageError when the directory holds no plan, or a setting is none for runs that are planned already.
-    """
+    the directory has no plan, or planned runs cannot take a setting."""
     if not (directory / PLAN).is_file():
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
@@ -413,8 +400,8 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
 def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
     """Restore the records in ``directory`` if the command is refused before any of its runs has begun.
 
-    The plan has to be on the disk before a worker starts, and some faults are only found once model, data and
-    checkpoints are loaded. A refusal is an error with exit status 2. A run has begun when its ``run.log`` has changed.
+    Workers need the plan on disk, and some faults are found only after model, data and checkpoints are loaded. A
+    refusal is an error with exit status 2; a run has begun when its ``run.log`` has changed.
     """
     before = {name: _content(directory / name) for name in RECORDS}
     is_new = not (directory / MARK).exists()

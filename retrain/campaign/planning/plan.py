@@ -1,9 +1,7 @@
 """Plan a file: its runs (conditions × seeds, each with its resolved configuration) and their directories.
 
-A file goes one way: ``load``, then ``Plan.of``, ``check``, ``execute``; each is done once and hands its result on.
-
-Runs come seed by seed, all conditions of a seed together: what is paired by seed is there early, and a campaign that
-is stopped half-way has complete pairs.
+The order of calls is ``load``, ``Plan.of``, ``check``, ``execute``. Runs are ordered by seed, with all conditions of a
+seed together, so that pairs are complete early and in a campaign that is stopped half-way.
 """
 
 from __future__ import annotations
@@ -36,10 +34,9 @@ CPU_LANES, GPU_LANES = 10, 8
 class Plan:
     """Resolved file, or ``plan.json`` of a directory: the runs and their directories.
 
-    ``directory`` is written to; ``folder`` is that of the TOML file, where relative paths to data and modules are
-    looked up first. ``source`` is the file as it was read, None for a directory that is continued from its own plan;
-    ``sets`` are the ``section.key=value`` settings that this plan was changed with; ``registry`` says whether a
-    declaration goes into the registry (``records.registry``: ON, OFF), "" where nobody has asked.
+    ``directory`` receives the records; ``folder`` is that of the TOML file, the first base of relative paths.
+    ``source`` is the file as read, None for a directory that continues its own plan; ``sets`` are the applied
+    ``section.key=value`` settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided.
     """
 
     specs: list[RunSpec]
@@ -70,9 +67,7 @@ class Plan:
 
 def plan(source: Loaded | Config) -> list[RunSpec]:
     """Return the runs of a campaign in the order in which they start, or the one run of a file without [campaign].
-
-    Raises ConfigError when a run's configuration does not hold.
-    """
+    Raises ConfigError if a run's configuration is invalid."""
     config = source.config if isinstance(source, Loaded) else source
     if not config.is_campaign:
         algorithm = config.algorithm
@@ -163,10 +158,7 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
     """Split a cohort so that each part fits into memory, with whole seeds together where possible, so that pairs share
     batches. ``fitting`` runs fit together; ``reason`` says why no more do. Raises UsageError when the file fixes the
-    number of lanes, or when no run fits.
-
-    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
-    """
+    number of lanes, or when no run fits."""
     asked = group[0].config.campaign.lanes
     if fitting < 1:
         raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")

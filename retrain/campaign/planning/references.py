@@ -1,8 +1,5 @@
 """Check what a file refers to before anything is loaded: packages, the user's code, model files, layers and problems;
-and whether output paths are free.
-
-Nothing of torch is imported here; what the user's modules import is theirs.
-"""
+and whether output paths are free. Torch is not imported here, though the user's modules may import it."""
 
 from __future__ import annotations
 
@@ -153,10 +150,7 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
 
 def completion_lengths(config: Config) -> list[tuple[str, int]]:
     """Return the keys that limit the length of completions, with their values in tokens. Empty for environments of
-    several turns, which truncate the last completion to the remaining context.
-
-    Empty for environments of several turns, which cut the last completion to what is left of the context.
-    """
+    several turns, which truncate the last completion to the remaining context."""
     if config.environment.provider is not None and config.environment.turns > 1:
         return []
     training, sets = config.training.max_tokens, config.evaluation.sets
@@ -273,10 +267,7 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
 
 def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
     """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it. Returns
-    None if the tokenizer is not local: training then measures prompts before it loads weights.
-
-    Returns None if the tokenizer is not on this machine: training then measures prompts before it loads weights.
-    """
+    None if the tokenizer is not local: training then measures prompts before it loads weights."""
     context = context_length(config)
     if context and max((longest.training, *longest.heldout.values())) >= context:
         return None  # a problem of its own
@@ -364,8 +355,8 @@ def _place(loaded: Loaded, key: str, value: Any) -> str:
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
     """Raise NotOurs if training these runs in ``directory`` would overwrite others' files.
 
-    Looked at are the directory itself and those of its runs, the checkpoints and adapters that unfinished runs will
-    write, [backend] adapter_path and [squeeze] output_path. Raises UsageError for links, also for a damaged manifest.
+    Checks the directory and those of its runs, future checkpoints and adapters, [backend] adapter_path and [squeeze]
+    output_path. Raises UsageError for links and for a damaged manifest.
     """
     check_claim(directory)
     refuse_links(directory)

@@ -1,9 +1,8 @@
 """Interim analysis: once half of the seeds have ended, a condition that is better or worse trains no further.
 
-What was seen is written into the manifest before anything is stopped, and is what later processes decide from: a
-resumed campaign takes exactly the decisions that an uninterrupted one takes. A run that failed and is tried again later
-counts at the planned end only. Runs that are not started because of a decision are listed as ``stopped`` with the
-reason.
+The result is written to the manifest before anything is stopped, and later processes decide from it: a resumed campaign
+makes the same decisions as an uninterrupted one. A failed run that is retried later counts only at the planned end.
+Runs that are not started because of a decision are listed as ``stopped`` with the reason.
 """
 
 import math
@@ -22,10 +21,7 @@ from retrain.verdicts.rule import interim_analysis, interim_seeds
 
 class InterimMonitor:
     """Analyses one campaign when the runs of its first ``seeds`` have ended. ``specs`` are all runs in order. Uses the
-    declaration in the manifest: later changes of the file have no effect.
-
-    Everything is taken from the declaration that the manifest keeps: a file that is changed later changes nothing.
-    """
+    declaration in the manifest: later changes of the file have no effect."""
 
     def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], seeds: list[int], observer: Observer):
         self.manifest, self.specs, self.seeds, self.observer = manifest, specs, seeds, observer

@@ -1,7 +1,7 @@
 """Run the jobs of a campaign: in this process, one after another over one base model, or through an executor.
 
-The controller passes what there is to do as ``Work``, in the order in which it should begin, and decides after each job
-what follows. ``Scheduler`` knows only the names of runs: it never has two jobs under way that touch the same run.
+The controller passes ``Work`` in the order in which it should begin, and decides after each job what follows.
+``Scheduler`` knows only the names of runs, and never has two active jobs with the same run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class InProcess:
     """Runs jobs in this process. The base model stays in memory between them, until ``close``.
 
-    ``team`` are the other ranks' processes. ``servers`` are those that another process has launched. ``bases`` is given
-    by a rank other than 0, which has loaded them already.
+    ``team`` are the other ranks' processes, ``servers`` those launched by another process. A rank other than 0 passes
+    ``bases``, which it has loaded already.
     """
 
     slots = 1
@@ -49,8 +49,8 @@ class InProcess:
     def do(self, job: Job, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
         """Run a job. ``stop`` is called between steps; if it raises, nothing more is saved.
 
-        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
-        plug-in cannot be used.
+        Raises StorageError when no run can be written any more, another RetrainError for an unusable model, data source
+        or plug-in.
         """
         if self.team is not None:
             self.team.begin(job)
@@ -202,9 +202,10 @@ class Work(Protocol):
 class Scheduler:
     """Keeps an executor busy with works.
 
-    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died), and returns the
-    works that follow. ``stopping`` is asked at every event whether to end after the steps under way. ``max_restarts``
-    limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its slots by default.
+    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died); it returns the
+    works that follow. ``stopping`` is called at every event and returns whether to end after the current steps.
+    ``max_restarts`` limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its
+    slots by default.
     """
 
     def __init__(
@@ -239,8 +240,8 @@ class Scheduler:
     def carry_out(self, works: Iterable[Work]) -> bool:
         """Execute these works. Return False if a request to stop came before all training was done.
 
-        Raises what the executor's events or ``after`` raise. What ``after`` raises (a RetrainError) ends the other jobs
-        first, saved.
+        Raises errors of the executor's events and of ``after``; the latter (RetrainError) only after the other jobs
+        were saved and ended.
         """
         self._waiting.extend(works)
         self._fill()

@@ -1,7 +1,6 @@
 """Define the jobs that a campaign's controller sends to workers, and the events that they return.
 
-Both can be written as JSON for a worker, which is another process, perhaps on another machine that sees the same
-directory.
+Both have a JSON form, because a worker may be a process on another machine that sees the same directory.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 @dataclass(frozen=True)
 class SqueezeJob:
     """Analyse and compress the adapter of one finished run in the folder ``place`` of its directory. Returns Facts:
-    under the key ``squeeze`` for that folder, else under ``squeezes`` by the run's label.
-
-    The event is Facts: for the place ``squeeze`` with that key, for another one with the key ``squeezes``, whose value
-    has the run's label as its key.
-    """
+    under the key ``squeeze`` for that folder, else under ``squeezes`` by the run's label."""
 
     directory: Path
     folder: Path
@@ -119,13 +114,7 @@ class JobEnded:
     """Last event of a job. ``status``: "done" (each run has ended), "stopped" (as requested, all saved), "too_large"
     (only ``lanes`` of the runs fit into memory together), "changed" (``changes`` from the runs' records were not
     accepted) or "died" (the process is gone; its runs are at their last checkpoints). With "too_large" and "changed"
-    nothing was trained. ``reason`` is for a person.
-
-    ``status``: "done" (each run has ended), "stopped" (as asked, with all saved), "too_large" (only ``lanes`` of the
-    runs fit into memory together), "changed" (``changes`` from the runs' records are not accepted) or "died" (whoever
-    did it is gone; its runs are as their last checkpoints say); after "too_large" and "changed" nothing was trained
-    further, and ``reason`` is for a person.
-    """
+    nothing was trained. ``reason`` is for a person."""
 
     job: str = ""
     status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
@@ -191,8 +180,8 @@ class JobRunner(Protocol):
         """Yield events of the submitted jobs until all have ended, in order for each job. Jobs may be submitted
         meanwhile.
 
-        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
-        plug-in cannot be used. Closed before its end, it gives the jobs up, without saving.
+        Raises StorageError when no run can be written any more, another RetrainError for an unusable model, data source
+        or plug-in. Closing the generator early cancels the jobs without saving.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Start and stop the ranks of ``[backend] shard``: processes of torchrun, or of rank 0 itself.
 
-Rank 0 runs the campaign; it reads the file, prints, writes and hears signals. It sends each job to the other ranks,
-which do it as it does (``InProcess``) with records that write nothing. They end with rank 0, however that ends.
+Rank 0 runs the campaign: it reads the file, prints, writes and handles signals. It sends each job to the other ranks,
+which run it in the same way (``InProcess``) with records that write nothing. They end with rank 0, even if it is
+killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a campaign's jobs on workers: publish tasks, read events, and replace dead workers.
 
-An executor starts the workers; everything else goes through the campaign's directory (``tasks``). A controller that was
-killed and started again finds the workers by their leases, and the tasks that they have claimed continue.
+Workers communicate through the campaign's directory (``tasks``) only. A restarted controller finds living workers by
+their leases, and the tasks that they have claimed continue.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ class JobHandle:
 class WorkerSlot:
     """Slot and its worker. ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest
     process whose events are read. ``reported_end``: its end, as reported by it or its host. ``fault``: the error for
-    which it will end.
-
-    ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest process that is being
-    read. ``reported_end``: how it ended, if it or its host said so. ``fault``: the error for which it will end.
-    """
+    which it will end."""
 
     number: int
     home: Path
@@ -115,10 +111,7 @@ class WorkerSlot:
 
 class ServerNews:
     """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
-    servers; None if the campaign launches none.
-
-    ``launch`` starts the servers; None where the campaign launches none.
-    """
+    servers; None if the campaign launches none."""
 
     def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
@@ -156,10 +149,7 @@ class ServerNews:
 
 class CampaignWorkers:
     """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``. ``launch``
-    starts the servers that all workers sample from; None if the campaign launches none.
-
-    ``launch`` starts the servers that all workers sample from; None where the campaign launches none.
-    """
+    starts the servers that all workers sample from; None if the campaign launches none."""
 
     def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
         self.executor, self.directory, self.slots = executor, directory, executor.slots
@@ -384,10 +374,7 @@ def has_living_worker(home: Path) -> bool:
 
 def can_adopt_workers(plan: Plan) -> bool:
     """Return whether living workers do exactly what this plan needs, so that they may continue; others are asked to
-    finish their step, save and end.
-
-    Where they do something else, they are told to finish their step, save and end.
-    """
+    finish their step, save and end."""
     directory, tasks = plan.directory, Tasks.of(plan.directory)
     homes = [home for home in (directory / WORKERS).glob("worker_*/") if has_living_worker(home)]
     if not homes:

@@ -1,7 +1,7 @@
 """Minimal harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
 
-It does what the library's ``null`` harness does, which starts a Python of its own for every rollout and fetches that
-one's packages. Found by the library as ``retrain-chat``; imported only where verifiers is.
+Equals the library's ``null`` harness, which starts a Python process for every rollout and downloads its packages. The
+library finds it as ``retrain-chat``; imported only where verifiers is installed.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Serve an OpenAI chat endpoint on the loopback whose answers come from a ``Channel``.
 
 Every rollout has a channel. A request names it by its address (``/<name>/v1/chat/completions``) or, at
-``/session/v1/…``, by the header ``X-Session-ID``; names are unguessable, other processes of the machine can reach the
-port.
+``/session/v1/…``, by the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
 """
 
 import asyncio
@@ -126,8 +125,8 @@ class Endpoint:
 def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
     """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
-    ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
-    ``usage`` counts the sampled tokens only.
+    ``token_ids`` and ``logprobs`` of the choice are in vLLM's format. Prompts are tokenised elsewhere, so ``usage``
+    counts the sampled tokens only.
     """
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:

@@ -1,13 +1,13 @@
 """Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
 
-Such a harness is a coroutine that asks an OpenAI client for completions and ends with a grade. Here it runs in an event
-loop which stands still except inside ``observe``, ``step``, ``result`` and ``close``: there it runs until the rollout
-asks for its next completion, or has ended. What it asks is the observation; the action is the answer. Nothing has a
-thread of its own, so signals, child processes that shall die with their parent, and pseudo-random numbers behave as in
-any single-threaded program, and episodes of one process may be stepped in any order.
+Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its event loop runs
+only inside ``observe``, ``step``, ``result`` and ``close``, until the rollout requests its next completion or ends. The
+request is the observation; the action is the answer. Without threads, signals, child processes that must die with their
+parent, and pseudo-random numbers behave as in any single-threaded program, and episodes of one process may be stepped
+in any order.
 
-Concurrent requests of one rollout (sub-agents) are answered one at a time, in the order in which they came; each that
-does not continue the last is a conversation of its own (``Step.conversation``).
+Concurrent requests of one rollout (sub-agents) are answered one at a time, in order; a request that does not continue
+the last one is a separate conversation (``Step.conversation``).
 """
 
 import asyncio
@@ -99,8 +99,8 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class InvertedEpisode:
     """Rollout of a harness as an ``Episode``.
 
-    ``opening`` is shown where the harness ended before it asked for anything; its error is then the episode's.
-    ``seed`` seeds the random numbers of Python and numpy that are drawn inside this episode, and in no other.
+    ``opening`` is observed if the harness ends before its first request; its error is then the episode's. ``seed``
+    seeds the random numbers of Python and numpy inside this episode only.
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
@@ -216,10 +216,7 @@ class InvertedEpisode:
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the key by which two messages are compared: role, text, calls, and the call that it answers. Thinking that
-    a harness stores separately is ignored. Raises PluginError for a message that is not text.
-
-    The thinking that a harness keeps apart is not compared. Raises PluginError for a message that is not text.
-    """
+    a harness stores separately is ignored. Raises PluginError for a message that is not text."""
     role, text = str(message.get("role", "")), text_of(message.get("content"))
     if role != "assistant":
         return role, text, str(message.get("tool_call_id") or "")

@@ -31,10 +31,7 @@ def chat_messages(
     messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
 ) -> list[Message]:
     """Convert messages to role and text, and keep their fields in ``keys``. Raises PluginError for anything that is not
-    a message. ``placeholders`` and ``separator``: see ``text_of``.
-
-    Raises PluginError for anything that is not a message. ``placeholders`` and ``separator``: see ``text_of``.
-    """
+    a message. ``placeholders`` and ``separator``: see ``text_of``."""
     chat: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None

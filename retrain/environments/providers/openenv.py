@@ -1,8 +1,8 @@
 """Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through its own client.
 
-A problem is a seed that the server is reset with; an episode is one session. The reward of a rollout is the sum of
-what the server gives for its steps. In an MCP environment the policy calls tools: each call is a step, and a message
-without a call ends the episode.
+A problem is a seed of the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
+of its steps. In an MCP environment the policy calls tools: each call is a step, and a message without a call ends the
+episode.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ INVALID_ACTION = "VALIDATION_ERROR"
 
 class Arguments(BaseModel):
     """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
-    list of arguments in which ``{port}`` stands for its port.
+    list of arguments in which ``{port}`` is its port.
 
     Seeds 0 to ``heldout`` − 1 are held out and the ``size`` next ones train, all of them plus ``seed`` × 1,000,000.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
-    arguments of the reset. ``metrics``: fields of observations that are numbers to record. ``exact``: whether the
-    server's answers depend on seed and actions only. ``start_seconds`` and ``step_seconds``: how long the server may
-    take to start, and to answer.
+    arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
+    depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
+    answer.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -145,8 +145,8 @@ class OpenEnv:
     def _list_tools(self, url: str) -> list[dict[str, Any]]:
         """Return the tools of an MCP environment; [] for other environments.
 
-        The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
-        server when this process is killed.
+        Sends MCP's ``tools/list`` outside of a session: an HTTP session would stay open on the server when this process
+        is killed.
         """
         try:
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}

@@ -24,8 +24,8 @@ READERS = {"string": str, "integer": int, "number": float}
 def messages_of(observation: Any, field: str | None) -> list[Message]:
     """Convert an observation to chat messages; text and other values become a user message.
 
-    ``field``: which part, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, and all of it as
-    JSON where there is none. Raises UsageError, with the fields there are, where ``field`` is not.
+    ``field``: the part to convert, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, or all of
+    it as JSON. Raises UsageError, which lists the existing fields, if ``field`` is missing.
     """
     if field is None:
         if not isinstance(observation, Mapping):
@@ -58,9 +58,9 @@ def _as_messages(value: Any) -> list[Message]:
 class Actions:
     """Converts texts to actions for a server whose actions have this JSON schema.
 
-    ``field``: the part that is the whole text, as the schema's type; by default the only field that is required, or
-    the only one, where a text can be it. Else the text is a JSON object, within a code fence or not. ``constants``
-    are added to each action. Raises UsageError for a field that the schema has not.
+    ``field`` receives the whole text, in the schema's type; by default it is the only required field, or the only one,
+    if a text fits. Otherwise the text is a JSON object, within a code fence or not. ``constants`` are added to each
+    action. Raises UsageError for a field that the schema lacks.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str | None, constants: Mapping[str, Any]):

@@ -1,7 +1,7 @@
 """Isolate libraries that draw from Python's and numpy's global random generators.
 
-Episodes take turns in one process; a game that calls ``random.seed`` and ``random.choice`` would draw what another
-game left behind, and its answers would depend on who else is playing.
+Episodes take turns in one process; without isolation, the random numbers of a game would depend on the other games in
+it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import numpy.random
 
 class OwnRandomness:
     """State of the global generators for one owner: ``with randomness: …`` swaps it in and stores it afterwards. It
-    starts from ``seed`` and does not affect other code of the process. Not reentrant.
-
-    All of it comes from ``seed``; what the rest of the process draws is not disturbed. Not reentrant.
-    """
+    starts from ``seed`` and does not affect other code of the process. Not reentrant."""
 
     def __init__(self, seed: str):
         self._python: Any = random.Random(seed).getstate()

@@ -1,8 +1,8 @@
 """Use reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: question, answer, scorer.
 
-What is scored: the text in the completion's last ``<answer>…</answer>``, as the library's ``extract_answer`` finds it
-and its own evaluation and most of its users score; a completion without these tags is scored whole, trimmed. The
-question is the prompt as it is: a system prompt that asks for the tags is ``[data]``'s to give.
+The scored text is the completion's last ``<answer>…</answer>``, as in the library's ``extract_answer`` and its own
+evaluation; a completion without these tags is scored whole, trimmed. The prompt is the question alone: ``[data]`` may
+add a system prompt that asks for the tags.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class ReasoningGym:
     """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several by name, or of a list of
     ``{name, weight, config}``, drawn by weight.
 
-    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, and those
-    that ask a held-out question are left out. Everything comes from ``seed``. Raises UsageError for what is no data
-    set or config. ``problems`` checks each task first and raises DataError, which names the tasks that fail.
+    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, without
+    held-out questions. Everything follows from ``seed``. Raises UsageError for an unknown data set or invalid config.
+    ``problems`` checks each task first and raises DataError, which names the tasks that fail.
     """
 
     exact = True
@@ -147,10 +147,7 @@ class ReasoningGymEpisode:
 
 def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
     """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
-    unknown name, MissingExtra without reasoning-gym.
-
-    Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
-    """
+    unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
         _known(name)
     outcome = []

@@ -1,8 +1,8 @@
 """Generate reasoning-gym's problems in a worker process, and check its tasks before training.
 
-Some tasks draw from global generators or walk over sets, so that the same seed gives other problems in another
-process. The generators are seeded here for each problem, and the hash seed of worker processes is fixed, which repeats
-all of them; and a task that hangs costs no more than its time limit.
+Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process. The
+generators are seeded here for each problem and worker processes have a fixed hash seed, which makes all tasks
+reproducible; a task that hangs costs its time limit only.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ class Split(BaseModel):
 def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any:
     """Return an environment from a class, from a function that returns one, or from a data set builder.
 
-    ``args`` are its arguments. Of an environment in another trainer's style, ``heldout`` (problems to hold out, where
-    it has no held-out ones) and ``size`` (problems, where they are seeds) are the adapter's unless it names them
-    itself. ``run`` awaits what is async. Raises UsageError for other arguments, PluginError for what is no environment.
+    ``args`` are its arguments. For an environment in another trainer's style, ``heldout`` (problems to hold out, if it
+    holds out none) and ``size`` (problems, if they are seeds) configure the adapter unless the environment has
+    arguments with these names. ``run`` awaits async results. Raises UsageError for invalid arguments, PluginError if
+    this is no environment.
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
     arguments, split = dict(args), {}

@@ -1,12 +1,11 @@
 """Adapt environments of the Tinker cookbook, https://github.com/thinking-machines-lab/tinker-cookbook,
 tinker_cookbook/rl.
 
-A data set's batches hold builders; a builder's ``make_envs`` makes environments, of which each episode plays one of its
-own; an environment has ``initial_observation()`` and ``step(action)``. What it says is messages (its action is then a
-message), text (a text) or tokens (tokens); tokens are decoded by a tokenizer, and go through the chat template as a
-user's text. Wrappers of message environments are looked through, and questions are read from question environments, so
-that neither needs one. A builder's ``compute_group_rewards`` sees one rollout at a time: what compares rollouts with
-each other has no place to do so.
+A data set's batches contain builders; a builder's ``make_envs`` returns environments, one per episode; an environment
+has ``initial_observation()`` and ``step(action)``. Observations are messages, text or tokens, and actions have the same
+form; tokens are decoded by a tokenizer, and pass the chat template as a user's text. Wrappers of message environments
+are unwrapped, and questions are read from question environments, so that neither needs a tokenizer. A builder's
+``compute_group_rewards`` gets one rollout at a time, so it cannot compare rollouts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Adapt classes with ``load_dataset`` and ``compute_reward``, as Telescope's environments are written.
 
-With one turn ``compute_reward(completion, sample, eos_token="")`` grades the answer. With several ``env_response``
-answers each action, ``is_done(state)`` or ``max_turns`` ends it, and ``compute_reward(state, eos_token="")`` grades
-``state.trajectory``. ``get_tool_metrics(state)`` adds metrics; ``reward_min``, ``reward_max`` and ``metrics_ranges``
-are the ranges. https://github.com/eduardoslonski/telescope, src/telescope/environments/base.py
+With one turn, ``compute_reward(completion, sample, eos_token="")`` grades the answer. With several, ``env_response``
+replies to each action, ``is_done(state)`` or ``max_turns`` ends the episode, and ``compute_reward(state,
+eos_token="")`` grades ``state.trajectory``. ``get_tool_metrics(state)`` adds metrics; ``reward_min``, ``reward_max``
+and ``metrics_ranges`` are the ranges. https://github.com/eduardoslonski/telescope, src/telescope/environments/base.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Use environments of the ``verifiers`` library (Prime Intellect) unchanged.
 
-Both kinds: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
-verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` turns them round.
+Both kinds work: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
+verifiers.v1``, from 0.4). They drive their rollouts themselves; ``inversion`` inverts the control.
 """
 
 import importlib
@@ -26,18 +26,17 @@ LOADING_SEED = "loading"
 class Verifiers:
     """Environment of the installed module ``id``.
 
-    ``args`` are what it is loaded with: arguments of ``load_environment``, or keys of the taskset's configuration.
-    ``env`` is the rest of a taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
+    ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` is the rest of a
+    taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
-    Problems are held out by what the environment itself holds out; else by loading it a second time with
-    ``heldout_args`` over ``args`` (``{"split": "test"}``); else by a share of the training problems, the same in every
-    run: ``heldout`` of them, 0 for none. ``train`` is how many problems an endless taskset is asked for, and at most
-    how many are used of any other.
+    Held-out problems are those that the environment holds out; else those of a second instance with ``heldout_args``
+    over ``args`` (``{"split": "test"}``); else ``heldout`` of the training problems, the same in every run, 0 for none.
+    ``train`` is the number of problems of an endless taskset, and the largest number of any other.
 
-    ``exact`` vouches that an episode is a function of problem, seed and actions. Nothing here can know it (tools may be
-    anything), so it is False unless said.
+    ``exact`` declares that an episode is a function of problem, seed and actions; tools may do anything, so it is False
+    by default.
 
-    Raises MissingExtra, UsageError or DataError when there is no such environment or it cannot be loaded.
+    Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Count, without a model, how often the agents of a ``verifiers.v1`` environment run in one episode.
 
-One run of an agent is one rollout here, so an environment whose episodes have several is refused. Its own ``run`` is
-code, and says so only when it is executed: here with agents that answer nothing, at once.
+One run of an agent is one rollout here, so environments with several runs per episode are rejected. Their ``run`` is
+arbitrary code, so it is executed with agents that answer nothing.
 """
 
 import asyncio
@@ -52,11 +52,7 @@ class _SilentAgent:
 
 async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
     """Return how often agents run in one episode of ``task`` whose agents answer nothing. Exceptions of the environment
-    about such answers, and the time limit, end the rehearsal; runs before that count.
-
-    What the environment raises about such answers ends the rehearsal, as the time limit does; what has run before
-    counts.
-    """
+    about such answers, and the time limit, end the rehearsal; runs before that count."""
     counted: list[Any] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):

@@ -30,9 +30,9 @@ def digest(task: Any) -> str:
 
 
 def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
-    """Return the indices of the rows that are held out of training. Raises UsageError when none is left.
+    """Return the indices of the held-out rows. Raises UsageError when none is left for training.
 
-    Those of the smallest hashes: the same rows of the same data in every run, and equal rows on the same side.
+    They have the smallest hashes: the same rows in every run, and equal rows on the same side.
     """
     if wanted is None:
         wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)

@@ -85,10 +85,7 @@ class Parsed:
 
 def answer(call: Call | str, text: str) -> Message:
     """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed. Lone surrogates,
-    which tokenizers reject, are replaced.
-
-    Lone surrogates, which no tokenizer accepts, are replaced.
-    """
+    which tokenizers reject, are replaced."""
     name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
     message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
     return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}

@@ -1,10 +1,10 @@
 """Convert a typed Python function or class to a tool: JSON schema for the chat template, and validation of arguments.
 
-``transformers.utils.get_json_schema`` makes the same schema of plain annotations (tests hold ours against it), but
-imports torch into every worker process to do so.
+``transformers.utils.get_json_schema`` gives the same schema for plain annotations (tests compare them), but would
+import torch into every worker process.
 
-Arguments are taken as models write them: "3" is a number where a number is wanted, 3 a text where a text is, and a text
-that is neither may be the JSON of what is wanted, as formats without types of their own (Qwen3-Coder's) have it.
+Arguments are converted: "3" to a number where a number is expected, 3 to a text where a text is, and other text is
+parsed as JSON, for formats without types such as Qwen3-Coder's.
 """
 
 import inspect
@@ -48,10 +48,7 @@ class _Untitled(GenerateJsonSchema):
 @dataclass(frozen=True)
 class Tool:
     """A tool. ``open()`` returns the callable of one episode, ``schema`` is the description for the model. ``exact``:
-    its answers are a function of the calls.
-
-    ``exact``: its answers are a function of the calls.
-    """
+    its answers are a function of the calls."""
 
     name: str
     schema: Mapping[str, Any]
@@ -90,10 +87,10 @@ class Tool:
 def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
     """Create a tool from a function or a class.
 
-    A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
-    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
-    are in the section ``Args:`` there. ``exact = False`` on function or class says that its answers differ from run to
-    run. Raises PluginError, which begins with ``what``, for anything that a model could not be told how to call.
+    A class is instantiated for each episode with ``settings`` as keywords; its ``__call__`` is the tool, named as the
+    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; the section ``Args:``
+    describes the arguments. ``exact = False`` on function or class declares that answers differ between runs. Raises
+    PluginError, whose text begins with ``label``, if no schema can be derived.
     """
     what = what or f"tool {getattr(target, '__name__', target)!r}"
     settings = settings or {}
@@ -191,10 +188,7 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
 
 def _property(schema: dict[str, Any], required: bool) -> dict[str, Any]:
     """Return an argument's schema as chat templates expect it: type first, description last. An optional argument is
-    omitted rather than null: ``int | None = None`` becomes an integer.
-
-    An optional argument is left out rather than written as null: ``int | None = None`` becomes an integer.
-    """
+    omitted rather than null: ``int | None = None`` becomes an integer."""
     types = [item for item in schema.get("anyOf", ()) if item != {"type": "null"}]
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}

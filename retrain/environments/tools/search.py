@@ -44,12 +44,11 @@ class Search:
     """BM25 search over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line, or a directory whose
     .txt and .md files, at any depth, are one document each.
 
-    ``k``: how many documents a call finds at most; ``characters``: how much of each is shown, from where it has most
-    of the query's words. All searches of a process over an unchanged corpus share one index.
+    ``k``: most documents of a result; ``characters``: length of each excerpt, taken where it has the most words of the
+    query. All searches of a process over an unchanged corpus share one index.
 
-    Words are runs of letters and digits, in lower case, no stop words. Documents of the same score come in the order
-    of their ids. Raises MissingExtra without bm25s, UsageError for a number that cannot be, DataError with file and
-    line for a corpus that cannot be read.
+    Words are runs of letters and digits, in lower case, no stop words. Ties are ordered by id. Raises MissingExtra
+    without bm25s, UsageError for an invalid number, DataError with file and line for an unreadable corpus.
     """
 
     def __init__(self, corpus: str, k: int = 3, characters: int = 1000):
