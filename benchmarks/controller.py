@@ -36,13 +36,13 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
-    Evaluated,
     Event,
     JobEnded,
     JobStarted,
     Message,
     RunEnded,
     RunStarted,
+    HeldOutEvaluated,
     StepDone,
     event_to_json,
     job_from_json,
@@ -132,7 +132,7 @@ class StubWorkers:
             ]  # fmt: skip
             self._write(job.directory / "runs" / name, run.config.to_dict(), rows[name], evaluations)
             for row in evaluations:
-                yield Evaluated(name, "heldout", row)
+                yield HeldOutEvaluated(name, "heldout", row)
             yield RunEnded(name, "done")
         yield JobEnded(task)
 

@@ -30,7 +30,7 @@ class NotOurs(UsageError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One mistake in a configuration file. ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path,
     ``message`` the value and why it is invalid, ``fix`` the line to type instead."""
 
@@ -47,7 +47,7 @@ class Problem:
 class ConfigError(UsageError):
     """All mistakes of a configuration; ``str()`` has one line for each."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[ConfigProblem]):
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
 
@@ -147,7 +147,7 @@ class NonFinite(RunFailed):
     """Loss or gradient of an update is NaN or infinite; the weights are unchanged."""
 
 
-class Interrupted(RetrainError):
+class RunInterrupted(RetrainError):
     """SIGINT, SIGTERM or SIGHUP; the step is finished and everything is saved."""
 
     exit_status = 130

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from retrain.adapters.squeeze import compress_adapter, find_adapter
-from retrain.config import Loaded, parse_dict
-from retrain.config.checking import Places
+from retrain.config import LoadedConfig, parse_dict
+from retrain.config.checking import KeyLocations
 from retrain.config.describe import document
 from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError
@@ -14,7 +14,7 @@ from retrain.records.reader import read_plan_file
 from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
-def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[Loaded, Path]:
+def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[LoadedConfig, Path]:
     """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory, after compressing the
     adapter of this run or campaign directory.
 
@@ -52,7 +52,7 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"
-    return Loaded(config, path, document(settings), places=Places(path.name)), target
+    return LoadedConfig(config, path, document(settings), places=KeyLocations(path.name)), target
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrain.config.evaluation import Squeeze
 from retrain.config.runs import RunSpec, run_directory
-from retrain.environments.build import Longest
+from retrain.environments.build import CompletionLengths
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
@@ -201,7 +201,7 @@ def _settings(adapter: Path) -> Squeeze:
 
 
 def squeeze_after_run(
-    directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases,
+    directory: Path, place: str, spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases,
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
@@ -249,7 +249,13 @@ def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn
 
 
 def _verified(
-    home: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
+    home: Path,
+    spec: RunSpec,
+    folder: Path,
+    adapter: Path,
+    ranks: Sequence[int],
+    longest: CompletionLengths,
+    bases: Bases,
 ) -> dict[str, Any]:
     """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
     ``home`` if it is about this very adapter."""

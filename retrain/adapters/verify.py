@@ -21,7 +21,7 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.config.runs import RunSpec
 from retrain.data.dataset import content_hash
-from retrain.environments.build import Longest, askable, data_of
+from retrain.environments.build import CompletionLengths, askable, data_of
 from retrain.errors import UsageError, plural
 from retrain.files import sha256, write_json
 from retrain.maths.bounded import same_problems_interval
@@ -38,7 +38,13 @@ TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 
 
 def verify_ranks(
-    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, longest: Longest, bases: Bases
+    spec: RunSpec,
+    folder: Path,
+    full: Path,
+    smaller: Sequence[Path],
+    out: Path,
+    longest: CompletionLengths,
+    bases: Bases,
 ) -> dict[str, Any]:
     """Return the accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also write it
     to ``out``.
@@ -140,7 +146,7 @@ def _evaluate(
     folder: Path,
     held_out: HeldOut,
     paths: Sequence[Path],
-    longest: Longest,
+    longest: CompletionLengths,
     bases: Bases,
     directory: Path,
 ) -> tuple[np.ndarray, list[int], bool]:

@@ -41,7 +41,7 @@ from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.algorithms.losses import LOSSES
 from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import Config
-from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.config.algorithm import AlgorithmSection
 from retrain.config.modes import MODES, Named, advantage_of, loss_of
 from retrain.config.root import value_at
 from retrain.maths.corrections import Correction

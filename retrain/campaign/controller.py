@@ -30,12 +30,12 @@ from retrain.campaign.planning.manifest import (
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, Work
+from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, WorkItem
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
-from retrain.config import Loaded
+from retrain.config import LoadedConfig
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
@@ -53,7 +53,7 @@ from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_w
 
 
 @dataclass
-class Outcome:
+class CampaignOutcome:
     """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
     ``saved`` is false when steps after the last checkpoints were lost."""
 
@@ -64,9 +64,9 @@ class Outcome:
 
 
 def launch(
-    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
+    loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     registry: str = "",
-) -> Outcome:  # fmt: skip
+) -> CampaignOutcome:  # fmt: skip
     """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
@@ -74,7 +74,7 @@ def launch(
 def resume(
     directory: Path, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     sets: Sequence[str] = (),
-) -> Outcome:  # fmt: skip
+) -> CampaignOutcome:  # fmt: skip
     """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
     return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
 
@@ -82,7 +82,7 @@ def resume(
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     executor: CampaignWorkers | InProcess | None = None,
-) -> Outcome:  # fmt: skip
+) -> CampaignOutcome:  # fmt: skip
     """Train a checked plan, or continue it if its directory already holds part of it.
 
     Finished runs are skipped unless the plan has more steps, failed ones unless ``retry_failed``. ``approval`` decides
@@ -134,7 +134,7 @@ def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InPro
     return EXECUTORS[config.campaign.executor](plan)
 
 
-def _write_facts(directory: Path, loaded: Loaded) -> None:
+def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
     write_json(directory / CONFIG, run_facts(loaded.config, file=loaded.path.name))
     SystemInfo.now(loaded.path.parent).write(directory)
 
@@ -260,7 +260,7 @@ class Controller:
         room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
         self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
 
-    def carry_out(self, retry_failed: bool) -> Outcome:
+    def carry_out(self, retry_failed: bool) -> CampaignOutcome:
         """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
@@ -285,7 +285,7 @@ class Controller:
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
-        return Outcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
         """Report the runs that will be trained, and those that will not. Raises MissingExtra for a package that they
@@ -303,13 +303,13 @@ class Controller:
                 f"every run in {self.directory} is done; give another directory with --out to train anew"
             )
 
-    def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> Outcome:
+    def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> CampaignOutcome:
         came = ENDINGS[self.stop.signal or SIGINT]
         for spec in todo:
             if self.manifest.run(spec.run_id)["state"] == "running":
                 self.manifest.update(spec.run_id, state="interrupted", reason=came.reason)
                 self.observer.run_finished(spec, "interrupted", "")
-        return Outcome(came.status, self.directory, summary(self.manifest), saved)
+        return CampaignOutcome(came.status, self.directory, summary(self.manifest), saved)
 
     def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
         """Return the cohorts with remaining work: first unfinished runs, then failed ones that are retried."""
@@ -340,7 +340,7 @@ class Controller:
                 f"{self.directory}"
             ) from error
 
-    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[Work]]]:
+    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
         """Return the cohorts before the interim analysis, and those after it, which begin when it is done."""
         if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
@@ -348,10 +348,10 @@ class Controller:
         before = [work for work in works if any(spec.seed in first for spec in work.specs)]
         return [lambda: before, lambda: [work for work in works if work not in before]]
 
-    def _after(self, work: Work, end: JobEnded) -> list[Work]:
+    def _after(self, work: WorkItem, end: JobEnded) -> list[WorkItem]:
         if not isinstance(work, CohortWork):
             return []
-        more: list[Work] = []
+        more: list[WorkItem] = []
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
@@ -360,14 +360,14 @@ class Controller:
             more = self._in_parts(work, end)
         return [*more, *self._after_interim()]
 
-    def _after_interim(self) -> list[Work]:
+    def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
             ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
             nobodys = unwanted | ended
             self.scheduler.stop_where(lambda names: names <= nobodys)
         return self._squeezes()
 
-    def _in_parts(self, work: CohortWork, short: JobEnded) -> list[Work]:
+    def _in_parts(self, work: CohortWork, short: JobEnded) -> list[WorkItem]:
         """Split a cohort that does not fit into memory; the manifest records the split."""
         parts = smaller_cohorts(work.left(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
@@ -380,14 +380,14 @@ class Controller:
         self.manifest.files.flush()
         return [CohortWork(self, part, work.again) for part in parts]
 
-    def _squeezes(self) -> list[Work]:
+    def _squeezes(self) -> list[WorkItem]:
         """Return the rank analyses that are due.
 
         The result of the first run is stored in ``squeeze``; with ``runs = "one per condition"``, those of other
         conditions in ``squeezes`` by label. The first run is the first in the plan that has not failed or been stopped,
         so that the choice does not depend on timing.
         """
-        works: list[Work] = []
+        works: list[WorkItem] = []
         for place, spec in self._due_analyses().items():
             if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue

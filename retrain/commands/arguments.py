@@ -13,7 +13,7 @@ import typer
 from retrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrain.config import Loaded
+    from retrain.config import LoadedConfig
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Campaign or run file (TOML).", show_default=False)]
 
@@ -141,7 +141,7 @@ def executor_sets(executor: str | None, workers: int | None, address: str | None
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
-def read(file: Path, sets: Sequence[str] | None) -> Loaded:
+def read(file: Path, sets: Sequence[str] | None) -> LoadedConfig:
     """Return the configuration in ``file``; print warnings on standard error.
 
     Raises ConfigError with every mistake, UsageError when there is no such file.

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from retrain.commands.run_status import NO_CHANGE, Change, RunView
+from retrain.commands.run_status import NO_CHANGE, AccuracyChange, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
 from retrain.records.text import change, duration, number, percent, short, visible
@@ -363,7 +363,7 @@ def status_view(status: Row, width: int = 80) -> RenderableType:
         board.runs[run["run_id"]] = RunView(
             run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
             worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
-            evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
+            evaluations={name: AccuracyChange(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
     notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
     ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]

@@ -14,7 +14,7 @@ from retrain.files import dumps
 
 
 @dataclass(frozen=True)
-class Found:
+class Capability:
     """``kind`` is provider, tool or task; ``state`` is "ready", or the fault."""
 
     kind: str
@@ -70,12 +70,12 @@ def environments(
             print_table((title, "state", ""), [(each.name, each.state, each.about) for each in own])
 
 
-def providers() -> list[Found]:
+def providers() -> list[Capability]:
     states = {name: READY if is_installed(name) else install_line(name) for name in ABOUT_PROVIDERS}
-    return [Found("provider", name, states[name], about) for name, about in ABOUT_PROVIDERS.items()]
+    return [Capability("provider", name, states[name], about) for name, about in ABOUT_PROVIDERS.items()]
 
 
-def tools() -> list[Found]:
+def tools() -> list[Capability]:
     from retrain.sandbox.sandbox import available
 
     (bm25,) = EXTRAS["search"].packages
@@ -84,15 +84,15 @@ def tools() -> list[Found]:
         "python": available() or READY,
         "search": READY if is_installed(bm25) else install_line(bm25),
     }
-    return [Found("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
+    return [Capability("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
 
 
-def tasks() -> list[Found]:
+def tasks() -> list[Capability]:
     """Return every data set of reasoning-gym with its fault."""
     from retrain.environments.providers.reasoning_gym import check
 
     try:
         checked = check()
     except RetrainError as error:
-        return [Found("task", "reasoning_gym", str(error), "")]
-    return [Found("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]
+        return [Capability("task", "reasoning_gym", str(error), "")]
+    return [Capability("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]

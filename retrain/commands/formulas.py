@@ -4,9 +4,9 @@
 import math
 
 from retrain.config import Config
-from retrain.config.algorithm import Algorithm, Sepa
+from retrain.config.algorithm import AlgorithmSection, Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
-from retrain.config.tasks import JUDGED, Reward, RewardComponent
+from retrain.config.tasks import JUDGED, RewardComponent, RewardSection
 from retrain.config.training import Training
 from retrain.errors import plural
 
@@ -166,7 +166,7 @@ def _mismatch_words(config: Config) -> str:
     return f"weighted by {ratio}{f' up to {high:g}' if math.isfinite(high) else ''}"
 
 
-def _rejection_words(algorithm: Algorithm) -> list[str]:
+def _rejection_words(algorithm: AlgorithmSection) -> list[str]:
     low, high = algorithm.rejection_bounds
     words = {
         "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
@@ -223,14 +223,14 @@ def reward_words(config: Config) -> str:
     return words
 
 
-def _criteria_words(grader: Reward | RewardComponent) -> str:
+def _criteria_words(grader: RewardSection | RewardComponent) -> str:
     parts = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
     if grader.rubric_column is not None:
         parts.append(f"those of the problem's {grader.rubric_column}")
     return ", ".join(parts)
 
 
-def _grader_words(grader: Reward | RewardComponent) -> str:
+def _grader_words(grader: RewardSection | RewardComponent) -> str:
     if grader.type == "judge":
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "rubric":

@@ -55,7 +55,7 @@ def serve(
         if not is_installed(module):
             raise missing("retrain serve", module)
     key = _key(host, api_key_env)
-    from retrain.serving.listening import ARRIVAL_S, Server, listening_socket, url_of
+    from retrain.serving.listening import ARRIVAL_S, HttpServer, listening_socket, url_of
     from retrain.serving.sources import sources
 
     with listening_socket(host, port) as bound:
@@ -76,7 +76,7 @@ def serve(
             def ready() -> None:
                 print(f"serving {names} at {url_of(bound)}", flush=True)
 
-            Server(app_of(service, key), ready, min(ARRIVAL_S, timeout)).run(sockets=[bound])
+            HttpServer(app_of(service, key), ready, min(ARRIVAL_S, timeout)).run(sockets=[bound])
         finally:
             service.close()
 

@@ -33,12 +33,12 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
-    from retrain.campaign.controller import Outcome
+    from retrain.campaign.controller import CampaignOutcome
     from retrain.campaign.planning.changes import Approval
     from retrain.records.observer import Observer
 
 
-def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
+def finish(plain: bool, work: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command

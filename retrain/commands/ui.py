@@ -45,7 +45,7 @@ def ui(
     for module in ("starlette", "uvicorn", "jinja2"):
         if not is_installed(module):
             raise missing("retrain ui", module, "ui")
-    from retrain.serving.listening import Server, listening_socket
+    from retrain.serving.listening import HttpServer, listening_socket
     from retrain.serving.local import is_local
     from retrain.ui.library import Library
     from retrain.ui.numbers import Pool, cache_directory
@@ -59,7 +59,7 @@ def ui(
     token = None if is_local(host) else secrets.token_urlsafe(24)
     with listening_socket(host, port) as bound:
         url = address_of(bound, token)
-        server: Server | None = None
+        server: HttpServer | None = None
 
         def ready() -> None:
             print(f"retrain ui at {url}", flush=True)
@@ -72,7 +72,7 @@ def ui(
             library, host=host, port=bound.getsockname()[1], token=token,
             closing=lambda: server is not None and server.should_exit,
         )  # fmt: skip
-        server = Server(app, ready)
+        server = HttpServer(app, ready)
         server.run(sockets=[bound])
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, create_model
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
-    Finding,
     Natural,
     NotNegative,
     OptionalAboveOne,
@@ -26,8 +27,7 @@ from retrain.config.base import (
     Role,
     Section,
     Share,
-    Unavailable,
-    UsedWhen,
+    UnsupportedValues,
     fault,
 )
 from retrain.config.legacy import NO_SEMANTIC
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 else:
     _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
 AdvantageMode = _Advantage | Plugin
-TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transform_mode"])]
+TransformMode = Annotated[_Transform | Plugin, UnsupportedValues(UNAVAILABLE["transform_mode"])]
 
 
-def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> UsedWhen:
+def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> ActiveIf:
     modes = used_by("transform_mode", dotted)
-    return UsedWhen("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
+    return ActiveIf("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
 
 
 _SEPA = _with_credit("sepa")
-_AUTO = UsedWhen("sepa.schedule", ("auto",))
+_AUTO = ActiveIf("sepa.schedule", ("auto",))
 
 
-def _unset_or_several(dotted: str, *besides: str) -> UsedWhen:
+def _unset_or_several(dotted: str, *besides: str) -> ActiveIf:
     """Return the marker of a key that a correction disables, unless a batch has several updates."""
     several = "several updates of a batch"
-    return UsedWhen(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
+    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
 
 
 _UNCORRECTED = (
@@ -61,7 +61,7 @@ _UNCORRECTED = (
     _unset_or_several("algorithm.icepop_band"),
     _unset_or_several("algorithm.correction", "none"),
 )
-CLIPPED = (UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
+CLIPPED = (ActiveIf("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
 
@@ -95,9 +95,9 @@ class _Modes(Section):
     compute one for every turn, by the same `advantage_mode` from the return that follows it. `turn` compares turns of
     the same number within a group; `state` compares all turns of the group that begin in the same state (the policy had
     just read the same), and adds the episode's advantage (GiGPO)."""
-    state_weight: Annotated[Positive, UsedWhen("algorithm.turn_credit", ("state",))] = 1.0
+    state_weight: Annotated[Positive, ActiveIf("algorithm.turn_credit", ("state",))] = 1.0
     """Weight of the comparison of equal states relative to that of whole episodes."""
-    turn_discount: Annotated[float, Field(gt=0, le=1), UsedWhen("algorithm.turn_credit", ("turn", "state"))] = 1.0
+    turn_discount: Annotated[float, Field(gt=0, le=1), ActiveIf("algorithm.turn_credit", ("turn", "state"))] = 1.0
     """Discount per turn of later rewards."""
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
@@ -117,14 +117,14 @@ def _parameter_fields() -> Iterator[tuple[str, Any]]:
         for mode, row in table.items():
             uncorrected = _UNCORRECTED if isinstance(row, Loss) and not row.from_sampler else ()
             for name, parameter in row.parameters.items():
-                annotation = Annotated[parameter.annotation, UsedWhen(f"algorithm.{key}", (mode,)), *uncorrected]
+                annotation = Annotated[parameter.annotation, ActiveIf(f"algorithm.{key}", (mode,)), *uncorrected]
                 yield name, (annotation, Field(default=parameter.default, description=parameter.description))
 
 
 _Parameters = create_model("_Parameters", __base__=_Modes, **dict(_parameter_fields()))
 
 
-class Algorithm(_Parameters):
+class AlgorithmSection(_Parameters):
     """Advantage, token credit and loss. Each name refers to its paper."""
 
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
@@ -136,12 +136,12 @@ class Algorithm(_Parameters):
     `seq_mis`). Unset follows `tis_cap` or `icepop_band` if one is set, else none."""
     tis_cap: Annotated[
         Annotated[float, Field(ge=1)] | None,
-        UsedWhen("algorithm.correction", (None, "tis", "mis", "seq_tis", "seq_mis")),
+        ActiveIf("algorithm.correction", (None, "tis", "mis", "seq_tis", "seq_mis")),
     ] = None
     """Truncated importance sampling weights each token's loss by min(π_trainer/π_sampler, tis_cap); masking sets
     weights above the cap to 0. Unset is 2 with a correction that needs it."""
     icepop_band: Annotated[
-        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.correction", (None, "icepop"))
+        list[float] | None, AfterValidator(_band), ActiveIf("algorithm.correction", (None, "icepop"))
     ] = None
     """`[alpha, beta]`: the weight is not capped, and tokens whose weight lies outside the band do not train. Unset is
     `[0.5, 5.0]` with `correction = "icepop"`."""
@@ -151,10 +151,10 @@ class Algorithm(_Parameters):
     is above `rejection_limit`; `veto`: some token has w below `rejection_limit`. Costs one more forward pass over all
     completions."""
     rejection_band: Annotated[
-        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.rejection", ("geometric",))
+        list[float] | None, AfterValidator(_band), ActiveIf("algorithm.rejection", ("geometric",))
     ] = None
     """`[low, high]`; unset is `[0.99, 1.01]`."""
-    rejection_limit: Annotated[OptionalPositive, UsedWhen("algorithm.rejection", ("k3", "veto"))] = None
+    rejection_limit: Annotated[OptionalPositive, ActiveIf("algorithm.rejection", ("k3", "veto"))] = None
     """Unset is 0.01 for `k3` and 0.0001 for `veto`."""
     rejection_denominator: Literal["all", "kept"] = "all"
     """Tokens that the loss is divided by: `all`, or only those `kept` after masking by `rejection`, by `mis`, `icepop`
@@ -169,7 +169,7 @@ class Algorithm(_Parameters):
     trains groups without signal."""
     kl_in_reward: Annotated[
         Literal["none", "k1", "k2", "k3"],
-        UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
+        ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
     ] = "none"
     """With a critic: subtract `kl_coef` times this estimate of the divergence from every token's reward, as PPO does,
     instead of adding it to the loss."""
@@ -260,22 +260,22 @@ class Algorithm(_Parameters):
         """True if groups without signal are trained on."""
         return self.regularised or not self.discard_group_zero_advantage
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.kl_in_reward != "none" and self.kl_coef == 0:
             keys = ("algorithm.kl_in_reward", "algorithm.kl_coef")
-            yield Finding(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
+            yield ConfigIssue(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
         if self.tis_cap is not None and self.icepop_band is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("algorithm.icepop_band", "algorithm.tis_cap"),
                 f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
                 "keep one of the two",
             )
         if self.from_sampler and self.corrects:
             keys = ("algorithm.correction", "algorithm.loss")
-            yield Finding(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
+            yield ConfigIssue(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
         if self.rejection_denominator == "kept" and not self.can_reject:
             keys = ("algorithm.rejection_denominator", "algorithm.rejection")
-            yield Finding(keys, 'is "kept", and nothing is ever rejected', "remove the line")
+            yield ConfigIssue(keys, 'is "kept", and nothing is ever rejected', "remove the line")
 
 
 class Gtpo(Section):
@@ -294,7 +294,7 @@ class Gtpo(Section):
     that no token of a wrong answer has a positive advantage."""
 
 
-class Hicra(Section):
+class HicraSection(Section):
     """More credit for planning tokens."""
 
     role: ClassVar[Role] = Role.LEARNS
@@ -329,7 +329,7 @@ class Planning(Section):
 
     role: ClassVar[Role] = Role.LEARNS
 
-    detector: Annotated[Literal["regex"] | Plugin, Unavailable({"semantic": NO_SEMANTIC})] = "regex"
+    detector: Annotated[Literal["regex"] | Plugin, UnsupportedValues({"semantic": NO_SEMANTIC})] = "regex"
     """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. Or a `module:function` of your
     own."""
 
@@ -338,7 +338,7 @@ OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight
 """Keys that have an effect only with a ``url``."""
 
 
-_SAMPLED, _WHOLE = (UsedWhen("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
+_SAMPLED, _WHOLE = (ActiveIf("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
 POLICY = "policy"
 """Value of ``teacher`` that makes the student its own teacher, with privileged context."""
 SHOWN = {"answer": "The correct answer is {context}.", "sibling": "A correct solution is:\n\n{context}"}
@@ -435,23 +435,25 @@ class Distillation(Section):
             return frozenset()
         return frozenset({Need.TEACHER, *([Need.LOGPROBS] if self.student == "trainer" else [])})
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         fields = type(self).model_fields
         written = [key for key, field in fields.items() if getattr(self, key) != field.default and key != "teacher"]
         for key in written:
             if self.teacher is None:
                 fix = 'teacher = "base", or the directory of a run or model'
-                yield Finding((f"distillation.{key}", "distillation.teacher"), "has no effect without a teacher", fix)
+                yield ConfigIssue(
+                    (f"distillation.{key}", "distillation.teacher"), "has no effect without a teacher", fix
+                )
             elif self.url is None and key in OF_SERVERS:
                 fix = "remove the line"
-                yield Finding((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
+                yield ConfigIssue((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
         if self.teacher == POLICY and self.url is None and self.context == "none":
             keys = ("distillation.teacher", "distillation.context")
-            yield Finding(keys, 'is "policy", the student itself, which without a context teaches nothing',
+            yield ConfigIssue(keys, 'is "policy", the student itself, which without a context teaches nothing',
                           'context = "answer"')  # fmt: skip
         if self.context_text is not None and self.context == "none" and self.teacher is not None:
             keys = ("distillation.context_text", "distillation.context")
-            yield Finding(keys, "has no effect without a context", 'context = "answer"')
+            yield ConfigIssue(keys, "has no effect without a context", 'context = "answer"')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             message = f'is "{self.url}", which is no address'
-            yield Finding(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')
+            yield ConfigIssue(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')

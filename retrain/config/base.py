@@ -65,7 +65,7 @@ class Section(BaseModel):
             for name, field in cls.model_fields.items()
         }
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
@@ -74,7 +74,7 @@ class Section(BaseModel):
         return self
 
 
-class Finding(NamedTuple):
+class ConfigIssue(NamedTuple):
     """One mistake that a rule reports.
 
     ``keys`` are the dotted keys involved, the one to report first. An issue is dropped if one of its keys is invalid by
@@ -88,7 +88,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UsedWhen:
+class ActiveIf:
     """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
 
     ``training_only``: the key always affects records, so only a condition's override of it is an error.
@@ -106,7 +106,7 @@ class UsedWhen:
 
 
 @dataclass(frozen=True)
-class Unavailable:
+class UnsupportedValues:
     """Marker: values that other tools have and retrain does not, each with (why, what to type instead)."""
 
     values: Mapping[str, tuple[str, str]]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
+from retrain.config.base import ConfigIssue, Count, Natural, OptionalText, Role, Section, Seed, fault
 from retrain.config.modes import condition_label
 
 DECIDING_KEYS = ("primary_metric", "equivalence_margin", "sequential")
@@ -113,7 +113,7 @@ def _standard() -> list[Condition]:
     return [Condition(advantage_mode=advantage, transform_mode=transform) for advantage, transform in pairs]
 
 
-class Campaign(Section):
+class CampaignSection(Section):
     """Conditions × seeds. A file with this section is a campaign; the other sections are its base configuration."""
 
     role: ClassVar[Role] = Role.NAMES
@@ -175,34 +175,34 @@ class Campaign(Section):
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
-def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
+def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
     """Report worker keys that the executor does not use."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
     if executor == "inprocess" and campaign.workers != "auto":
-        yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
+        yield ConfigIssue(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
     keys = ("campaign.gpus_per_cohort", "campaign.executor")
     if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-        yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+        yield ConfigIssue(keys, f'has no effect with executor = "{executor}"', fix)
     if executor == "slurm" and campaign.gpus_per_cohort < 1:
         words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
-        yield Finding(keys, words, "gpus_per_cohort = 1")
+        yield ConfigIssue(keys, words, "gpus_per_cohort = 1")
 
 
-def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
+def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
     """Report what a comparison lacks. ``is_run``: this is one resolved run of a campaign, which compares nothing
     itself."""
     if not is_run:
-        yield from _worker_findings(campaign)
+        yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     if comparisons and seeds < FEWEST_SEEDS:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.seeds",),
             f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type",
             f"seeds = {list(range(1, SUGGESTED_SEEDS + 1))}",
             warning=True,
         )
     if comparisons > MOST_COMPARISONS:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.conditions",),
             f"are {comparisons + 1}: {comparisons} comparisons share one error of 5 %, which was simulated up to "
             f"{MOST_COMPARISONS}, and little power is left for each; split the question into",

@@ -15,8 +15,8 @@ from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
 from retrain.config.problems import SYNONYMS, Mistake, Path, mistakes, nearest, path_of
 from retrain.config.root import Config, differing, effective, homes, keys, role_of, sections, unused
-from retrain.config.rules import idle_slurm, rule_findings
-from retrain.errors import ConfigError, Problem
+from retrain.config.rules import idle_slurm, rule_issues
+from retrain.errors import ConfigError, ConfigProblem
 
 LAST = 10**9
 """Sort key that puts ``--set`` problems after all lines of the file."""
@@ -49,7 +49,7 @@ CONDITIONS: Path = ("campaign", "conditions")
 
 
 @dataclass
-class Places:
+class KeyLocations:
     """Location at which each key was written: a line of the file, or ``--set``."""
 
     name: str
@@ -88,7 +88,7 @@ class Review:
     """Mistakes collected so far in one configuration."""
 
     data: dict[str, Any]
-    places: Places
+    places: KeyLocations
     wrong: list[Mistake]
     warnings: list[Mistake] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
@@ -109,7 +109,7 @@ class Review:
         (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 
-def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
+def examine(data: dict[str, Any], places: KeyLocations, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
     """Return the configuration and its warnings. Raises ConfigError with every mistake, ``wrong`` included."""
     review = Review(data, places, list(wrong))
     _fold_conditions(review)
@@ -124,10 +124,10 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
     return config, [str(problem) for problem in _problems(review.warnings, places)]
 
 
-def _problems(wrong: Iterable[Mistake], places: Places) -> list[Problem]:
+def _problems(wrong: Iterable[Mistake], places: KeyLocations) -> list[ConfigProblem]:
     """Return distinct mistakes with their locations, in the order of the file."""
     ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
-    return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
+    return [ConfigProblem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
 def _fold_conditions(review: Review) -> None:
@@ -199,21 +199,21 @@ def _header(review: Review, position: int) -> Path:
 def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
     """Report the issues of one run, whose condition stands at ``header`` and overrides the keys of ``own``. An issue
     points to an override of the condition, else to a written key, else to the condition."""
-    for finding in rule_findings(config):
-        if any(review.is_broken(key) for key in finding.keys):
+    for issue in rule_issues(config):
+        if any(review.is_broken(key) for key in issue.keys):
             continue
-        main = path_of(finding.keys[0])
-        overridden = [own[key] for key in finding.keys if key in own]
-        written = [path_of(key) for key in finding.keys if review.places.given(path_of(key))]
+        main = path_of(issue.keys[0])
+        overridden = [own[key] for key in issue.keys if key in own]
+        written = [path_of(key) for key in issue.keys if review.places.given(path_of(key))]
         path = (overridden or written or [header or main])[0]
-        about = "" if finding.keys[0] in own else Mistake(main, "").key
-        review.report(path, finding.message, finding.fix, finding.warning, about)
+        about = "" if issue.keys[0] in own else Mistake(main, "").key
+        review.report(path, issue.message, issue.fix, issue.warning, about)
 
 
 def _examine_single(review: Review, config: Config) -> None:
     _ask_rules(review, config, {})
-    for finding in idle_slurm(config):
-        review.report(path_of(finding.keys[0]), finding.message, finding.fix)
+    for issue in idle_slurm(config):
+        review.report(path_of(issue.keys[0]), issue.message, issue.fix)
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
         review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
@@ -276,7 +276,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
         return
     places = review.places
     for dotted in places.written() if places.lines or places.sets else differing(config):
-        idle = [finding for run in runs if (finding := unused(run, dotted)) is not None]
+        idle = [issue for run in runs if (issue := unused(run, dotted)) is not None]
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue
         message = "has no effect in any condition" if config.is_campaign else idle[0].message
@@ -286,8 +286,8 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Report base values that every condition replaces, and what the comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    for finding in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
-        review.report(path_of(finding.keys[0]), finding.message, finding.fix, finding.warning)
+    for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
+        review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
     for key in MODES:
         if review.places.given(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"

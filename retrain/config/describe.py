@@ -17,9 +17,9 @@ from retrain.config.base import (
     GPU_PATTERN,
     INT_MAX,
     PLUGIN_PATTERN,
-    Finding,
+    ConfigIssue,
     Section,
-    Unavailable,
+    UnsupportedValues,
 )
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
@@ -79,9 +79,9 @@ KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> Finding:
+def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> ConfigIssue:
     """Return the issue that ``key`` has no effect while the key ``other`` has this value."""
-    return Finding((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
+    return ConfigIssue((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
 
 
 def kind(value: object) -> str:
@@ -179,7 +179,7 @@ def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, A
 def unavailable(field: FieldInfo, value: object) -> tuple[str, str] | None:
     """Return why a value of other tools is not supported and what to type instead, or None."""
     for item in field.metadata:
-        if isinstance(item, Unavailable) and isinstance(value, str):
+        if isinstance(item, UnsupportedValues) and isinstance(value, str):
             return item.values.get(value)
     return None
 

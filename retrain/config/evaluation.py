@@ -12,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
     Device,
-    Finding,
     Natural,
     NotNegative,
     OptionalCount,
@@ -28,7 +29,6 @@ from retrain.config.base import (
     Tags,
     Text,
     Trackers,
-    UsedWhen,
     fault,
 )
 from retrain.config.describe import no_effect, toml
@@ -98,7 +98,7 @@ class EvaluationSet(Section):
     """Longest completion."""
 
 
-class Evaluation(Section):
+class EvaluationSection(Section):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update.
     `[[evaluation.sets]]` may override all keys but `at_start` and `schedule`."""
 
@@ -135,10 +135,10 @@ class Evaluation(Section):
             return ()
         return tuple(each.name for each in self.sets) or (HELDOUT,)
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """Report sets with equal names, and sets where evaluation is switched off."""
         if self.sets and not self.problems:
-            yield Finding(
+            yield ConfigIssue(
                 ("evaluation.problems", "evaluation.sets"),
                 f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
                 "problems = 128, or remove the sets",
@@ -149,7 +149,7 @@ class Evaluation(Section):
             if first != index:
                 path = f"evaluation.sets.{index}"
                 what = f'is "{each.name}", like set {first + 1}: their files and metrics would be one'
-                yield Finding((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
+                yield ConfigIssue((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column",
 """Keys of a set that replace the same keys of [data]."""
 
 
-def resolved(each: EvaluationSet, evaluation: Evaluation, training: Training, data: Data) -> HeldOut:
+def resolved(each: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
     """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
 
     def sampled(key: str) -> Any:
@@ -277,9 +277,9 @@ class Backpressure(Section):
     peak_bw_gb_s: NotNegative = 0.0
     """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.min_batch_size > self.max_batch_size:
-            yield Finding(
+            yield ConfigIssue(
                 ("backpressure.min_batch_size", "backpressure.max_batch_size"),
                 f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
                 f"min_batch_size = {self.max_batch_size}",
@@ -315,10 +315,10 @@ class Squeeze(Section):
     """Send the analysis to wandb as the run `squeeze-analysis`, where runs report to wandb; unset does so if the file
     has a [squeeze] section."""
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """Report one output directory for several compressed adapters."""
         if self.runs != "first" and self.output_path is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("squeeze.output_path", "squeeze.runs"),
                 f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
                 'runs = "first"',
@@ -365,7 +365,7 @@ class Logging(Section):
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """wandb mode; unset leaves it to wandb."""
-    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
+    strategic_grams: Annotated[OptionalPhrases, ActiveIf("planning.detector", ("regex",)), Role.LEARNS] = None
     """Phrases that mark planning tokens and replace the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
     """Tools whose metric names are written as aliases, so that scripts made for them work."""
@@ -381,11 +381,11 @@ class Logging(Section):
     def wandb(self) -> bool:
         return "wandb" in trackers(self.report_to, self.wandb_project)
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """Report settings of rollout pages or tensorboard that are switched off."""
         asked = self.report_to
         if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
-            yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
+            yield ConfigIssue(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
         if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
             yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Removed(NamedTuple):
+class RemovedKey(NamedTuple):
     """A removed key: the reason, what to type instead, and its former default."""
 
     why: str
@@ -25,17 +25,17 @@ _NO_STOPPING_UNDECIDED = (
 )
 _NO_PRIOR = ("the rule assumes no spread", "remove the line")
 
-REMOVED: dict[str, Removed] = {
-    "campaign.test": Removed(*_ONE_RULE, "exact"),
-    "campaign.futility": Removed(*_NO_STOPPING_UNDECIDED, False),
-    "campaign.race": Removed(*_NO_STOPPING_UNDECIDED, False),
-    "campaign.prior_spread": Removed(*_NO_PRIOR, 0.0),
-    "campaign.prior_freedom": Removed(*_NO_PRIOR, 4),
-    "planning.grams": Removed(*_NO_GRAMS),
-    "planning.model": Removed(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
-    "planning.threshold": Removed(*NO_SEMANTIC, 0.02),
-    "planning.planning_anchors": Removed(*NO_SEMANTIC),
-    "planning.execution_anchors": Removed(*NO_SEMANTIC),
+REMOVED: dict[str, RemovedKey] = {
+    "campaign.test": RemovedKey(*_ONE_RULE, "exact"),
+    "campaign.futility": RemovedKey(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.race": RemovedKey(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.prior_spread": RemovedKey(*_NO_PRIOR, 0.0),
+    "campaign.prior_freedom": RemovedKey(*_NO_PRIOR, 4),
+    "planning.grams": RemovedKey(*_NO_GRAMS),
+    "planning.model": RemovedKey(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
+    "planning.threshold": RemovedKey(*NO_SEMANTIC, 0.02),
+    "planning.planning_anchors": RemovedKey(*NO_SEMANTIC),
+    "planning.execution_anchors": RemovedKey(*NO_SEMANTIC),
 }
 """Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions contain them with any value."""
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from retrain.config.checking import Places, examine
+from retrain.config.checking import KeyLocations, examine
 from retrain.config.problems import Mistake, Path
 from retrain.config.root import Config, homes, sections
 from retrain.config.tasks import FILE_ENDINGS, SOURCES
-from retrain.errors import ConfigError, Problem, UsageError
+from retrain.errors import ConfigError, ConfigProblem, UsageError
 
 _BLANK = re.compile(r"[ \t]*")
 _FILLER = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
@@ -45,18 +45,18 @@ class Repeat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedConfig:
     """A valid configuration file: parsed configuration, text, locations of keys, warnings, and applied settings."""
 
     config: Config
     path: FilePath
     text: str
-    places: Places
+    places: KeyLocations
     warnings: list[str] = field(default_factory=list)
     sets: tuple[str, ...] = ()
 
 
-def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
+def load(path: FilePath | str, sets: Sequence[str] = ()) -> LoadedConfig:
     """Read a configuration file, apply ``section.key=value`` settings, and validate all of it.
 
     Raises UsageError when there is no such file, and ConfigError with every mistake, ordered by line.
@@ -67,20 +67,20 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     text, data = _parse(raw, path.name)
-    places = Places(path.name, key_lines(text))
+    places = KeyLocations(path.name, key_lines(text))
     wrong = _apply_sets(data, sets, places, is_file=True)
     _beside(data, path)
     config, warnings = examine(data, places, wrong)
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, places, warnings, tuple(sets))
+    return LoadedConfig(config, path, text, places, warnings, tuple(sets))
 
 
 def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     """Return the configuration in plain data such as ``config.to_dict()``, with ``section.key=value`` settings applied.
     Raises ConfigError with every mistake."""
-    changed, places = deepcopy(dict(data)), Places("config")
+    changed, places = deepcopy(dict(data)), KeyLocations("config")
     wrong = _apply_sets(changed, sets, places)
     return examine(changed, places, wrong)[0]
 
@@ -91,16 +91,20 @@ def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]) from error
+        raise ConfigError(
+            [ConfigProblem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]
+        ) from error
     try:
         return text, tomli.loads(text)
     except RecursionError as error:
-        raise ConfigError([Problem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]) from error
+        raise ConfigError(
+            [ConfigProblem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]
+        ) from error
     except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
         raise ConfigError([_syntax_problem(str(error), text, name)]) from error
 
 
-def _syntax_problem(message: str, text: str, name: str) -> Problem:
+def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
     match = re.search(r"\(at line (\d+), column (\d+)\)", message)
     lines = text.replace("\r\n", "\n").split("\n")
     number = int(match.group(1)) if match else len(text.rstrip("\n").split("\n"))
@@ -119,17 +123,19 @@ def _syntax_problem(message: str, text: str, name: str) -> Problem:
         fix = f'{pair.group(1)} = "{pair.group(2)}"'
     else:
         fix = "a line is key = value or [section], and strings are in quotes"
-    return Problem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
+    return ConfigProblem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
 
 
-def _repeat_problem(repeat: Repeat, name: str) -> Problem:
+def _repeat_problem(repeat: Repeat, name: str) -> ConfigProblem:
     table = ".".join(part for part in repeat.path if isinstance(part, str))
     fix = f"put the keys of both under one [{table}]" if repeat.is_table else "keep one of them"
     message = f"is {'declared' if repeat.is_table else 'written'} twice, first in line {repeat.first}"
-    return Problem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
+    return ConfigProblem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
 
 
-def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is_file: bool = False) -> list[Mistake]:
+def _apply_sets(
+    data: dict[str, Any], sets: Iterable[str], places: KeyLocations, *, is_file: bool = False
+) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
     Rejects [campaign] settings for a file without that section: they would turn one run into dozens.

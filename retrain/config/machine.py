@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Devices,
-    Finding,
     NotNegative,
     OptionalCount,
     OptionalPositive,
@@ -21,23 +22,24 @@ from retrain.config.base import (
     Role,
     Section,
     Text,
-    Unavailable,
-    UsedWhen,
+    UnsupportedValues,
     fault,
 )
 
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 
-class Backend(Section):
+class BackendSection(Section):
     """Backend and devices of training."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
-    backend: Annotated[Literal["local"] | Plugin, Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
+    backend: Annotated[Literal["local"] | Plugin, UnsupportedValues({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = (
+        "local"
+    )
     """`local`: torch, transformers and peft in this process. Or a `module:Class` of your own."""
     options: Annotated[
-        dict[str, str | int | float | bool], UsedWhen("backend.backend", ("module:Class",), plugins=True)
+        dict[str, str | int | float | bool], ActiveIf("backend.backend", ("module:Class",), plugins=True)
     ] = Field(default_factory=dict)
     """Settings of your own backend, such as `{ address = "…" }`, which it reads from its configuration."""
     devices: Annotated[Devices, Role.NAMES] = "auto"
@@ -80,8 +82,8 @@ class Backend(Section):
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for what speaks its protocol')
-_OF_SERVERS = UsedWhen("inference.engine", SERVERS)
-_WHERE_WATCHED = UsedWhen("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
+_OF_SERVERS = ActiveIf("inference.engine", SERVERS)
+_WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
 """Defaults of ``mismatch_limit`` (nats²) by the base's number format. Sound servers are at 1e-9 in float32 and at 1e-4
 to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
@@ -109,7 +111,7 @@ class Inference(Section):
     engine: Annotated[
         Literal["local", "vllm", "sglang", "openai"],
         BeforeValidator(_local_engine),
-        Unavailable({name: _ELSEWHERE for name in ("max", "mlx")}),
+        UnsupportedValues({name: _ELSEWHERE for name in ("max", "mlx")}),
     ] = "local"
     """`local`: the trained model also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with OpenAI's
     completions that return token ids and load adapters by vLLM's routes. `pytorch` is read as `local`."""
@@ -128,7 +130,7 @@ class Inference(Section):
     missing, a free port and `--host 127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With
     workers, the controller starts it for all of them; with `executor = "ray"` it runs on a node that Ray chooses, and
     listens at the node's address if the cluster has other machines."""
-    replicas: Annotated[Count, Role.NAMES, UsedWhen("inference.engine", SERVERS)] = 1
+    replicas: Annotated[Count, Role.NAMES, ActiveIf("inference.engine", SERVERS)] = 1
     """Number of servers that `launch` starts; they share the load and log to `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
@@ -138,7 +140,7 @@ class Inference(Section):
     adapter_dir: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
     """Directory through which adapters reach the servers; both sides must see it under the same path. Unset is
     `adapters/` in the directory of the run or campaign, for servers on this machine or on the same file system."""
-    upload: Annotated[bool, Role.NAMES, UsedWhen("inference.engine", ("vllm", "openai"))] = False
+    upload: Annotated[bool, Role.NAMES, ActiveIf("inference.engine", ("vllm", "openai"))] = False
     """Send adapters in the request that loads them, for servers without a shared directory; `retrain serve` accepts
     that, vLLM does not."""
     timeout_s: Annotated[Positive, Role.SPEED, _OF_SERVERS] = 600.0
@@ -148,7 +150,7 @@ class Inference(Section):
     for the start of a launched server."""
     max_in_flight: Annotated[Count, Role.SPEED, _OF_SERVERS] = 256
     """Most concurrent requests to a server."""
-    sleep: Annotated[bool, Role.SPEED, UsedWhen("inference.engine", ("vllm",))] = False
+    sleep: Annotated[bool, Role.SPEED, ActiveIf("inference.engine", ("vllm",))] = False
     """Let vLLM free its GPU while this process trains on the same one; needs `--enable-sleep-mode`, and
     VLLM_SERVER_DEV_MODE=1 in its environment (which `launch` sets)."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
@@ -173,39 +175,39 @@ class Inference(Section):
         """Return the tolerance for a base in this number format."""
         return self.tolerance or CANARY_TOLERANCES.get(dtype, CANARY_TOLERANCES["bfloat16"])
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         if not self.served:
             return
         if self.url is None and self.launch is None:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.engine", "inference.url", "inference.launch"),
                 f'is "{self.engine}", and neither url nor launch says where its server is',
                 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"',
             )
         if self.url is not None and self.launch is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch", "inference.url"),
                 "starts a server here, while url names one that is there",
                 "remove one of the two",
             )
         for address in self.url or ():
             if not address.startswith(("http://", "https://")):
-                yield Finding(
+                yield ConfigIssue(
                     ("inference.url",), f'has "{address}", which is no address', f'url = "http://{address.lstrip("/")}"'
                 )
         for key, default in (("launch_gpus", None), ("replicas", 1)):
             if self.launch is None and getattr(self, key) != default:
                 keys = (f"inference.{key}", "inference.launch")
-                yield Finding(keys, "has no effect without launch", "remove the line")
+                yield ConfigIssue(keys, "has no effect without launch", "remove the line")
         if self.launch is not None and self.replicas > 1 and (port := re.search(r"--port[ =]+(\d+)", self.launch)):
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch", "inference.replicas"),
                 f"has {port[0]}, and {self.replicas} servers cannot listen at one port of a machine",
                 "remove --port: each gets a free one",
             )
         gpus = len((self.launch_gpus or "").split(","))
         if self.launch_gpus is not None and gpus % self.replicas:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch_gpus", "inference.replicas"),
                 f"has {gpus}, which {self.replicas} replicas cannot divide up evenly",
                 f"replicas = {gpus}",

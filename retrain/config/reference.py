@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from retrain.config.base import Section, UsedWhen
+from retrain.config.base import ActiveIf, Section
 from retrain.config.campaign import Condition
 from retrain.config.checking import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
@@ -130,12 +130,12 @@ def _meaning(field: FieldInfo) -> str:
     conditions = [
         f"`{marker.key.partition('.')[2]}` {_one_of(marker)}{marker.unless and f' (or {marker.unless_words})'}"
         for marker in field.metadata
-        if isinstance(marker, UsedWhen)
+        if isinstance(marker, ActiveIf)
     ]
     return f"{text} Used with {' and '.join(conditions)}." if conditions else text
 
 
-def _one_of(marker: UsedWhen) -> str:
+def _one_of(marker: ActiveIf) -> str:
     if marker.values == (None,):
         return "unset"
     return " or ".join(["= " + f"`{marker.values[0]}`", *(f"`{value}`" for value in marker.values[1:])]) + (

@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.algorithm import Algorithm, Distillation, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Role, Section, UsedWhen, is_plugin
-from retrain.config.campaign import Campaign
+from retrain.config.algorithm import AlgorithmSection, Distillation, Gtpo, HicraSection, Planning, Sepa
+from retrain.config.base import ActiveIf, ConfigIssue, Role, Section, is_plugin
+from retrain.config.campaign import CampaignSection
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import (
     HELDOUT,
     Backpressure,
-    Evaluation,
+    EvaluationSection,
     EvaluationSet,
     Extent,
     HeldOut,
@@ -27,35 +27,35 @@ from retrain.config.evaluation import (
     resolved,
     whole_evaluations,
 )
-from retrain.config.machine import Backend, Inference, Ray, Slurm
-from retrain.config.tasks import Audit, Data, Environment, Reward, RewardComponent
-from retrain.config.training import Critic, Lora, Model, Optimizer, Training
+from retrain.config.machine import BackendSection, Inference, Ray, Slurm
+from retrain.config.tasks import Audit, Data, EnvironmentSection, RewardComponent, RewardSection
+from retrain.config.training import CriticSection, Lora, Model, Optimizer, Training
 
 
 class Config(Section):
     """Configuration of a run or a campaign. Attribute names are those of the TOML file."""
 
-    campaign: Campaign = Campaign()
+    campaign: CampaignSection = CampaignSection()
     ray: Ray = Ray()
     model: Model = Model()
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     training: Training = Training()
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmSection = AlgorithmSection()
     gtpo: Gtpo = Gtpo()
-    hicra: Hicra = Hicra()
+    hicra: HicraSection = HicraSection()
     sepa: Sepa = Sepa()
     planning: Planning = Planning()
-    critic: Critic = Critic()
+    critic: CriticSection = CriticSection()
     distillation: Distillation = Distillation()
     slurm: Slurm = Slurm()
-    backend: Backend = Backend()
+    backend: BackendSection = BackendSection()
     inference: Inference = Inference()
     data: Data = Data()
-    reward: Reward = Reward()
+    reward: RewardSection = RewardSection()
     audit: Audit = Audit()
-    environment: Environment = Environment()
-    evaluation: Evaluation = Evaluation()
+    environment: EnvironmentSection = EnvironmentSection()
+    evaluation: EvaluationSection = EvaluationSection()
     backpressure: Backpressure = Backpressure()
     squeeze: Squeeze = Squeeze()
     resume: Resume = Resume()
@@ -98,7 +98,7 @@ class Config(Section):
         return self.algorithm.loss == "m2po" and self.training.several_updates
 
     @property
-    def graders(self) -> tuple[tuple[str, Reward | RewardComponent | Audit], ...]:
+    def graders(self) -> tuple[tuple[str, RewardSection | RewardComponent | Audit], ...]:
         """All graders with the dotted name of their table: the reward, its components, and the audit."""
         parts = ((f"reward.components.{index}", part) for index, part in enumerate(self.reward.components))
         return ("reward", self.reward), *parts, ("audit", self.audit)
@@ -253,11 +253,11 @@ def value_at(config: Config, dotted: str) -> Any:
     return getattr(getattr(config, section), "from_" if key == "from" else key)
 
 
-def unused(config: Config, dotted: str, override: bool = False) -> Finding | None:
+def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue | None:
     """Return the issue that ``dotted`` has no effect in this run, or None. ``override``: the key distinguishes a
     condition, so it must change the training."""
     for marker in keys()[dotted].metadata:
-        if isinstance(marker, UsedWhen) and (override or not marker.training_only):
+        if isinstance(marker, ActiveIf) and (override or not marker.training_only):
             value = value_at(config, marker.key)
             if marker.unless and value_at(config, marker.unless):
                 continue

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.base import Role
-from retrain.config.campaign import Campaign, condition_name
+from retrain.config.campaign import CampaignSection, condition_name
 from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.loading import parse_dict
 from retrain.config.root import Config, defines_run, flat, role_of
@@ -69,7 +69,7 @@ def run_place(spec: RunSpec) -> str:
 @cache
 def _defaults() -> dict[str, Any]:
     """Return the default of every dotted key, including those of [campaign]."""
-    return dict(flat(Config(campaign=Campaign()).to_dict()))
+    return dict(flat(Config(campaign=CampaignSection()).to_dict()))
 
 
 def differences(

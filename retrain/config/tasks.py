@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
-    Finding,
     Natural,
     OptionalCount,
     OptionalText,
@@ -19,7 +20,6 @@ from retrain.config.base import (
     Role,
     Section,
     Text,
-    UsedWhen,
     fault,
     is_plugin,
 )
@@ -116,7 +116,7 @@ class Data(Section):
     evaluation and reports their number."""
     levels: Annotated[list[Level], Field(min_length=1)] | None = None
     """Difficulties of generated problems; unset is all of them."""
-    size: Annotated[Count, UsedWhen("data.source", ("arithmetic",))] = 20_000
+    size: Annotated[Count, ActiveIf("data.source", ("arithmetic",))] = 20_000
     """Number of training problems to generate."""
     shuffle: bool = True
     """Shuffle the problems in every pass, by the run's seed."""
@@ -155,7 +155,7 @@ class RubricCriterion(Section):
         return RUBRIC_WEIGHTS[self.weight] if isinstance(self.weight, str) else self.weight
 
 
-class Grader(Section):
+class GraderKeys(Section):
     """Keys that a reward and a component of a weighted reward share."""
 
     name: OptionalText = None
@@ -194,7 +194,7 @@ class Grader(Section):
         return self.name or (function if kind == "custom" and isinstance(function, str) else kind)
 
 
-class RewardComponent(Grader):
+class RewardComponent(GraderKeys):
     """One part of a weighted reward: weight × (reward + offset)."""
 
     type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model"]
@@ -205,7 +205,7 @@ class RewardComponent(Grader):
     """Added before weighting: -1 makes a penalty that a perfect answer does not pay."""
 
 
-def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
+def _grader_issues(grader: GraderKeys, kind: str, path: str) -> Iterator[ConfigIssue]:
     """Report keys that the grader's type needs or does not use."""
     owners = {
         "judge_model": JUDGED,
@@ -229,7 +229,7 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
         key = "criteria" if grader.criteria else "rubric"
         yield no_effect(f"{path}.{key}", f"{path}.type", kind, 'type = "rubric"')
     if kind == "rubric":
-        yield from _rubric_findings(grader, path)
+        yield from _rubric_issues(grader, path)
     if kind not in MARKED and not grader.strict:
         fix = "write it in a component" if kind == "weighted" else 'remove the line, or type = "match"'
         yield no_effect(f"{path}.strict", f"{path}.type", kind, fix)
@@ -239,23 +239,25 @@ def _grader_findings(grader: Grader, kind: str, path: str) -> Iterator[Finding]:
         key, example = needs[kind]
         if getattr(grader, key) is None:
             message = f'is missing: type = "{kind}" needs it'
-            yield Finding((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
+            yield ConfigIssue((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
 
 
-def _rubric_findings(grader: Grader, path: str) -> Iterator[Finding]:
+def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
     """Report a rubric without criteria, with equal names, or without weight."""
     names = [each.name for each in grader.criteria]
     if not names and grader.rubric_column is None:
         example = 'criteria = [{ name = "correct", text = "The final answer is right." }]'
-        yield Finding((f"{path}.criteria", f"{path}.type"), 'is missing: type = "rubric" needs some', example)
+        yield ConfigIssue((f"{path}.criteria", f"{path}.type"), 'is missing: type = "rubric" needs some', example)
     if twice := next((name for name in names if names.count(name) > 1), None):
         words = f'has "{twice}" twice: their metrics would be one'
-        yield Finding((f"{path}.criteria",), words, f'name = "{twice}_2"')
+        yield ConfigIssue((f"{path}.criteria",), words, f'name = "{twice}_2"')
     if names and grader.rubric_column is None and not any(each.weight_number for each in grader.criteria):
-        yield Finding((f"{path}.criteria",), "has no weight but 0: nothing would ever be paid", 'weight = "essential"')
+        yield ConfigIssue(
+            (f"{path}.criteria",), "has no weight but 0: nothing would ever be paid", 'weight = "essential"'
+        )
 
 
-class Reward(Grader):
+class RewardSection(GraderKeys):
     """Reward of an answer."""
 
     role: ClassVar[Role] = Role.LEARNS
@@ -275,7 +277,7 @@ class Reward(Grader):
     """Processes (`math`) or connections (`judge`, `rubric`) that grade in parallel."""
     reward_batch: Annotated[
         Count,
-        UsedWhen(
+        ActiveIf(
             "reward.type", ("reward_model",), unless="reward_models", unless_words="that of a component or of [audit]"
         ),
         Role.SPEED,
@@ -307,11 +309,11 @@ class Reward(Grader):
         """All settings that affect grades, as text."""
         return self.model_dump_json(exclude={key for key, role in self.roles().items() if role == Role.RECORDS})
 
-    def findings(self) -> Iterator[Finding]:
-        yield from _grader_findings(self, self.type, "reward")
+    def issues(self) -> Iterator[ConfigIssue]:
+        yield from _grader_issues(self, self.type, "reward")
         if self.type == "weighted":
             if not self.components:
-                yield Finding(
+                yield ConfigIssue(
                     ("reward.components", "reward.type"),
                     'is missing: type = "weighted" needs its parts',
                     'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
@@ -321,10 +323,10 @@ class Reward(Grader):
         names: set[str] = set()
         for index, part in enumerate(self.components):
             path = f"reward.components.{index}"
-            yield from _grader_findings(part, part.type, path)
+            yield from _grader_issues(part, part.type, path)
             name = part.shown_name
             if name in names:
-                yield Finding(
+                yield ConfigIssue(
                     (f"{path}.name", path),
                     f'is "{name}", like a part before it: their metrics would be one',
                     f'name = "{name}_{index + 1}"',
@@ -332,7 +334,7 @@ class Reward(Grader):
             names.add(name)
         low, high = self.reward_min, self.reward_max
         if low is not None and high is not None and low >= high:
-            yield Finding(
+            yield ConfigIssue(
                 ("reward.reward_max", "reward.reward_min"),
                 f"is {high:g}, which is not above reward_min = {low:g}",
                 f"reward_max = {low + 1:g}",
@@ -342,7 +344,7 @@ class Reward(Grader):
 AUDIT = "audit"  # Name of the audit's score among a rollout's metrics, and prefix of its other metrics
 
 
-class Audit(Grader):
+class Audit(GraderKeys):
     """A second grader, never trained on: if the reward rises while the audit falls, the policy is exploiting the
     reward. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as `eval/<name>/audit`, and with each
     rollout."""
@@ -356,10 +358,10 @@ class Audit(Grader):
     def wanted(self) -> bool:
         return self.type != "off"
 
-    def findings(self) -> Iterator[Finding]:
-        yield from _grader_findings(self, self.type, "audit")
+    def issues(self) -> Iterator[ConfigIssue]:
+        yield from _grader_issues(self, self.type, "audit")
         if self.name is not None:
-            yield Finding(("audit.name",), "has no effect: its score is called audit", "remove the line")
+            yield ConfigIssue(("audit.name",), "has no effect: its score is called audit", "remove the line")
 
 
 PROVIDERS = ("reasoning_gym", "verifiers", "openenv")
@@ -382,7 +384,7 @@ def _one_as_list(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
 
 
-class Environment(Section):
+class EnvironmentSection(Section):
     """Environment of the episodes, with one turn or several. Without `provider` and `tools` the policy answers the
     problems of [data] in one turn."""
 
@@ -444,10 +446,10 @@ class Environment(Section):
     def turns(self) -> int:
         return self.max_turns or (DEFAULT_TURNS if self.hosted else 1)
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """Report a missing environment, and keys that it does not use."""
         if self.provider is not None and self.tools:
-            yield Finding(
+            yield ConfigIssue(
                 ("environment.tools", "environment.provider"),
                 f"has no effect: {self.provider} brings its own tools",
                 "remove one of the two",
@@ -457,12 +459,12 @@ class Environment(Section):
                 if given:
                     fix = 'provider = "reasoning_gym"'
                     keys = (f"environment.{key}", "environment.provider")
-                    yield Finding(keys, "has no effect without a provider", fix)
+                    yield ConfigIssue(keys, "has no effect without a provider", fix)
         if self.auto_install:
             fix = "auto_install = false, after installing the environment yourself"
-            yield Finding(("environment.auto_install",), "is true, but nothing is installed unasked", fix)
+            yield ConfigIssue(("environment.auto_install",), "is true, but nothing is installed unasked", fix)
         if not self.hosted and self.turns > 1:
-            yield Finding(
+            yield ConfigIssue(
                 ("environment.max_turns",),
                 f"is {self.max_turns}, but problems of [data] have one turn: it takes tools or a provider",
                 'tools = ["calculator"]',

@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, Field
 
 from retrain.config.algorithm import CLIPPED
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
-    Finding,
     Natural,
     NotNegative,
     OptionalCount,
@@ -26,7 +27,6 @@ from retrain.config.base import (
     Seed,
     Share,
     Text,
-    UsedWhen,
     minus_one,
     zero_is_none,
 )
@@ -157,23 +157,23 @@ class Training(Section):
             return 1.0, math.inf
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
-    def findings(self) -> Iterator[Finding]:
-        yield from self._update_findings()
+    def issues(self) -> Iterator[ConfigIssue]:
+        yield from self._update_issues()
         if self.top_k == 1:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.top_k",),
                 "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
                 "top_k = 20, or top_k = 0 for all tokens",
             )
         if self.temperature > 2:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.temperature",),
                 f"is {self.temperature:g}: above 2 completions are close to noise",
                 "temperature = 1.0",
                 warning=True,
             )
         if self.clip_eps == 0 and self.clip_eps_high is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.clip_eps_high", "training.clip_eps"),
                 f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off",
                 "clip_eps = 0.2",
@@ -181,34 +181,34 @@ class Training(Section):
         every, save = self.keep_every, self.save_every
         if every and not self.keep_last:
             what = "has no effect with keep_last = 0, which keeps all"
-            yield Finding(("training.keep_every", "training.keep_last"), what, "remove the line")
+            yield ConfigIssue(("training.keep_every", "training.keep_last"), what, "remove the line")
         elif every and (not save or every % save):
             kept = "no such step is saved" if not save else "not all are saved"
             fix = (
                 f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
             )
             what = f"is {every}: with save_every = {save} {kept}"
-            yield Finding(("training.keep_every", "training.save_every"), what, fix)
+            yield ConfigIssue(("training.keep_every", "training.save_every"), what, fix)
 
-    def _update_findings(self) -> Iterator[Finding]:
+    def _update_issues(self) -> Iterator[ConfigIssue]:
         whole = self.minibatch_by == "group"
         units = self.batch_size if whole else self.batch_size * self.group_size
         if self.minibatches > units:
             what = f"batch_size = {self.batch_size}" if whole else f"{units} completions of a step"
-            yield Finding(
+            yield ConfigIssue(
                 ("training.minibatches", "training.batch_size"),
                 f"is {self.minibatches}, more than the {what} that would be split",
                 f"minibatches = {units}",
             )
         if not whole and self.minibatches == 1:
             keys = ("training.minibatch_by", "training.minibatches")
-            yield Finding(keys, "has no effect with one minibatch", "minibatches = 4")
+            yield ConfigIssue(keys, "has no effect with one minibatch", "minibatches = 4")
         elif not whole and self.group_size == 1:
             keys = ("training.minibatch_by", "training.group_size")
-            yield Finding(keys, "has no effect with groups of one", "remove the line")
+            yield ConfigIssue(keys, "has no effect with groups of one", "remove the line")
         if self.target_kl is not None and self.num_iterations == 1:
             keys = ("training.target_kl", "training.num_iterations")
-            yield Finding(keys, "has no effect with one pass over a batch", "num_iterations = 4")
+            yield ConfigIssue(keys, "has no effect with one pass over a batch", "num_iterations = 4")
 
 
 class Optimizer(Section):
@@ -277,9 +277,9 @@ class Lora(Section):
     """Stages `[step, rank]` at which the adapter is compressed during training, as in `[[40, 8], [80, 2]]`: rank 8 from
     update 40 on, rank 2 from 80 on. The saved adapter has the last rank."""
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.dropout > 0:
-            yield Finding(
+            yield ConfigIssue(
                 ("lora.dropout",),
                 f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
                 "importance ratio is noisy even on-policy",
@@ -288,10 +288,10 @@ class Lora(Section):
             )
 
 
-_CRITIC = UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
+_CRITIC = ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
 
 
-class Critic(Section):
+class CriticSection(Section):
     """Critic of `advantage_mode = "gae"`: a value head on the frozen base, with a separate adapter."""
 
     role: ClassVar[Role] = Role.LEARNS
@@ -332,13 +332,13 @@ class Critic(Section):
     def value_lambda(self) -> float:
         return self.lam if self.lam_value is None else self.lam_value
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         """Report a shared adapter with its own rank, and λ that is set twice."""
         if self.lam_length is not None and self.lam_policy is not None:
             keys = ("critic.lam_length", "critic.lam_policy")
-            yield Finding(
+            yield ConfigIssue(
                 keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
             )
         if self.share_adapter and self.lora_rank is not None:
             keys = ("critic.lora_rank", "critic.share_adapter")
-            yield Finding(keys, "has no effect with share_adapter = true", "remove the line")
+            yield ConfigIssue(keys, "has no effect with share_adapter = true", "remove the line")

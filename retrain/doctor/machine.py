@@ -10,7 +10,7 @@ import torch
 
 from retrain.device import build_fault, gpu_facts, nvidia_gpus
 from retrain.doctor.results import Result, judged
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.engines.local import is_supported
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import cache_bytes
@@ -31,7 +31,7 @@ FORWARD_OPS, UPDATE_OPS = 2, 4
 because the base is frozen."""
 
 
-def device_and_build(subject: Subject) -> Result:
+def device_and_build(subject: DoctorModel) -> Result:
     """Check that the installed torch can use the GPU of this machine."""
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     gpus, asked = nvidia_gpus(), subject.source.asked
@@ -59,14 +59,14 @@ def device_and_build(subject: Subject) -> Result:
     return judged(subject.kinds, {}, words, fault=fault, **facts)
 
 
-def rates(subject: Subject) -> Result:
+def rates(subject: DoctorModel) -> Result:
     """Measure the rates of a large copy and of large matrix products in the base's number format."""
     subject.rates = measured = measure(subject)
     values = {"bandwidth": measured["bandwidth"] / 1e9, "matrix_rate": measured["matrix"] / 1e9}
     return judged(subject.kinds, values, f"{subject.dtype}, best of {REPEATS}")
 
 
-def measure(subject: Subject) -> dict[str, float]:
+def measure(subject: DoctorModel) -> dict[str, float]:
     """Return the best of ``REPEATS`` on all cores: bytes per second of a copy (reads and writes), and operations per
     second of matrix products."""
     device, count = subject.base.device, subject.workers.count
@@ -83,7 +83,7 @@ def measure(subject: Subject) -> dict[str, float]:
     return {"bandwidth": 2 * 4 * numbers * count / copy, "matrix": 2 * side**3 * count / product}
 
 
-def timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(subject: DoctorModel, work: Callable[[], Any]) -> tuple[float, Any]:
     """Return the seconds that ``work`` takes on the device, and its result."""
     subject.synchronize()
     begin = time.perf_counter()
@@ -92,7 +92,7 @@ def timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def paths(subject: Subject) -> Result:
+def paths(subject: DoctorModel) -> Result:
     """Report the code paths taken; fail if a supported decoder misses a fast one."""
     backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
     taken = {
@@ -134,7 +134,7 @@ def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:
     return [kernel for kernel in KERNELS if f"_{kernel}" in names], result
 
 
-def speed(subject: Subject) -> Result:
+def speed(subject: DoctorModel) -> Result:
     """Compare decoding and an update, each after a warm-up, with the roofline of the measured rates."""
     rates = subject.rates or measure(subject)
     policies = [subject.trained(lane) for lane in range(2)]
@@ -166,7 +166,7 @@ def speed(subject: Subject) -> Result:
     return judged(subject.kinds, values, words, **facts, roofline=rates, seconds=[seconds, update_seconds])
 
 
-def _multiplied_weights(subject: Subject) -> int:
+def _multiplied_weights(subject: DoctorModel) -> int:
     """Return the number of weights that a token is multiplied with; the embedding counts only as an output layer."""
     model = subject.base.model
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
@@ -175,7 +175,7 @@ def _multiplied_weights(subject: Subject) -> int:
 
 
 def _decode_roofline(
-    subject: Subject,
+    subject: DoctorModel,
     requests: Sequence[SampleRequest],
     groups: Sequence[Sequence[Action]],
     rates: Mapping[str, float],
@@ -195,7 +195,7 @@ def _decode_roofline(
     return max(moved / rates["bandwidth"], FORWARD_OPS * tokens * (weights + adapter) / rates["matrix"])
 
 
-def _kernel_share(subject: Subject, work: Callable[[], Any]) -> float:
+def _kernel_share(subject: DoctorModel, work: Callable[[], Any]) -> float:
     """Return the share of the time of ``work`` in which at least one kernel runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:

@@ -14,7 +14,7 @@ import torch
 from retrain.device import available_memory
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import MemoryPlan, cache_bytes, kept_bytes
 from retrain.policy.packing import Budget
@@ -30,7 +30,7 @@ WIDE = 32  # Samples of each prompt when a GPU is filled
 FULL = "a full GPU"
 
 
-def predicted_against_measured(subject: Subject) -> Result:
+def predicted_against_measured(subject: DoctorModel) -> Result:
     """Compare the growth from shorter to longer sequences, which leaves out what does not depend on their length: the
     cache in sampling, what an update keeps for its backward pass, and its peak."""
     short, long = LENGTHS[subject.base.device.type]
@@ -61,14 +61,14 @@ def predicted_against_measured(subject: Subject) -> Result:
     return judged(subject.kinds, values, f"{sequences} sequences of {short} and {long} tokens", **facts)
 
 
-def _sampling_peak(subject: Subject, tokens: int, sequences: int) -> int:
+def _sampling_peak(subject: DoctorModel, tokens: int, sequences: int) -> int:
     refs = subject.publish([subject.trained(0)])
     request = subject.requests(refs, sizes=Sizes(1, sequences // 2, tokens))[0]
     with patch.object(subject.engine, "workers", Workers()):
         return peak(subject, lambda: subject.engine.sample([request] * 2, max_rows=sequences))
 
 
-def _update_memory(subject: Subject, tokens: int, sequences: int) -> tuple[int, int]:
+def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[int, int]:
     """Return the bytes that an update keeps for its backward pass, and those at its peak."""
     policy = subject.trained(0, clipped=False)
     policy.workers, policy.budget = Workers(), Budget(1 << 30)
@@ -94,7 +94,7 @@ def _update_memory(subject: Subject, tokens: int, sequences: int) -> tuple[int, 
     return sum(kept.values()), highest
 
 
-def peak(subject: Subject, work: Callable[[], Any]) -> int:
+def peak(subject: DoctorModel, work: Callable[[], Any]) -> int:
     """Return the peak of bytes allocated by ``work`` in this thread: by the GPU's allocator, or the sum of all
     allocations and releases on a CPU."""
     if subject.on_gpu:
@@ -114,7 +114,7 @@ def peak(subject: Subject, work: Callable[[], Any]) -> int:
     return int(max(0, changes.cumsum().max())) if len(changes) else 0
 
 
-def out_of_memory_drills(subject: Subject) -> Result:
+def out_of_memory_drills(subject: DoctorModel) -> Result:
     """Simulate running out of memory in a prefill, a decode step and an update, and on a GPU exhaust it; the recovery
     must give the result of a batch that was smaller from the start."""
     policies = [subject.trained(lane) for lane in range(2)]
@@ -144,7 +144,7 @@ def out_of_memory_drills(subject: Subject) -> Result:
 
 
 def _drill(
-    subject: Subject, requests: Sequence[SampleRequest], shortage: AbstractContextManager[None]
+    subject: DoctorModel, requests: Sequence[SampleRequest], shortage: AbstractContextManager[None]
 ) -> Agreement | None:
     """Compare samples from a batch that shrank in the shortage with those of a batch of that size; None if the engine
     did not notice the shortage."""
@@ -173,7 +173,7 @@ def fails_at(owner: object, name: str, call: int) -> Iterator[None]:
 
 
 @contextmanager
-def _full(subject: Subject, requests: Sequence[SampleRequest], lanes: int) -> Iterator[None]:
+def _full(subject: DoctorModel, requests: Sequence[SampleRequest], lanes: int) -> Iterator[None]:
     """Limit torch to memory half-way between what a few rows and all rows need."""
     device = subject.base.device
     few = peak(subject, lambda: subject.engine.sample(requests, max_rows=2 * lanes))
@@ -190,7 +190,7 @@ def _full(subject: Subject, requests: Sequence[SampleRequest], lanes: int) -> It
         torch.cuda.empty_cache()
 
 
-def _update_drill(subject: Subject) -> tuple[float, bool]:
+def _update_drill(subject: DoctorModel) -> tuple[float, bool]:
     """Return the relative difference of the gradient after a shortage, and whether micro-batches became smaller."""
     policy, short = subject.trained(0, clipped=False), subject.trained(0, clipped=False)
     samples = subject.sampled(policy)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 
 from retrain.doctor.results import SKIP, Result, judged
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.types import Action, Want
 
 LANES = 5
@@ -43,7 +43,7 @@ def agreement(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Acti
     return Agreement(words, tokens, parted, parted / max(1, tokens), p99, largest)
 
 
-def graph_equals_eager(subject: Subject) -> Result:
+def graph_equals_eager(subject: DoctorModel) -> Result:
     """Compare steps replayed from CUDA graphs with steps run one by one."""
     engine, graphs = subject.engine, subject.engine.graphs
     captures_steps = graphs is not None and graphs.new_capture is not None
@@ -63,7 +63,7 @@ def graph_equals_eager(subject: Subject) -> Result:
     return judged(subject.kinds, values, agreed.words, messages=list(subject.messages))
 
 
-def sampler_against_trainer(subject: Subject) -> Result:
+def sampler_against_trainer(subject: DoctorModel) -> Result:
     """Compare log-probabilities of sampled tokens with those of the trainer's forward pass."""
     policies = [subject.trained(lane) for lane in range(2)]
     requests = subject.requests(subject.publish(policies))
@@ -85,7 +85,7 @@ def sampler_against_trainer(subject: Subject) -> Result:
     return judged(subject.kinds, values, f"{len(gaps_N)} tokens of 2 trained lanes", **facts)
 
 
-def lane_alone(subject: Subject) -> Result:
+def lane_alone(subject: DoctorModel) -> Result:
     """Compare five lanes sampled in one batch with each of them sampled alone."""
     refs = subject.publish([subject.trained(lane) for lane in range(LANES)])
     sizes = Sizes(max(1, subject.sizes.prompts // 2), subject.sizes.samples, subject.sizes.tokens)

@@ -53,7 +53,7 @@ LARGE_PARAMETERS = 50_000_000  # Parameters above which a model on a CPU is chec
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Resolved configuration of the first run, and the shapes (a transformers config.json) of random weights; None for
     the model that the configuration names. ``asked`` is the device as typed."""
 
@@ -62,7 +62,7 @@ class Source:
     asked: str
 
     @classmethod
-    def of(cls, file: Path | None, device: str) -> Source:
+    def of(cls, file: Path | None, device: str) -> ModelSource:
         """Return the model of a campaign file, or without one the bundled model on a CPU and Qwen3-8B on a GPU.
 
         Raises UsageError and ConfigError for a file or device that cannot be used, ModelError for a model whose shapes
@@ -166,10 +166,10 @@ class Sizes:
 
 
 @dataclass
-class Subject:
+class DoctorModel:
     """The loaded model. ``rates`` are set by the check that measures them; ``messages`` are the engine's."""
 
-    source: Source
+    source: ModelSource
     config: Config
     base: BaseModel
     lanes: Lanes
@@ -180,7 +180,7 @@ class Subject:
 
     @classmethod
     @contextmanager
-    def open(cls, source: Source) -> Iterator[Subject]:
+    def open(cls, source: ModelSource) -> Iterator[DoctorModel]:
         # cuBLAS reads this when its first handle is made, and is repeatable only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler

@@ -13,8 +13,8 @@ from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.dataset import Room, Wanted, fitting
 from retrain.data.prompts import conversation
-from retrain.environments.hosted import Hosted, HostedEpisode
-from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range, Step
+from retrain.environments.hosted import HostedEnvironment, HostedEpisode
+from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
@@ -25,17 +25,17 @@ from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
-_hosts: dict[tuple[str, Path], Hosted] = {}
+_hosts: dict[tuple[str, Path], HostedEnvironment] = {}
 _lock = threading.Lock()
 
 
-def hosted(config: Config, folder: Path) -> Hosted:
+def hosted(config: Config, folder: Path) -> HostedEnvironment:
     """Return the processes that host the configuration's environment or tools, started once in this process. Raises
     PluginMissing if they cannot be started."""
     key = (config.environment.model_dump_json(), folder)
     with _lock:
         if key not in _hosts:
-            _hosts[key] = Hosted(config.environment, folder)
+            _hosts[key] = HostedEnvironment(config.environment, folder)
         return _hosts[key]
 
 
@@ -129,14 +129,14 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 
 @dataclass(frozen=True)
-class Longest:
+class CompletionLengths:
     """Longest completion, in tokens, of any run of a plan: in training and in each held-out set."""
 
     training: int
     heldout: Mapping[str, int]
 
 
-def longest_completions(configs: Iterable[Config]) -> Longest:
+def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
     """Return the longest completions over all runs of a plan, so that all runs get the same problems, whatever their
     cohort."""
     training, heldout = 0, dict[str, int]()
@@ -144,10 +144,10 @@ def longest_completions(configs: Iterable[Config]) -> Longest:
         training = max(training, config.training.max_tokens)
         for each in config.held_out:
             heldout[each.name] = max(heldout.get(each.name, 0), each.sampling.max_tokens)
-    return Longest(training, heldout)
+    return CompletionLengths(training, heldout)
 
 
-def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[str, Room]]:
+def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Room, dict[str, Room]]:
     """Return the longest prompts, in training and in each held-out set: at most ``[data] max_prompt_tokens``, and short
     enough for the longest completion in the model's ``context`` (0: unknown). Raises ModelError if completions leave no
     space."""
@@ -170,7 +170,7 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
     return room(config.data, longest.training, "[training] max_tokens"), heldout
 
 
-def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
+def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: Any, context: int) -> Dataset:
     """Return ``data`` without prompts that exceed the ``rooms``. Prompts of a provider's environment are known and
     measured only when an episode begins. Raises as ``rooms`` and ``fitting``."""
     if config.environment.provider is not None:
@@ -189,11 +189,11 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
     return {name: SplitEnvironment(splits[name], section, grader, host, above) for name, section in sections.items()}
 
 
-def episode_limits(config: Config, context: int | None) -> Limits:
+def episode_limits(config: Config, context: int | None) -> EpisodeLimits:
     """Return the episode limits of a configuration for a model with this ``context`` in tokens (None: unknown)."""
     section = config.environment
     bounds = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
-    return Limits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
+    return EpisodeLimits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
 
 
 class SplitEnvironment:
@@ -206,7 +206,7 @@ class SplitEnvironment:
         problems: Sequence[Problem],
         data: Data,
         grader: Grader | None,
-        host: Hosted | None = None,
+        host: HostedEnvironment | None = None,
         correct_above: float = CORRECT_ABOVE,
     ):
         self._problems, self.data, self.grader, self.host = problems, data, grader, host

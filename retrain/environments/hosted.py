@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.config.tasks import Environment as EnvironmentSection
+from retrain.config.tasks import EnvironmentSection
 from retrain.environments.hosting import LOST
 from retrain.environments.protocol import EpisodeFailed, Observation, Range, Step
 from retrain.environments.providers import PROVIDERS
@@ -33,7 +33,7 @@ NOTHING = Action([], "", np.zeros(0), None, "stop")  # Empty action
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
-class Hosted:
+class HostedEnvironment:
     """Environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing if it cannot be
     created."""
 
@@ -158,7 +158,7 @@ class Hosted:
 class HostedEpisode:
     """Episode in a worker process. ``first`` is its first observation, ``actions`` are the actions so far."""
 
-    def __init__(self, environment: Hosted, number: int, problem: Problem, seed: int):
+    def __init__(self, environment: HostedEnvironment, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
         self.actions: list[Action] = []
         begun = self._start()

@@ -24,7 +24,7 @@ tokenisation."""
 LOST = "lost"  # Value for an episode that began before this process was started
 
 
-class Flooded(Exception):
+class MessagesTooLong(Exception):
     """An environment's answer is too long."""
 
 
@@ -140,7 +140,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         made.append({str(key): value for key, value in message.items()})
     size = sum(len(message["content"]) for message in made)
     if size > MESSAGE_CHARACTERS:
-        raise Flooded(f"messages of {size:,} characters")
+        raise MessagesTooLong(f"messages of {size:,} characters")
     return made
 
 

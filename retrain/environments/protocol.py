@@ -50,14 +50,14 @@ class EpisodeFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """Limits of an episode on turns and on tokens, read and sampled. None: no limit."""
 
     turns: int | None = None
     tokens: int | None = None
 
 
-ONE_TURN = Limits(1)
+ONE_TURN = EpisodeLimits(1)
 
 
 class Episode(Protocol):

@@ -20,7 +20,7 @@ from retrain.types import PolicyRef
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
+class ServedWeights:
     """Weights served under a name. ``ref`` is new each time that weights are loaded under the name. ``parent`` is None
     for the base; ``root`` is the source."""
 

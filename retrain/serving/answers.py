@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.scoring import Tops
 
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
-def model_card(served: Served, context: int) -> dict[str, Any]:
+def model_card(served: ServedWeights, context: int) -> dict[str, Any]:
     return {
         "id": served.name,
         "object": "model",

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from retrain.engines.local import LocalEngine
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
-from retrain.serving.adapters import Served
-from retrain.serving.refusal import Refusal
+from retrain.serving.adapters import ServedWeights
+from retrain.serving.refusal import ServingError
 from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ would raise the rows to this multiple."""
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Sampling parameters of a generation, and its stop conditions besides the model's end tokens."""
 
     max_tokens: int
@@ -61,18 +61,18 @@ class Piece:
     logprobs: Sequence[float]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    failed: Refusal | None = None
+    failed: ServingError | None = None
 
 
 @dataclass(eq=False)
-class Generation:
+class GenerationState:
     """One sequence to sample after ``prompt_ids``; ``stream`` identifies its random numbers. The engine's thread calls
     ``tell`` with every piece; the last one has a ``finish_reason`` or has failed. ``deadline`` refers to
     ``time.monotonic``."""
 
-    served: Served
+    served: ServedWeights
     prompt_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     stream: tuple[int | str, ...]
     tell: Callable[[Piece], None]
     deadline: float = float("inf")
@@ -98,8 +98,8 @@ class Batcher:
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
         self.failure: str = ""  # Why the engine's thread has ended, if it has
-        self._waiting: deque[Generation] = deque()
-        self._active: list[Generation] = []
+        self._waiting: deque[GenerationState] = deque()
+        self._active: list[GenerationState] = []
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._retired: list[PolicyRef] = []
         self._changed = threading.Condition()
@@ -120,18 +120,18 @@ class Batcher:
     def load(self) -> tuple[int, int]:
         return len(self._active), len(self._waiting)
 
-    def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue generations, all or none. Raises Refusal: 400 if they can never fit, 503 when too many wait or the
+    def submit(self, generations: Sequence[GenerationState]) -> None:
+        """Queue generations, all or none. Raises ServingError: 400 if they can never fit, 503 when too many wait or the
         server stops."""
         if len(generations) > self.max_waiting:
-            raise Refusal(
+            raise ServingError(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
             )
         with self._changed:
             if self._stopping or self.failure:
-                raise Refusal(503, "the server is stopping", retry_after=5)
+                raise ServingError(503, "the server is stopping", retry_after=5)
             if len(self._waiting) + len(generations) > self.max_waiting:
-                raise Refusal(503, f"{len(self._waiting)} completions are waiting: try again later", retry_after=1)
+                raise ServingError(503, f"{len(self._waiting)} completions are waiting: try again later", retry_after=1)
             self._waiting.extend(generations)
             self._changed.notify()
 
@@ -149,7 +149,7 @@ class Batcher:
         future: Future[T] = Future()
         with self._changed:
             if self._stopping or self.failure:
-                raise Refusal(503, "the server is stopping", retry_after=5)
+                raise ServingError(503, "the server is stopping", retry_after=5)
             self._tasks.append((task, future))
             self._changed.notify()
         return future
@@ -171,10 +171,10 @@ class Batcher:
                 tasks = list(self._tasks)
                 self._active, self._waiting, self._tasks = [], deque(), deque()
             for generation in left:
-                generation.tell(Piece((), (), failed=Refusal(500, "the engine has failed")))
+                generation.tell(Piece((), (), failed=ServingError(500, "the engine has failed")))
             for _, future in tasks:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(Refusal(500, "the engine has failed"))
+                    future.set_exception(ServingError(500, "the engine has failed"))
 
     def _admit(self) -> bool:
         """Wait for work, run the tasks and admit generations. Return False when stopped."""
@@ -206,10 +206,10 @@ class Batcher:
         late += [each for each in self._active if each.cancelled or each.deadline < now]
         for each in late:
             if not each.cancelled:
-                each.tell(Piece((), (), failed=Refusal(504, "the completion has taken too long")))
+                each.tell(Piece((), (), failed=ServingError(504, "the completion has taken too long")))
         self._leave(late)
 
-    def _leave(self, gone: Iterable[Generation]) -> None:
+    def _leave(self, gone: Iterable[GenerationState]) -> None:
         left = set(gone)
         if left:
             self._active = [each for each in self._active if each not in left]
@@ -232,7 +232,9 @@ class Batcher:
             except Exception:
                 traceback.print_exc()
                 for generation in batch:
-                    generation.tell(Piece((), (), failed=Refusal(500, "drawing this batch of completions has failed")))
+                    generation.tell(
+                        Piece((), (), failed=ServingError(500, "drawing this batch of completions has failed"))
+                    )
                 self._leave(batch)
                 continue
             ended = []
@@ -242,18 +244,18 @@ class Batcher:
                         piece = self._piece(generation, action)
                     except Exception:  # of this one; the others go on
                         traceback.print_exc()
-                        piece = Piece((), (), "error", failed=Refusal(500, "reading this completion has failed"))
+                        piece = Piece((), (), "error", failed=ServingError(500, "reading this completion has failed"))
                     if piece.finish_reason is not None:
                         ended.append(generation)
                     generation.tell(piece)
             self._leave(ended)
 
-    def _batches(self) -> list[list[Generation]]:
+    def _batches(self) -> list[list[GenerationState]]:
         """Return the running generations in batches whose lanes are about equally full."""
-        lanes: dict[PolicyRef, list[Generation]] = {}
+        lanes: dict[PolicyRef, list[GenerationState]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
-        batches: list[list[Generation]] = []
+        batches: list[list[GenerationState]] = []
         busiest = count = 0
         for own in sorted(lanes.values(), key=len, reverse=True):
             if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(own)):
@@ -263,9 +265,9 @@ class Batcher:
             count += 1
         return batches
 
-    def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
+    def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
         """Yield the engine's requests; generations with equal prompts and sampling share one."""
-        alike: dict[Any, list[Generation]] = {}
+        alike: dict[Any, list[GenerationState]] = {}
         for each in batch:
             how = each.sampling
             limit = min(each.left, self.piece_tokens)
@@ -293,7 +295,7 @@ class Batcher:
             )
             yield request, generations
 
-    def _piece(self, generation: Generation, action: Action) -> Piece:
+    def _piece(self, generation: GenerationState, action: Action) -> Piece:
         """Append an action to its generation and return the piece, truncated where the generation ends."""
         how, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
@@ -312,7 +314,7 @@ class Batcher:
         new = generation.token_ids[before:]
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
 
-    def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
+    def _stopped(self, generation: GenerationState, before: int, stops: Sequence[str]) -> str | None:
         """Return the stop that the new tokens complete, if any, and remove the tokens after it."""
         decode = self.engine.base.text.decode
         text = decode(generation.token_ids)

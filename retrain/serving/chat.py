@@ -13,11 +13,11 @@ from retrain.config.tasks import Data
 from retrain.data.prompts import Renderer
 from retrain.environments.tools.calls import read_calls
 from retrain.errors import RetrainError
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.answers import chat_logprobs, head, new_id, usage
-from retrain.serving.refusal import Refusal
+from retrain.serving.refusal import ServingError
 from retrain.serving.schema import ChatBody, plain_text, read
-from retrain.serving.service import Drawing, Drawn, Service
+from retrain.serving.service import CompletionTokens, GenerationSet, Service
 from retrain.serving.streams import Events, unless_gone
 from retrain.serving.text import Writer
 from retrain.types import Problem
@@ -45,36 +45,36 @@ def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
-    Raises Refusal for malformed messages or tools, and for what the template rejects."""
+    Raises ServingError for malformed messages or tools, and for what the template rejects."""
     plain = [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(own & set(more)):
-        raise Refusal(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
+        raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
     data = Data().model_copy(update={"chat_template_kwargs": dict(more)})
     renderer = Renderer(tokenizer, data, tools_prompt="")
     try:
         return renderer.prompt(Problem("of the request", "", ""), plain, tools).token_ids
     except (RetrainError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refusal(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
+        raise ServingError(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
 
 
 def _message(message: Mapping[str, Any], where: str) -> Any:
     """Return the message as templates expect it: text content, arguments of calls as JSON values."""
     role = message.get("role")
     if role not in ROLES:
-        raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")
+        raise ServingError(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")
     plain: dict[str, Any] = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             if not isinstance(message[key], str):
-                raise Refusal(400, f"{where}.{key} must be a text", "messages")
+                raise ServingError(400, f"{where}.{key} must be a text", "messages")
             plain[key] = plain_text(message[key], f"{where}.{key}")
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         if role != "assistant" or not isinstance(calls, list):
-            raise Refusal(400, f"{where}.tool_calls must be a list, of an assistant's message", "messages")
+            raise ServingError(400, f"{where}.tool_calls must be a list, of an assistant's message", "messages")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(calls)]
     return plain
 
@@ -86,40 +86,40 @@ def _text(content: Any, where: str) -> str:
         parts = []
         for place, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise Refusal(400, f"{where}.{place} is no text: only text is supported", "messages")
+                raise ServingError(400, f"{where}.{place} is no text: only text is supported", "messages")
             parts.append(part["text"])
         content = "\n".join(parts)
     if not isinstance(content, str):
-        raise Refusal(400, f"{where} must be a text", "messages")
+        raise ServingError(400, f"{where} must be a text", "messages")
     return plain_text(content, where)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refusal(400, f"{where} must have a function with a name", "messages")
+        raise ServingError(400, f"{where} must have a function with a name", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"{where}.function.arguments are no JSON", "messages") from error
+            raise ServingError(400, f"{where}.function.arguments are no JSON", "messages") from error
     if not isinstance(arguments, dict | None):
-        raise Refusal(400, f"{where}.function.arguments must be an object", "messages")
+        raise ServingError(400, f"{where}.function.arguments must be an object", "messages")
     return {"id": str(call.get("id", "")), "type": "function", "function": {**function, "arguments": arguments or {}}}
 
 
 def _check_tool(tool: Mapping[str, Any], where: str) -> None:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refusal(400, f"{where} must have a function with a name", "tools")
+        raise ServingError(400, f"{where} must have a function with a name", "tools")
     parameters = function.get("parameters") or {}
     properties = (parameters.get("properties") or {}) if isinstance(parameters, dict) else None
     if not isinstance(properties, dict) or not all(isinstance(about, dict) for about in properties.values()):
-        raise Refusal(400, f"{where}.function.parameters must be the JSON schema of an object", "tools")
+        raise ServingError(400, f"{where}.function.parameters must be the JSON schema of an object", "tools")
 
 
-async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: Drawing) -> Response:
+async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet) -> Response:
     drawn, choices = await drawing.all(), []
     for index, each in enumerate(drawn):
         text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
@@ -141,11 +141,11 @@ async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], 
 
 
 async def _chunks(
-    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: Drawing
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
     top = head("chat.completion.chunk", new_id("chatcmpl"), drawing.served.name)
     writers = [_writer(service, body) for _ in drawing.generations]
-    drawn = [Drawn() for _ in drawing.generations]
+    drawn = [CompletionTokens() for _ in drawing.generations]
     held = [""] * len(drawn)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     for index in range(len(drawn)):
@@ -201,7 +201,12 @@ def _writer(service: Service, body: ChatBody) -> Writer:
 
 
 async def _logprobs(
-    service: Service, body: ChatBody, served: Served, prompt_ids: tuple[int, ...], drawn: Drawn, count: int
+    service: Service,
+    body: ChatBody,
+    served: ServedWeights,
+    prompt_ids: tuple[int, ...],
+    drawn: CompletionTokens,
+    count: int,
 ) -> dict[str, Any] | None:
     if not body.logprobs:
         return None

@@ -7,12 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.answers import completion_logprobs, head, new_id, usage
 from retrain.serving.batching import Piece
 from retrain.serving.schema import CompletionBody, read
 from retrain.serving.scoring import Tops
-from retrain.serving.service import Drawing, Drawn, Service
+from retrain.serving.service import CompletionTokens, GenerationSet, Service
 from retrain.serving.streams import Events, unless_gone
 from retrain.serving.text import Writer
 from retrain.serving.tokens import encoded
@@ -43,7 +43,7 @@ async def answer(service: Service, request: Request) -> Response:
         service.check_prompt(prompt_ids, max_tokens)
     how = service.sampling(body, max_tokens)
     if not max_tokens:  # the prompts alone
-        drawn = [Drawn(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
+        drawn = [CompletionTokens(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
         served = service.find(body.model)
         return await unless_gone(request, _response(service, body, given, prompts, served, drawn))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
@@ -53,7 +53,7 @@ async def answer(service: Service, request: Request) -> Response:
 
 
 async def _whole(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
 ) -> Response:
     return await _response(service, body, given, prompts, drawing.served, await drawing.all())
 
@@ -63,8 +63,8 @@ async def _response(
     body: CompletionBody,
     given: list[Any],
     prompts: list[tuple[int, ...]],
-    served: Served,
-    drawn: list[Drawn],
+    served: ServedWeights,
+    drawn: list[CompletionTokens],
 ) -> Response:
     echoes = await _echoes(service, body, given, prompts, served)
     choices = []
@@ -78,11 +78,11 @@ async def _response(
 
 
 async def _chunks(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
     top = head("text_completion", new_id("cmpl"), drawing.served.name)
     writers = [_writer(service, body) for _ in drawing.generations]
-    drawn = [Drawn() for _ in drawing.generations]
+    drawn = [CompletionTokens() for _ in drawing.generations]
     offsets = [0] * len(drawn)
     echoes = await _echoes(service, body, given, prompts, drawing.served)
     async for number, piece in drawing.each():
@@ -102,7 +102,7 @@ async def _chunks(
 
 
 async def _echoes(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: Served
+    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: ServedWeights
 ) -> list[Echo | None]:
     echoes: list[Echo | None] = []
     for each, prompt_ids in zip(given, prompts, strict=True):
@@ -127,11 +127,11 @@ def _writer(service: Service, body: CompletionBody) -> Writer:
 async def _choice(
     service: Service,
     body: CompletionBody,
-    served: Served,
+    served: ServedWeights,
     index: int,
     prompt_ids: tuple[int, ...],
-    drawn: Drawn,
-    piece: Piece | Drawn,
+    drawn: CompletionTokens,
+    piece: Piece | CompletionTokens,
     text: str,
     echo: Echo | None,
     offset: int = 0,

@@ -102,7 +102,7 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn server that reports when it is ready. The first signal lets it finish its requests and return; the second
     one does not wait for them. A request that does not arrive within ``arrival_s`` seconds is dropped."""
 

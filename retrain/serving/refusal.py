@@ -16,7 +16,7 @@ KINDS = {
 }
 
 
-class Refusal(Exception):
+class ServingError(Exception):
     """A rejected request. ``status`` is the HTTP status, ``param`` the invalid field, ``retry_after`` in seconds."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):

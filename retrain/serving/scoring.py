@@ -10,7 +10,7 @@ from retrain.policy.backbone import backbone_of, collate, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Layout
-from retrain.serving.batching import Sampling
+from retrain.serving.batching import SamplingParams
 from retrain.types import Sample
 
 Tops = Sequence[tuple[int, float]]  # Tokens of the highest log-probabilities, the highest first
@@ -23,7 +23,7 @@ def score(
     weights: LoraWeights,
     token_ids: Sequence[int],
     begin: int,
-    how: Sampling | None,
+    how: SamplingParams | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
@@ -56,7 +56,7 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
         yield start, backbone.head.logits(hidden_MH[start : start + ROWS])
 
 
-def _processed(logits_RV: torch.Tensor, how: Sampling | None) -> torch.Tensor:
+def _processed(logits_RV: torch.Tensor, how: SamplingParams | None) -> torch.Tensor:
     """Return probabilities of the sampling distribution in at least fp32; truncated tokens have 0."""
     real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     x_RV = logits_RV.to(real)

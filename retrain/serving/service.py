@@ -19,10 +19,10 @@ from retrain.errors import ModelError
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.rng import stream_key
-from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
-from retrain.serving.refusal import Refusal
-from retrain.serving.schema import Sampled
+from retrain.serving.adapters import ServedWeights, base_weights, read_weights, uploaded_weights
+from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece, SamplingParams
+from retrain.serving.refusal import ServingError
+from retrain.serving.schema import SamplingBody
 from retrain.serving.scoring import Tops, score
 from retrain.types import PolicyRef
 
@@ -37,7 +37,7 @@ JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a
 
 
 @dataclass(eq=False)
-class Drawn:
+class CompletionTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -74,7 +74,7 @@ class Service:
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
         self.name = name
-        first = Served(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
+        first = ServedWeights(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
         self.served = {name: first}  # the base, then the adapters; used by the event loop's thread alone
         self._numbers = itertools.count(1)
         self.batcher.start()
@@ -90,20 +90,20 @@ class Service:
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def load_at_start(self, name: str, directory: Path) -> None:
-        """Serve an adapter before the server listens. Raises ModelError, Refusal."""
+        """Serve an adapter before the server listens. Raises ModelError, ServingError."""
         self._check_new(name, False)
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
         self._check_new(name, load_inplace)
         if (path is None) == (files is None):
-            raise Refusal(400, "give either lora_path or files", "lora_path")
+            raise ServingError(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
-            raise Refusal(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
+            raise ServingError(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
         try:
             weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
-            raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
+            raise ServingError(400, str(error), "lora_path" if files is None else "files") from error
         self._check_new(name, load_inplace)  # there may be one of this name by now
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
@@ -113,22 +113,22 @@ class Service:
         return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise Refusal (400) for a name that is in use."""
+        """Raise ServingError (400) for a name that is in use."""
         if name == self.name:
-            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+            raise ServingError(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
-            raise Refusal(
+            raise ServingError(
                 400,
                 f"The lora adapter '{name}' has already been loaded. "
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
         if len(self.served) > MAX_ADAPTERS and name not in self.served:
-            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
+            raise ServingError(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
 
     def _put(self, name: str, root: str, weights: LoraWeights) -> Future[None]:
         number = next(self._numbers)
-        served = Served(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
+        served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
         published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
         before = self.served.get(name)
         self.served[name] = served
@@ -137,22 +137,22 @@ class Service:
         return published
 
     def unload(self, name: str) -> None:
-        """Stop serving the adapter; running generations end with it. Raises Refusal (404)."""
+        """Stop serving the adapter; running generations end with it. Raises ServingError (404)."""
         if name == self.name or name not in self.served:
-            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
+            raise ServingError(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
         self.batcher.retire(self.served.pop(name).ref)
 
-    def find(self, name: str | None) -> Served:
-        """Return the base or adapter with this name; None selects the base. Raises Refusal (404)."""
+    def find(self, name: str | None) -> ServedWeights:
+        """Return the base or adapter with this name; None selects the base. Raises ServingError (404)."""
         served = self.served.get(self.name if name is None else name)
         if served is None:
-            raise Refusal(404, f"The model `{str(name)[:200]}` does not exist.", "model")
+            raise ServingError(404, f"The model `{str(name)[:200]}` does not exist.", "model")
         return served
 
     # -- generations ---------------------------------------------------------------------------------------------
 
-    def sampling(self, body: Sampled, max_tokens: int) -> Sampling:
-        return Sampling(
+    def sampling(self, body: SamplingBody, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -175,12 +175,12 @@ class Service:
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise Refusal (400) for an unusable prompt, or one that leaves fewer than ``max_tokens`` of the context."""
+        """Raise ServingError (400) for an unusable prompt, or one that leaves fewer than ``max_tokens`` of the context."""
         if not prompt_ids:
-            raise Refusal(400, "the prompt has no tokens", "prompt")
+            raise ServingError(400, "the prompt has no tokens", "prompt")
         longest, vocab_size = self.base.context_length, self.base.vocab_size
         if len(prompt_ids) + max_tokens > longest:
-            raise Refusal(
+            raise ServingError(
                 400,
                 f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
                 f"tokens and your prompt contains {len(prompt_ids)} input tokens.",
@@ -188,12 +188,16 @@ class Service:
             )
         wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            raise Refusal(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
+            raise ServingError(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
 
     def begin(
-        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
-    ) -> Drawing:
-        """Start ``n`` generations after every prompt. Raises Refusal.
+        self,
+        model: str | None,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sequence[SamplingParams],
+        body: SamplingBody,
+    ) -> GenerationSet:
+        """Start ``n`` generations after every prompt. Raises ServingError.
 
         The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
         alone all prompts would share their noise, and the answers of a benchmark would be correlated.
@@ -201,7 +205,7 @@ class Service:
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
         served = self.find(model)  # and submitted at once: what is found is not retired in between
-        drawing = Drawing(served)
+        drawing = GenerationSet(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             seed = secrets.randbits(63) if body.seed is None else body.seed
             stream = ("serve", seed, stream_key(*prompt_ids))
@@ -212,12 +216,12 @@ class Service:
                     with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                         loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
 
-                drawing.generations.append(Generation(served, prompt_ids, how, (*stream, k), tell, deadline))
+                drawing.generations.append(GenerationState(served, prompt_ids, how, (*stream, k), tell, deadline))
         self.batcher.submit(drawing.generations)
         return drawing
 
     async def score(
-        self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
+        self, served: ServedWeights, token_ids: Sequence[int], begin: int, how: SamplingParams | None, top: int
     ) -> tuple[list[float], list[Tops]]:
         """Return ``scoring.score`` with these weights, computed on the engine's thread."""
         return await asyncio.wrap_future(
@@ -225,12 +229,12 @@ class Service:
         )
 
 
-class Drawing:
+class GenerationSet:
     """Generations of one request, and their pieces, each with its generation's number."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: ServedWeights):
         self.served = served
-        self.generations: list[Generation] = []
+        self.generations: list[GenerationState] = []
         self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
     def cancel(self) -> None:
@@ -238,7 +242,7 @@ class Drawing:
             each.cancel()
 
     async def each(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield pieces until the last generation ends. Raises Refusal when one fails."""
+        """Yield pieces until the last generation ends. Raises ServingError when one fails."""
         left = len(self.generations)
         try:
             while left:
@@ -250,8 +254,8 @@ class Drawing:
         finally:
             self.cancel()
 
-    async def all(self) -> list[Drawn]:
-        drawn = [Drawn() for _ in self.generations]
+    async def all(self) -> list[CompletionTokens]:
+        drawn = [CompletionTokens() for _ in self.generations]
         async for number, piece in self.each():
             drawn[number].add(piece)
         return drawn

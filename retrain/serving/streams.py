@@ -9,8 +9,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from retrain.serving.answers import END, event
-from retrain.serving.refusal import Refusal
-from retrain.serving.service import Drawing
+from retrain.serving.refusal import ServingError
+from retrain.serving.service import GenerationSet
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ async def _gone(request: Request) -> None:
 class Events(StreamingResponse):
     """Server-sent events of a drawing, which is cancelled when the client stops reading."""
 
-    def __init__(self, drawing: Drawing, chunks: AsyncIterator[dict[str, Any]]):
+    def __init__(self, drawing: GenerationSet, chunks: AsyncIterator[dict[str, Any]]):
         self._drawing = drawing
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -52,6 +52,6 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     try:
         async for chunk in chunks:
             yield event(chunk)
-    except Refusal as refusal:  # too late for a status
+    except ServingError as refusal:  # too late for a status
         yield event(refusal.body())
     yield END

@@ -16,7 +16,7 @@ from retrain.config.training import Training
 from retrain.data.prompts import Renderer
 from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
-from retrain.environments.protocol import Environment, Limits
+from retrain.environments.protocol import Environment, EpisodeLimits
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.protocol import Policy
@@ -93,7 +93,7 @@ class RolloutRequests:
     config: Config
     environment: Environment
     renderer: Renderer
-    limits: Limits
+    limits: EpisodeLimits
     cursor: DataCursor
     recent: RecentWeights
     next_step: int = 0

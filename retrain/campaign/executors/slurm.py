@@ -56,7 +56,7 @@ class SlurmTask:
     process: subprocess.Popen[bytes] | None = None
 
 
-class Slurm:
+class SlurmExecutor:
     """Starts workers as tasks of a job array. ``cores`` of this machine are shared out with ``cluster = "local"``."""
 
     def __init__(self, plan: Plan, cores: int):
@@ -240,7 +240,7 @@ def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
             f'executor = "slurm": there is no {absent[0]} on this machine; start retrain where jobs are submitted, or '
             "type --executor processes"
         )
-    return CampaignWorkers(Slurm(plan, cores), plan.directory)
+    return CampaignWorkers(SlurmExecutor(plan, cores), plan.directory)
 
 
 def sbatch_options(config: Config, name: str, slots: Sequence[int], log: str) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
-from retrain.config.campaign import DECIDING_KEYS, Campaign
+from retrain.config.campaign import DECIDING_KEYS, CampaignSection
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, condition_hash, run_directory
@@ -122,7 +122,7 @@ def freeze(
 
 def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
-    defaults = Campaign(sequential="off")  # the oldest records know no analysis before the end
+    defaults = CampaignSection(sequential="off")  # the oldest records know no analysis before the end
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
     return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {

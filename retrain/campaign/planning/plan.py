@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.config import Condition, Config, Loaded, parse_dict
+from retrain.config import Condition, Config, LoadedConfig, parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import assemble
 from retrain.config.modes import condition_label
@@ -23,7 +23,7 @@ from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
 if TYPE_CHECKING:
-    from retrain.environments.build import Longest
+    from retrain.environments.build import CompletionLengths
 
 
 CPU_LANES, GPU_LANES = 10, 8
@@ -43,18 +43,18 @@ class Plan:
     directory: Path
     folder: Path
     name: str
-    source: Loaded | None = None
+    source: LoadedConfig | None = None
     sets: tuple[str, ...] = ()
     registry: str = ""
 
     @cached_property
-    def longest(self) -> Longest:
+    def longest(self) -> CompletionLengths:
         from retrain.environments.build import longest_completions
 
         return longest_completions(spec.config for spec in self.specs)
 
     @classmethod
-    def of(cls, loaded: Loaded, out: Path | None = None, registry: str = "") -> Plan:
+    def of(cls, loaded: LoadedConfig, out: Path | None = None, registry: str = "") -> Plan:
         """Return the plan of a file. Raises ConfigError when a run's configuration is invalid."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
@@ -65,10 +65,10 @@ class Plan:
         return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 
-def plan(source: Loaded | Config) -> list[RunSpec]:
+def plan(source: LoadedConfig | Config) -> list[RunSpec]:
     """Return the runs of a campaign in the order in which they start, or the one run of a file without [campaign].
     Raises ConfigError if a run's configuration is invalid."""
-    config = source.config if isinstance(source, Loaded) else source
+    config = source.config if isinstance(source, LoadedConfig) else source
     if not config.is_campaign:
         algorithm = config.algorithm
         name = condition_label(algorithm.advantage_mode, algorithm.transform_mode, {})

@@ -9,19 +9,27 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from retrain.campaign.planning.plan import Plan
-from retrain.config import Config, Loaded
+from retrain.config import Config, LoadedConfig
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
 from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.runs import RunSpec, run_directory, run_place
-from retrain.config.tasks import Data, Grader
+from retrain.config.tasks import Data, GraderKeys
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
 from retrain.device import build_fault
-from retrain.environments.build import Longest, askable, context_length, data_of, hosted, missing_column, tokenizer_of
-from retrain.errors import ConfigError, DataError, ModelError, NotOurs, PluginError, Problem, listed
+from retrain.environments.build import (
+    CompletionLengths,
+    askable,
+    context_length,
+    data_of,
+    hosted,
+    missing_column,
+    tokenizer_of,
+)
+from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, listed
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json, search_folders
 from retrain.models.directory import find_file, model_fault, reward_model_fault
@@ -54,7 +62,7 @@ def check(plan: Plan, places: bool = True) -> Plan:
     return plan
 
 
-def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Problem]:
+def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Iterator[ConfigProblem]:
     """Yield a problem for each unusable package, function, class, model and layer that the file names, and for token
     credit that the backend would ignore."""
     folder, examined = plan.folder, set[str]()
@@ -117,7 +125,7 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
+def _model_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProblem]:
     """Yield faults of the model's files (names, sizes and headers only); if there are none, missing target modules, and
     completion lengths and ranks that exceed the model's sizes."""
     model = config.model
@@ -194,15 +202,17 @@ def custom_rewards(plan: Plan) -> CustomRewards:
     return found
 
 
-def _code_of(part: Grader) -> str:
+def _code_of(part: GraderKeys) -> str:
     return repr((part.custom_module, part.custom_function))
 
 
-def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingProxyType({})) -> list[Problem]:
+def data_problems(
+    plan: Plan, loaded: LoadedConfig, rewards: CustomRewards = MappingProxyType({})
+) -> list[ConfigProblem]:
     """Return the faults of the file's problems and of columns that ``rewards`` need. Files and directories are read,
     and prompts measured if the model's tokenizer is local; functions and hub data sets are read only when training
     starts."""
-    problems: dict[str, Problem | None] = {}
+    problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
@@ -216,7 +226,7 @@ def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingPr
     return [problem for problem in problems.values() if problem is not None]
 
 
-def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
+def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> ConfigProblem | None:
     """Return why the environment or tools cannot be started, or the fault of the environment's problems."""
     section = config.environment
     if not section.hosted:
@@ -234,7 +244,7 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
     return None
 
 
-def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
+def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: CustomRewards) -> ConfigProblem | None:
     sources, folder = sources_of(config), plan.folder
     absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
     asked = {key: value for key, value in sources.items() if value != "arithmetic"}
@@ -255,7 +265,9 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
 
 
-def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
+def _column_problem(
+    loaded: LoadedConfig, config: Config, data: Dataset, rewards: CustomRewards
+) -> ConfigProblem | None:
     """Return a problem if a reward function names a column that the data lack."""
     for table, part in config.graders:
         columns = rewards.get(_code_of(part), CustomCode()).columns if part.type == "custom" else ()
@@ -265,7 +277,9 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
     return None
 
 
-def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
+def _prompt_problem(
+    loaded: LoadedConfig, config: Config, data: Dataset, longest: CompletionLengths
+) -> ConfigProblem | None:
     """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it. Returns
     None if the tokenizer is not local: training then measures prompts before it loads weights."""
     context = context_length(config)
@@ -293,7 +307,7 @@ def _alone(config: Config, key: str) -> Data:
     return data.model_copy(update={"source": data.eval_source, "split": data.eval_split, "eval_source": None})
 
 
-def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Problem:
+def _of_source(loaded: LoadedConfig, key: str, value: str, error: DataError) -> ConfigProblem:
     message = str(error).replace(f"data source {value!r}: ", f'is "{value}": ', 1)
     return _problem_at(loaded, key, value, message)
 
@@ -308,7 +322,7 @@ def sources_of(config: Config) -> dict[str, str]:
     return sources | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
 
 
-def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:
+def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> Iterator[ConfigProblem]:
     """Yield token credits that this backend does not support."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
@@ -323,7 +337,9 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
             return
 
 
-def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Iterator[Problem]:
+def _reward_problems(
+    loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
+) -> Iterator[ConfigProblem]:
     """Yield faults of modules and functions of ``custom`` graders, and of reward models' files."""
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
@@ -335,11 +351,11 @@ def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: Cust
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
 
 
-def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
-    return Problem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
+def _problem_at(loaded: LoadedConfig, key: str, value: Any, message: str, fix: str = "") -> ConfigProblem:
+    return ConfigProblem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 
-def _place(loaded: Loaded, key: str, value: Any) -> str:
+def _place(loaded: LoadedConfig, key: str, value: Any) -> str:
     """Return where the key was written: in the first condition with this value, else in its section."""
     places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):

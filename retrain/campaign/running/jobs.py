@@ -1,6 +1,6 @@
 """Run the jobs of a campaign: in this process, one after another over one base model, or through an executor.
 
-The controller passes ``Work`` in the order in which it should begin, and decides after each job what follows.
+The controller passes ``WorkItem`` in the order in which it should begin, and decides after each job what follows.
 ``Scheduler`` knows only the names of runs, and never has two active jobs with the same run.
 """
 
@@ -16,7 +16,7 @@ from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobR
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
-from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.errors import DeviceLost, LeaseLost, RetrainError, RunInterrupted, ServerFailed, StorageError
 from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob, Guard, allow_all
 
@@ -135,7 +135,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
         with closing(cohort.train()) as pauses:
             for _ in pauses:
                 stop()  # what it raises in a pause has the cohort end without saving
-    except Interrupted as end:
+    except RunInterrupted as end:
         return JobEnded(status="stopped", reason=str(end))
     except (StorageError, LeaseLost):
         raise
@@ -181,7 +181,7 @@ class JobsHere:
             yield self.here.do(job, self.observer, self.stopping)
 
 
-class Work(Protocol):
+class WorkItem(Protocol):
     """Part of the campaign that yields one job at a time until none is left."""
 
     @property
@@ -212,7 +212,7 @@ class Scheduler:
         self,
         executor: JobRunner,
         hear: Callable[[Event], None],
-        after: Callable[[Work, JobEnded], Iterable[Work]],
+        after: Callable[[WorkItem, JobEnded], Iterable[WorkItem]],
         stopping: Callable[[], bool],
         max_restarts: int,
         room: int | None = None,
@@ -220,10 +220,10 @@ class Scheduler:
         self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
         self.max_restarts, self.room = max_restarts, room or executor.slots
         self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
-        self._waiting: deque[Work] = deque()
-        self._under_way: dict[str, tuple[Work, Handle]] = {}
+        self._waiting: deque[WorkItem] = deque()
+        self._under_way: dict[str, tuple[WorkItem, Handle]] = {}
         self._busy = set[str]()
-        self._deaths: dict[Work, int] = {}
+        self._deaths: dict[WorkItem, int] = {}
         self._fault: RetrainError | None = None
 
     @property
@@ -237,7 +237,7 @@ class Scheduler:
             if work.names and unwanted(work.names):
                 handle.stop()
 
-    def carry_out(self, works: Iterable[Work]) -> bool:
+    def carry_out(self, works: Iterable[WorkItem]) -> bool:
         """Execute these works. Return False if a request to stop came before all training was done.
 
         Raises errors of the executor's events and of ``after``; the latter (RetrainError) only after the other jobs
@@ -268,7 +268,7 @@ class Scheduler:
                 handle.stop()
         self._fill()
 
-    def _next(self, work: Work, end: JobEnded) -> Iterable[Work]:
+    def _next(self, work: WorkItem, end: JobEnded) -> Iterable[WorkItem]:
         try:
             if end.status == "died":
                 return self._again(work, end.reason)
@@ -277,7 +277,7 @@ class Scheduler:
             self._fault = self._fault or error
             return []
 
-    def _again(self, work: Work, reason: str) -> Iterable[Work]:
+    def _again(self, work: WorkItem, reason: str) -> Iterable[WorkItem]:
         """Return the work of a dead job to restart it, or the works that follow after too many deaths."""
         if self.stopping():
             self.lost_steps = True

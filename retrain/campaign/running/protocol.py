@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, OWN_GPU
-from retrain.environments.build import Longest
+from retrain.environments.build import CompletionLengths
 from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob
 
@@ -29,7 +29,7 @@ class SqueezeJob:
     directory: Path
     folder: Path
     runs: Sequence[RunSpec]
-    longest: Longest
+    longest: CompletionLengths
     place: str = "squeeze"
 
 
@@ -69,7 +69,7 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class HeldOutEvaluated:
     """The held-out set ``name`` was evaluated; ``row`` has the ``eval/<name>/…`` keys."""
 
     run_id: str
@@ -78,7 +78,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealRecorded:
     """``seal`` covers all evaluations that the run has recorded."""
 
     run_id: str
@@ -132,7 +132,17 @@ class WorkerFault:
 
 
 Event = (
-    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+    JobStarted
+    | Tick
+    | RunStarted
+    | StepDone
+    | SealRecorded
+    | HeldOutEvaluated
+    | RunEnded
+    | Facts
+    | Message
+    | JobEnded
+    | WorkerFault
 )
 
 
@@ -143,9 +153,9 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
-        case Sealed(run_id, seal):
+        case SealRecorded(run_id, seal):
             observer.sealed(specs[run_id], seal)
-        case Evaluated(run_id, name, row):
+        case HeldOutEvaluated(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
             observer.run_finished(specs[run_id], status, reason)
@@ -264,14 +274,25 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
         "directory": Path(content["directory"]),
         "folder": Path(content["folder"]),
         "runs": [RunSpec.from_json(run) for run in content["runs"]],
-        "longest": Longest(**content["longest"]),
+        "longest": CompletionLengths(**content["longest"]),
     }
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
+    for kind in (
+        JobStarted,
+        RunStarted,
+        StepDone,
+        SealRecorded,
+        HeldOutEvaluated,
+        RunEnded,
+        Facts,
+        Message,
+        JobEnded,
+        WorkerFault,
+    )
 }
 
 

@@ -31,7 +31,7 @@ class Request:
     completion: asyncio.Future[dict[str, Any]]
 
 
-class Refused(Exception):
+class ChannelClosed(Exception):
     """The rollout gets no further answers."""
 
 
@@ -49,7 +49,7 @@ class Channel:
         if self.refuses:
             self.refused += 1
             self.arrived.set()
-            raise Refused(OUT_OF_CONTEXT)
+            raise ChannelClosed(OUT_OF_CONTEXT)
         request = Request(
             list(body.get("messages") or []), list(body.get("tools") or []), asyncio.get_running_loop().create_future()
         )
@@ -63,7 +63,7 @@ class Channel:
         for request in (current, *self.waiting):
             if not request.completion.done():
                 self.refused += 1
-                request.completion.set_exception(Refused(OUT_OF_CONTEXT))
+                request.completion.set_exception(ChannelClosed(OUT_OF_CONTEXT))
         self.waiting.clear()
 
 
@@ -113,7 +113,7 @@ class Endpoint:
         try:
             body = await request.json()
             completion = await channel.ask(body)
-        except Refused as refused:
+        except ChannelClosed as refused:
             return web.json_response(_error(str(refused), "context_length_exceeded"), status=400)
         except (ValueError, TypeError, AttributeError) as error:
             return web.json_response(_error(f"not a request for a chat completion: {error}", "invalid"), status=400)

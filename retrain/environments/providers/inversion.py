@@ -34,7 +34,7 @@ KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat t
 MAX_REFUSALS = 16  # A harness that still asks after so many refusals is stopped
 
 
-class Outcome(NamedTuple):
+class HarnessResult(NamedTuple):
     """End of a rollout: grade, stop reason in one word, and further texts."""
 
     reward: RewardResult
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     logs: Mapping[str, str] = MappingProxyType({})
 
 
-Lead = Callable[[Channel], Coroutine[Any, Any, Outcome]]
+Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
 """A harness: drives one rollout through the channel (and ``Endpoint``), and grades it."""
 
 
@@ -204,14 +204,14 @@ class InvertedEpisode:
         self.close()
         self._failure = str(error)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> HarnessResult:
         task = self._task
         if self._failure is None and task.done():
             error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
             if error is None:
                 return task.result()
             self._failure = described(error)
-        return Outcome(RewardResult(None, error=self._failure or "it has not ended"), "error")
+        return HarnessResult(RewardResult(None, error=self._failure or "it has not ended"), "error")
 
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:

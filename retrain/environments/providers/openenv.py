@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.providers.openenv_forms import OWNER, Actions, messages_of, result_of, tool_schema
-from retrain.environments.providers.openenv_server import Server
+from retrain.environments.providers.openenv_server import OpenEnvServer
 from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError, printable
 from retrain.types import Action, Problem, RewardResult
@@ -89,7 +89,7 @@ class OpenEnv:
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
-        self._server: Server | None = None
+        self._server: OpenEnvServer | None = None
         self._actions: Actions | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -119,7 +119,7 @@ class OpenEnv:
         if self._server is None or not self._server.alive:
             self.close()
             assert self.arguments.command is not None
-            self._server = Server(self.arguments.command, self.arguments.start_seconds, OWNER)
+            self._server = OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER)
         return self._server.url
 
     def _read_schema(self, url: str) -> Actions:

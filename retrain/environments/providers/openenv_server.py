@@ -26,7 +26,7 @@ _GUARD = (
 )
 
 
-class Server:
+class OpenEnvServer:
     """Process of ``command``, with ``{port}`` and ``{host}`` filled in; PORT and HOST are also in its environment.
     Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if it ends or
     does not answer."""

@@ -37,7 +37,7 @@ class Numbers(BaseModel):
     seed: NonNegativeInt = 0
 
 
-class Part(BaseModel):
+class MixturePart(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     name: str
@@ -45,7 +45,7 @@ class Part(BaseModel):
     config: dict[str, Any] = {}
 
 
-class Checked(NamedTuple):
+class DataSetCheck(NamedTuple):
     """Check of one data set: ``reason`` is "" if it is sound; ``seconds`` is the duration."""
 
     name: str
@@ -145,7 +145,7 @@ class ReasoningGymEpisode:
         return self.environment.grade(self.problem, self.answer)
 
 
-def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
+def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[DataSetCheck]:
     """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
     unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
@@ -155,7 +155,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Che
         for name in data_sets() if names is None else names:
             begin = time.monotonic()
             fault = worker.check(Task(name, 0, 100, {}), seconds)
-            outcome.append(Checked(name, fault, time.monotonic() - begin))
+            outcome.append(DataSetCheck(name, fault, time.monotonic() - begin))
     return outcome
 
 
@@ -178,7 +178,7 @@ def _dataset(task: Task) -> Any:
         raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
 
 
-def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
+def _parts(id: Any, config: Mapping[str, Any]) -> list[MixturePart]:
     if isinstance(id, str):
         listed: list[Any] = [{"name": id, "config": config}]
     else:
@@ -192,8 +192,8 @@ def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
-def _part(item: Mapping[str, Any]) -> Part:
-    part = validated(Part, item, f"{OWNER}: an item of id")
+def _part(item: Mapping[str, Any]) -> MixturePart:
+    part = validated(MixturePart, item, f"{OWNER}: an item of id")
     _known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])
     refuse_unknown(part.config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {part.name}")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from retrain.environments.arguments import refuse_unknown, validated
 from retrain.environments.providers.styles_cookbook import Cookbook, DatasetProblems, SeededProblems
-from retrain.environments.providers.styles_graded import Graded, Run
+from retrain.environments.providers.styles_graded import GradedEnvironment, Run
 from retrain.errors import PluginError, UsageError
 
 PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __len__; initial_observation and step"
@@ -66,7 +66,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     refuse_unknown(split, ("heldout",) if test is None else (), owner if test is None else own_heldout)
     heldout = numbers.heldout if "heldout" in split else None
     if _has(train, "load_dataset", "compute_reward"):
-        return Graded(train, owner, run, heldout)
+        return GradedEnvironment(train, owner, run, heldout)
     if _has(train, "make_envs"):
         raise PluginError(f"{owner} is one problem (make_envs): give a data set of them, with get_batch and __len__")
     if not all(_is_dataset(each) for each in (train, test) if each is not None):

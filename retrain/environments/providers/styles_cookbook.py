@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.styles_graded import Adapted, Run, chat, continued, numbers_of
+from retrain.environments.providers.styles_graded import AdaptedEnvironment, Run, chat, continued, numbers_of
 from retrain.errors import PluginError
 from retrain.plugins import described
 from retrain.rewards.base import failed
@@ -68,7 +68,7 @@ class SeededProblems:
         return self.written(**self._arguments, seed=number), None
 
 
-class Cookbook(Adapted):
+class Cookbook(AdaptedEnvironment):
     def __init__(self, source: DatasetProblems | SeededProblems, owner: str, run: Run):
         super().__init__(source.written, owner, run)
         self.source = source

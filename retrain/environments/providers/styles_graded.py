@@ -26,7 +26,7 @@ chat = partial(chat_messages, separator="")  # Text parts of one message follow 
 Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
 
 
-class Adapted:
+class AdaptedEnvironment:
     """Base of environments in another trainer's style; ``written`` may declare ranges and ``exact``."""
 
     def __init__(self, written: Any, owner: str, run: Run):
@@ -68,7 +68,7 @@ class State:
         return len(self.trajectory)
 
 
-class Graded(Adapted):
+class GradedEnvironment(AdaptedEnvironment):
     """Environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
 
     def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):

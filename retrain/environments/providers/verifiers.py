@@ -13,7 +13,7 @@ from retrain.environments.arguments import imported
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.providers.verifiers_classic import Classic
-from retrain.environments.providers.verifiers_rows import Row, held_out
+from retrain.environments.providers.verifiers_rows import TaskRow, held_out
 from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
 from retrain.errors import DataError, RetrainError
 from retrain.plugins import described
@@ -56,7 +56,7 @@ class Verifiers:
         self._args, self._env = args, env or {}
         self._inversion = Inversion()
         self._libraries: dict[str, Classic | Tasksets] = {}
-        self._rows: dict[str, Sequence[Row]] = {}
+        self._rows: dict[str, Sequence[TaskRow]] = {}
         try:
             self._library("train")
         except BaseException:
@@ -106,7 +106,7 @@ class Verifiers:
         chosen = [index for index in range(len(rows)) if (index not in held) == train]
         return "train", chosen[: self._train] if train else chosen
 
-    def _part(self, part: str) -> Sequence[Row]:
+    def _part(self, part: str) -> Sequence[TaskRow]:
         if part not in self._rows:
             with OwnRandomness(LOADING_SEED):
                 self._rows[part] = self._library(part).rows(part)

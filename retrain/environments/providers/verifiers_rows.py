@@ -15,7 +15,7 @@ HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 given."""
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     """A task. ``digest`` is a hash of its content; another process must have the same one at this index."""
 
     prompt: tuple[Message, ...]
@@ -29,7 +29,7 @@ def digest(task: Any) -> str:
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
+def held_out(rows: Sequence[TaskRow], wanted: int | None) -> set[int]:
     """Return the indices of the held-out rows. Raises UsageError when none is left for training.
 
     They have the smallest hashes: the same rows in every run, and equal rows on the same side.

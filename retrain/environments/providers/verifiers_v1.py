@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from retrain.environments.providers.endpoint import Channel
-from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
 from retrain.environments.providers.messages import text_of
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
@@ -78,7 +78,7 @@ class Tasksets:
         self._tasks: list[Any] | None = None
         inversion.hold(self.environment.serving())
 
-    def rows(self, part: str) -> Sequence[Row]:
+    def rows(self, part: str) -> Sequence[TaskRow]:
         """Return the tasks of a part; a taskset holds nothing out as ``eval``."""
         if part == "eval":
             return []
@@ -96,13 +96,13 @@ class Tasksets:
             messages = tuple({"role": role, "content": content} for role, content in opening)
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
-            rows.append(Row(messages, "" if answer is None else str(answer), (), hashed))
+            rows.append(TaskRow(messages, "" if answer is None else str(answer), (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
         task = self._loaded()[index]
 
-        async def lead(channel: Channel) -> Outcome:
+        async def lead(channel: Channel) -> HarnessResult:
             channels, names, current = self._inversion.endpoint.channels, [], list[str]()
             failed: list[str] = []
             _failed.set(failed)
@@ -216,7 +216,7 @@ def _tolerant(hook: Any) -> Any:
     return tolerant
 
 
-def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> Outcome:
+def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
     metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
@@ -232,4 +232,4 @@ def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> Outcome:
         reason = "nothing has graded it"
     total = None if reason else float(traces[0].reward)
     logs = {"failed_metrics": "; ".join(failed_metrics)} if failed_metrics else {}
-    return Outcome(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)
+    return HarnessResult(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)

@@ -71,7 +71,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedMessage:
     """Calls of a message. ``calls`` contains, in order, each call or a sentence to the model about one that could not
     be parsed; ``text`` is the rest of the message, without thoughts."""
 
@@ -98,15 +98,15 @@ def as_text(result: Any) -> str:
     return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
-class _Malformed(Exception):
+class _MalformedCall(Exception):
     """A text that begins like a call and is not one; the message says why."""
 
 
-def parse(text: str) -> Parsed:
+def parse(text: str) -> ParsedMessage:
     if len(text) > MAX_CHARACTERS:
-        return Parsed((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
+        return ParsedMessage((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
     if calls := _bare(text):
-        return Parsed(_bounded(calls), "")
+        return ParsedMessage(_bounded(calls), "")
     cursor = _Cursor(_after_thought(text))
     found: list[Call | str] = []
     rest: list[str] = []
@@ -121,13 +121,13 @@ def parse(text: str) -> Parsed:
             continue
         try:
             found += _READERS[opener](cursor)
-        except _Malformed as error:
+        except _MalformedCall as error:
             found.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
             cursor.at = _beyond_fault(opener, cursor.text, begin)
     remainder = "".join([*rest, cursor.text[cursor.at :]]).strip()
     if not found and (found := _bare(remainder) or _nearly(remainder)):
         remainder = ""
-    return Parsed(_bounded(found), remainder)
+    return ParsedMessage(_bounded(found), remainder)
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
@@ -222,19 +222,19 @@ class _Cursor:
 
     def expect(self, closer: str, what: str) -> None:
         if not self.skip().take(closer):
-            raise _Malformed(f"{what} is expected, not {self.glimpse()}")
+            raise _MalformedCall(f"{what} is expected, not {self.glimpse()}")
 
     def json(self) -> Any:
         try:
             value, self.at = _DECODER.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
             self.at = error.pos
-            raise _Malformed(f"its JSON is broken at {self.glimpse()} ({error.msg})") from None
+            raise _MalformedCall(f"its JSON is broken at {self.glimpse()} ({error.msg})") from None
         except RecursionError:
-            raise _Malformed("its JSON is nested too deeply") from None
+            raise _MalformedCall("its JSON is nested too deeply") from None
         except ValueError as error:
             reason = str(error) if "JSON" in str(error) else "a number is too long"
-            raise _Malformed(f"its JSON is broken: {reason}") from None
+            raise _MalformedCall(f"its JSON is broken: {reason}") from None
         return value
 
     def glimpse(self) -> str:
@@ -244,7 +244,7 @@ class _Cursor:
 def _tagged(cursor: _Cursor) -> list[Call | str]:
     """Read ``<tool_call>``: JSON or XML."""
     if cursor.text.find("</tool_call>", cursor.at) < 0:
-        raise _Malformed("<tool_call> is not closed with </tool_call>")
+        raise _MalformedCall("<tool_call> is not closed with </tool_call>")
     calls: list[Call | str] = []
     while cursor.skip().take("<function="):
         calls += _function(cursor)
@@ -256,15 +256,15 @@ def _tagged(cursor: _Cursor) -> list[Call | str]:
 def _function(cursor: _Cursor) -> list[Call | str]:
     name = cursor.match(_KEY)
     if name is None:
-        raise _Malformed("<function= is not followed by the name of a tool and >")
+        raise _MalformedCall("<function= is not followed by the name of a tool and >")
     arguments: dict[str, Any] = cursor.json() if cursor.skip().sees("{") else {}
     while cursor.skip().take("<parameter="):
         key = cursor.match(_KEY)
         if key is None:
-            raise _Malformed("<parameter= is not followed by the name of an argument and >")
+            raise _MalformedCall("<parameter= is not followed by the name of an argument and >")
         end = cursor.text.find("</parameter>", cursor.at)
         if end < 0 or cursor.text.find("\n<parameter=", cursor.at, end) >= 0:
-            raise _Malformed(f"<parameter={key[1]}> is not closed with </parameter>")
+            raise _MalformedCall(f"<parameter={key[1]}> is not closed with </parameter>")
         arguments[key[1].strip()] = cursor.text[cursor.at : end].removeprefix("\n").removesuffix("\n")
         cursor.at = end + len("</parameter>")
     cursor.expect("</function>", "<parameter=…> or </function>")
@@ -277,7 +277,7 @@ def _mistral(cursor: _Cursor) -> list[Call | str]:
         return _calls(cursor.json(), MISTRAL)
     name = cursor.match(_NAMED)
     if name is None:
-        raise _Malformed(f"[TOOL_CALLS] is followed by {cursor.glimpse()}, which is no list of calls and no name")
+        raise _MalformedCall(f"[TOOL_CALLS] is followed by {cursor.glimpse()}, which is no list of calls and no name")
     return [Call(name[1], _arguments(cursor.json()), name[2])]
 
 
@@ -291,7 +291,7 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
     """Read a block ```` ```tool ````: JSON, or calls as in Python."""
     end = _FENCE_END.search(cursor.text, cursor.at)
     if end is None:
-        raise _Malformed("the block ```tool is not closed with ```")
+        raise _MalformedCall("the block ```tool is not closed with ```")
     body, cursor.at = cursor.text[cursor.at : end.start()].strip(), end.end()
     if body.startswith(("{", "[")):
         return [call for value in _sequence(body) for call in _calls(value, FENCED)]
@@ -301,18 +301,18 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
 def _python(body: str) -> list[Call | str]:
     """Read calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
     if len(body) > MAX_PYTHON:
-        raise _Malformed(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
+        raise _MalformedCall(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as "\d"
             statements = ast.parse(body).body
         calls: list[Call | str] = [_python_call(statement) for statement in statements]
     except SyntaxError as error:
-        raise _Malformed(f"it is neither JSON nor a call ({error.msg})") from None
+        raise _MalformedCall(f"it is neither JSON nor a call ({error.msg})") from None
     except (ValueError, MemoryError, RecursionError):
-        raise _Malformed("it is neither JSON nor a call that can be read") from None
+        raise _MalformedCall("it is neither JSON nor a call that can be read") from None
     if not calls:
-        raise _Malformed("the block ```tool is empty")
+        raise _MalformedCall("the block ```tool is empty")
     return calls
 
 
@@ -323,8 +323,8 @@ def _python_call(statement: ast.stmt) -> Call:
             if len(arguments) == len(keywords):
                 return Call(name, {argument: _literal(name, argument, node) for argument, node in arguments.items()})
         case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[_, *_])):
-            raise _Malformed(f"the arguments of {name} need their names, as in {name}(argument='value')")
-    raise _Malformed("a line of the block is no call like tool_name(argument='value')")
+            raise _MalformedCall(f"the arguments of {name} need their names, as in {name}(argument='value')")
+    raise _MalformedCall("a line of the block is no call like tool_name(argument='value')")
 
 
 def _literal(name: str, argument: str, node: ast.expr) -> Any:
@@ -332,7 +332,7 @@ def _literal(name: str, argument: str, node: ast.expr) -> Any:
         return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         reason = f"the value of {argument} in {name}(…) is no plain text, number, list or dictionary"
-        raise _Malformed(reason) from None
+        raise _MalformedCall(reason) from None
 
 
 _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
@@ -351,7 +351,7 @@ def _bare(text: str) -> list[Call | str]:
         if not text.startswith(("{", "[")):
             return _named_sequence(_Cursor(text))
         values = _sequence(text)
-    except _Malformed:
+    except _MalformedCall:
         return []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if not all(isinstance(item, dict) for item in items) or not any(map(_looks_like_a_call, items)):
@@ -365,7 +365,7 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
     while cursor.at < len(cursor.text):
         name = cursor.match(_BARE_NAMED)
         if name is None:
-            raise _Malformed("no call")
+            raise _MalformedCall("no call")
         calls.append(Call(name[1], cursor.json()))
         cursor.skip()
     return calls
@@ -376,7 +376,7 @@ def _nearly(text: str) -> list[Call | str]:
     try:
         if _NEARLY.match(text):
             _sequence(_without_end_tokens(text))
-    except _Malformed as error:
+    except _MalformedCall as error:
         return [_fault(str(error), LLAMA if '"parameters"' in text[:500] else JSON_FORM)]
     return []
 
@@ -406,7 +406,7 @@ def _sequence(text: str) -> list[Any]:
         values.append(cursor.json())
         cursor.skip(_SEPARATOR)
     if not values:
-        raise _Malformed("there is no JSON object with the call")
+        raise _MalformedCall("there is no JSON object with the call")
     return values
 
 
@@ -416,21 +416,21 @@ def _calls(value: Any, form: str) -> list[Call | str]:
     for item in value if isinstance(value, list) else [value]:
         try:
             calls.append(_call(item))
-        except _Malformed as error:
+        except _MalformedCall as error:
             calls.append(_fault(str(error), form))
     if not calls:
-        raise _Malformed("the list of calls is empty")
+        raise _MalformedCall("the list of calls is empty")
     return calls
 
 
 def _call(value: Any) -> Call:
     if not isinstance(value, dict):
-        raise _Malformed(f"it is {_kind(value)}, not a JSON object")
+        raise _MalformedCall(f"it is {_kind(value)}, not a JSON object")
     id, function = value.get("id"), value.get("function")
     value = function if isinstance(function, dict) else value
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise _Malformed('it has no "name"')
+        raise _MalformedCall('it has no "name"')
     arguments = value.get("arguments", value.get("parameters"))
     return Call(name.strip(), _arguments(arguments), id if isinstance(id, str) else None)
 
@@ -441,11 +441,11 @@ def _arguments(value: Any) -> dict[str, Any]:
         cursor = _Cursor(value).skip()
         value = cursor.json()
         if cursor.skip().at < len(cursor.text):
-            raise _Malformed(f'after the JSON of "arguments" there is {cursor.glimpse()}')
+            raise _MalformedCall(f'after the JSON of "arguments" there is {cursor.glimpse()}')
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
-        raise _Malformed(f'"arguments" is {_kind(value)}, not a JSON object')
+        raise _MalformedCall(f'"arguments" is {_kind(value)}, not a JSON object')
     return value
 
 

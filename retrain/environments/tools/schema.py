@@ -38,7 +38,7 @@ ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=False)
 
 
-class _Untitled(GenerateJsonSchema):
+class _UntitledSchema(GenerateJsonSchema):
     """Schema generator without pydantic's titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
@@ -152,7 +152,7 @@ def _schema(
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
     try:
         model = create_model("Arguments", __config__=_CONFIG, **fields)
-        schema = model.model_json_schema(schema_generator=_Untitled)
+        schema = model.model_json_schema(schema_generator=_UntitledSchema)
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         reason = str(error).splitlines()[0]
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None

@@ -81,7 +81,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Index:
+class CorpusIndex:
     """Documents of a corpus sorted by id, and bm25s's scores of their words."""
 
     documents: list[Document]
@@ -102,7 +102,7 @@ class Index:
         return [self.documents[place] for place in hits[order]]
 
 
-def _index(corpus: Path) -> Index:
+def _index(corpus: Path) -> CorpusIndex:
     """Return the index of ``corpus``, shared by all episodes of the process until one of its files changes."""
     try:
         path = corpus.expanduser().resolve()
@@ -115,7 +115,7 @@ def _index(corpus: Path) -> Index:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> Index:
+def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> CorpusIndex:
     """Read and index the files of ``stamp``, which includes modification times (ns) and sizes."""
     import bm25s
 
@@ -126,7 +126,7 @@ def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> I
         raise DataError(f"tool search: corpus {corpus} has no words")
     scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
     scores.index(texts, show_progress=False)
-    return Index(documents, scores)
+    return CorpusIndex(documents, scores)
 
 
 def _files(path: Path, corpus: Path) -> list[Path]:

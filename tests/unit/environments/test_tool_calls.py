@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.environments.tools import calls
-from retrain.environments.tools.calls import Call, Parsed, parse
+from retrain.environments.tools.calls import Call, ParsedMessage, parse
 
 ADD = Call("add", {"a": 1, "b": 2})
 NOW = Call("now", {})
@@ -79,13 +79,13 @@ THOUGHTS = [
 
 
 def test_ordinary_answers_and_thoughts_are_no_calls():
-    assert [parse(text) for text in ANSWERS] == [Parsed((), text.strip()) for text in ANSWERS]
-    assert [parse(text) for text in THOUGHTS] == [Parsed((), "The answer is 3.")] * len(THOUGHTS)
+    assert [parse(text) for text in ANSWERS] == [ParsedMessage((), text.strip()) for text in ANSWERS]
+    assert [parse(text) for text in THOUGHTS] == [ParsedMessage((), "The answer is 3.")] * len(THOUGHTS)
     for call in (f"<tool_call>{ADD_JSON}</tool_call>", ADD_LLAMA, f"[{ADD_JSON}]"):
         assert parse(f"<think>{{so}}</think>\n\n{call}").calls == (ADD,)
         assert parse(f"so [ it is\n</think>\n\n{call}").calls == (ADD,)
     around = parse(f"<think>I <tool_call> think</think>First.\n<tool_call>{ADD_JSON}</tool_call>\nLast.")
-    assert around == Parsed((ADD,), "First.\n\nLast.")
+    assert around == ParsedMessage((ADD,), "First.\n\nLast.")
 
 
 FAULTS = [
