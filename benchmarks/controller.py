@@ -37,12 +37,12 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
     Event,
+    HeldOutEvaluated,
     JobEnded,
     JobStarted,
     Message,
     RunEnded,
     RunStarted,
-    HeldOutEvaluated,
     StepDone,
     event_to_json,
     job_from_json,

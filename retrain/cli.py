@@ -97,9 +97,9 @@ app.command(rich_help_panel=START)(setup.doctor)
 app.command(rich_help_panel=START)(environments.environments)
 
 
-def print_version(wanted: bool) -> None:
+def print_version(version: bool) -> None:
     """Print the version and exit if ``--version`` was given."""
-    if wanted:
+    if version:
         print(f"retrain {__version__}")
         raise typer.Exit
 

@@ -245,10 +245,10 @@ class Stamp(NamedTuple):
 def stamp_of(path: Path | None) -> Stamp | None:
     """Return the file's stamp; None if it is missing or not accessible."""
     try:
-        found = path.stat() if path is not None else None
+        status = path.stat() if path is not None else None
     except OSError:
         return None
-    return None if found is None else Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
+    return None if status is None else Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def sha256(path: Path) -> str:
@@ -282,7 +282,7 @@ def search_folders(base_dir: Path | None) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
 
 
-def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
+def existing_file(path: str, base_dir: Path | None, label: str, error: type[RetrainError]) -> Path:
     """Return the file that a configuration names, from the ``search_folders``. Raises ``error``, whose text begins with
     ``label``, if it is missing."""
     tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
@@ -290,4 +290,4 @@ def existing_file(path: str, base_dir: Path | None, what: str, error: type[Retra
         if candidate.is_file():
             return candidate
     places = " and ".join(map(str, dict.fromkeys(tried)))
-    raise error(f"{what} {path!r}: no such file (looked for {places})")
+    raise error(f"{label} {path!r}: no such file (looked for {places})")

@@ -47,9 +47,9 @@ class Owner:
     id: str
     place: str = "."
 
-    def at(self, place: str) -> Owner:
+    def at(self, path: str) -> Owner:
         """Return the owner of the directory ``path`` below this one; "." is this one."""
-        return Owner(self.id, (PurePosixPath(self.place) / place).as_posix())
+        return Owner(self.id, (PurePosixPath(self.place) / path).as_posix())
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEW
             return
         what = f"{mark.owner.place} of another directory" if mark.owner.place != "." else "another run's directory"
         raise NotOurs(f"{directory} is {what} (says its {MARK}), nothing is written there: {advice}")
-    taken = [
+    occupied = [
         path.name
         for path in (sorted(directory.iterdir()) if directory.is_dir() else ())
         if any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and not _is_empty(path)
     ]
-    if taken:
-        raise NotOurs(f"{directory} holds {listed(taken, NAMED_FILES)}, which retrain did not write there: {advice}")
+    if occupied:
+        raise NotOurs(f"{directory} holds {listed(occupied, NAMED_FILES)}, which retrain did not write there: {advice}")
 
 
 def claim(directory: Path, owner: Owner | None = None) -> Owner:
@@ -128,10 +128,10 @@ def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advic
         raise NotOurs(f"{target} is a file, no directory: {advice}")
     mark = mark_of(target)
     mine = set(mark.files or ()) if mark is not None and mark.owner == owner else set[str]()
-    taken = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
-    taken += [name for name in names if name not in mine and _taken(target, name)]
-    if taken:
-        raise NotOurs(f"{target} holds {listed(taken, NAMED_FILES)}, which this run did not write: {advice}")
+    occupied = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
+    occupied += [name for name in names if name not in mine and _is_occupied(target, name)]
+    if occupied:
+        raise NotOurs(f"{target} holds {listed(occupied, NAMED_FILES)}, which this run did not write: {advice}")
 
 
 def publish(aside: Path, target: Path, owner: Owner | None) -> None:
@@ -312,7 +312,7 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not files_in(path)
 
 
-def _taken(target: Path, name: str) -> bool:
+def _is_occupied(target: Path, name: str) -> bool:
     """Return whether ``name`` cannot be created in ``target``: it exists, or a parent of it is not a directory."""
     return os.path.lexists(target / name) or _leads_elsewhere(target, name)
 

@@ -53,20 +53,20 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
     return load_file(file, name)
 
 
-def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
+def load_function(plugin: str, base_dir: Path | None, label: str) -> Callable[..., Any]:
     """Return the function that ``module:function`` names.
 
     Raises PluginMissing, whose text begins with ``label`` and the name, if the module is missing, fails to import, or
     has no such function.
     """
-    return _load(plugin, base_dir, what)[1]
+    return _load(plugin, base_dir, label)[1]
 
 
-def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
+def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, Callable[..., Any]]:
     """Return the module and function of ``module:function``; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
-    subject = f"{what} {plugin!r}"
+    subject = f"{label} {plugin!r}"
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
@@ -81,16 +81,16 @@ def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Ca
     return loaded, function
 
 
-def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, dict[str, Any]]:
+def plugin_ranges(plugin: str, base_dir: Path | None, label: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
 
     Raises PluginError, whose text begins with ``label`` and the name, also for an invalid range.
     """
-    loaded, function = _load(plugin, base_dir, what)
+    loaded, function = _load(plugin, base_dir, label)
     try:
         return declared_ranges(function, loaded)
     except PluginError as error:
-        raise PluginError(f"{what} {plugin!r}: {error}") from None
+        raise PluginError(f"{label} {plugin!r}: {error}") from None
 
 
 def declared_ranges(*owners: object) -> dict[str, dict[str, Any]]:

@@ -207,10 +207,10 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _difference(given: torch.Tensor, reference: torch.Tensor) -> float:
+def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the root mean square of the difference, relative to that of the reference."""
     spread = float(reference.square().mean().sqrt())
-    return float((given - reference).square().mean().sqrt()) / max(spread, 1e-30)
+    return float((actual - reference).square().mean().sqrt()) / max(spread, 1e-30)
 
 
 def _check(difference: float, tolerance: float, effect: float, dtype: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from retrain.adapters.squeeze import find_adapter
 from retrain.config import Config, parse_dict
@@ -12,12 +11,10 @@ from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models.directory import bundled_model_path, bundled_name
+from retrain.policy.base import QUANTIZED_MARK, BaseModel, load_weights, look_at
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
-
-if TYPE_CHECKING:
-    from retrain.policy.base import BaseModel
 
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
 """Sections that affect the use of an adapter; the others only affect training."""
@@ -43,14 +40,10 @@ class Provenance:
 
     def load(self, devices: str, dtype: str) -> BaseModel:
         """Load the base into memory. Raises as ``load_base``."""
-        from retrain.policy.base import load_weights, look_at
-
         return load_weights(look_at(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
         """Return the same adapter over its unquantised base."""
-        from retrain.policy.base import QUANTIZED_MARK
-
         model = self.config.model.model_copy(update={"quantize": "none"})
         own = self.fingerprint and self.fingerprint.partition(QUANTIZED_MARK)[0]
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)

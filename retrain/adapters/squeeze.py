@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retrain.adapters.streaming import write_streamed
+from retrain.adapters.verify import read_verification, verify_ranks
 from retrain.config.evaluation import Squeeze
 from retrain.config.runs import RunSpec, run_directory
 from retrain.environments.build import CompletionLengths
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
+from retrain.maths.squeeze import analyse, rank_pattern, recommend, truncate
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
+from retrain.policy.adapter_io import AdapterFile, padded
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest, verification_files
 from retrain.records.reporter import FINISH_SECONDS
@@ -28,9 +32,7 @@ from retrain.records.schema.layout import (
 )
 from retrain.records.trackers import Warn, log_squeeze_analysis
 from retrain.records.writer import Thread
-
-if TYPE_CHECKING:
-    from retrain.training.bases import Bases
+from retrain.training.bases import Bases
 
 
 def find_adapter(directory: Path) -> Path:
@@ -57,8 +59,6 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
     Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
     and the recommended one.
     """
-    from retrain.maths.squeeze import recommend
-
     spectra = _spectra(adapter)
     result = recommend(
         spectra,
@@ -66,7 +66,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
         min_layer_retention=settings.min_layer_retention,
         ranks=settings.target_ranks,
     )
-    shown = {result.source_rank, result.recommended, *(1 << k for k in range(result.source_rank.bit_length()))}
+    table_ranks = {result.source_rank, result.recommended, *(1 << k for k in range(result.source_rank.bit_length()))}
     return {
         "run": str(adapter),
         "source_rank": result.source_rank,
@@ -83,7 +83,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
                 "relative_error": row.weight_error,
             }
             for row in result.rows
-            if settings.target_ranks or row.rank in shown
+            if settings.target_ranks or row.rank in table_ranks
         ],
         "worst_module": result.worst_module,
         "rank_pattern": result.rank_pattern,
@@ -93,9 +93,6 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
 
 
 def _spectra(adapter: Path) -> dict[str, Any]:
-    from retrain.maths.squeeze import analyse
-    from retrain.policy.adapter_io import AdapterFile
-
     with AdapterFile(adapter) as file:
         return {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
 
@@ -107,10 +104,6 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     UsageError above the source rank, ModelError for an adapter with more than LoRA factors, NotOurs when ``out`` holds
     an adapter that was not compressed from this one.
     """
-    from retrain.adapters.streaming import write_streamed
-    from retrain.maths.squeeze import rank_pattern
-    from retrain.policy.adapter_io import AdapterFile
-
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
             raise UsageError(
@@ -125,10 +118,10 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
         if pattern:
             ranks, alpha = rank_pattern(_spectra(adapter), rank), float(rank)
         layout = {name: where.at(ranks[name]) for name, where in file.modules.items()}
-        own = {name: each for name, each in ranks.items() if each != rank}
+        other_ranks = {name: each for name, each in ranks.items() if each != rank}
         config = file.config | {
-            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": own,
-            "alpha_pattern": {name: float(each) for name, each in own.items()},
+            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": other_ranks,
+            "alpha_pattern": {name: float(each) for name, each in other_ranks.items()},
         }  # fmt: skip
         prepare_directory(out.parent)
         owner = _owner(adapter, "squeezed")
@@ -143,16 +136,13 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     return out
 
 
-def _owner(adapter: Path, place: str) -> Owner:
+def _owner(adapter: Path, subfolder: str) -> Owner:
     here = Owner(hashlib.blake2b(str(adapter.resolve()).encode(), digest_size=16).hexdigest())
-    return (owner_of(adapter) or here).at(place)
+    return (owner_of(adapter) or here).at(subfolder)
 
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
     """Return factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is padded with zeros."""
-    from retrain.maths.squeeze import truncate
-    from retrain.policy.adapter_io import padded
-
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
@@ -180,8 +170,6 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
     """Return the verification of an adapter in its run's or campaign's directory; None if there is none."""
-    from retrain.adapters.verify import read_verification
-
     run = adapter.absolute().parent
     for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
         for path in verification_files(home):
@@ -201,7 +189,7 @@ def _settings(adapter: Path) -> Squeeze:
 
 
 def squeeze_after_run(
-    directory: Path, place: str, spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases,
+    directory: Path, subfolder: str, spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases,
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
@@ -210,7 +198,7 @@ def squeeze_after_run(
     ``folder`` is that of the TOML file; ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` receives
     failures of wandb.
     """
-    settings, home = spec.config.squeeze, directory / place
+    settings, home = spec.config.squeeze, directory / subfolder
     adapter = find_adapter(run_directory(directory, spec))
     analysis = {"run_id": spec.run_id, "label": spec.label, **analyse_adapter(adapter, settings)}
     rank = settings.compress_to or analysis["recommended_rank"]
@@ -259,8 +247,6 @@ def _verified(
 ) -> dict[str, Any]:
     """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
     ``home`` if it is about this very adapter."""
-    from retrain.adapters.verify import read_verification, verify_ranks
-
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

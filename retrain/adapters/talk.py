@@ -58,8 +58,8 @@ def answers(
     """
     config = source.config
     given = {"max_tokens": max_tokens, "temperature": temperature}
-    asked = config.resolved(EvaluationSet(name=HELDOUT)).sampling
-    asked = replace(asked, **{key: value for key, value in given.items() if value is not None}).requested
+    defaults = config.resolved(EvaluationSet(name=HELDOUT)).sampling
+    defaults = replace(defaults, **{key: value for key, value in given.items() if value is not None}).requested
     with ExitStack() as stack:
         base = source.load(config.backend.device, config.inference.dtype)
         if changed := source.other_weights(base):
@@ -76,7 +76,7 @@ def answers(
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [
-            SampleRequest(ref, prompt.token_ids, samples, stream=(seed, "talk", i), **vars(asked))
+            SampleRequest(ref, prompt.token_ids, samples, stream=(seed, "talk", i), **vars(defaults))
             for ref in refs
             for i, prompt in enumerate(rendered)
         ]
@@ -85,8 +85,8 @@ def answers(
     return {
         "adapter": str(source.adapter),
         "base": source.base,
-        "temperature": asked.temperature,
-        "max_tokens": asked.max_tokens,
+        "temperature": defaults.temperature,
+        "max_tokens": defaults.max_tokens,
         "seed": seed,
         "prompts": [
             {
@@ -160,7 +160,7 @@ Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
 
 
 def trial_report(
-    engine: Engine, asked: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
+    engine: Engine, requests: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
 ) -> dict[str, Any]:
     """Sample and grade the answers to ``requests`` of one run.
 
@@ -168,9 +168,9 @@ def trial_report(
     extrapolated to a step) and ``verdict``.
     """
     if isinstance(environment, SplitEnvironment) and environment.host is None and environment.grader is not None:
-        prompts, sampled, graded, sampling_s = _answers(engine, asked, environment.grader, renderer, config)
+        prompts, sampled, graded, sampling_s = _answers(engine, requests, environment.grader, renderer, config)
     else:
-        prompts, sampled, graded, sampling_s = _episodes(engine, asked)
+        prompts, sampled, graded, sampling_s = _episodes(engine, requests)
     return {
         "prompts": [
             {
@@ -189,34 +189,34 @@ def trial_report(
 
 
 def _answers(
-    engine: Engine, asked: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
+    engine: Engine, requests: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
 ) -> Tried:
     """Return answers in one turn, graded one after the other."""
-    prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in asked]
+    prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in requests]
     begin = time.perf_counter()
     sampled = engine.sample(
         [
             SampleRequest(each.policy, prompt.token_ids, each.samples, stream=each.stream, **asdict(each.sampling))
-            for each, prompt in zip(asked, prompts, strict=True)
+            for each, prompt in zip(requests, prompts, strict=True)
         ]
     )
     seconds = time.perf_counter() - begin
     return prompts, sampled, _grade(grader, prompts, sampled), seconds
 
 
-def _episodes(engine: Engine, asked: Sequence[RolloutRequest]) -> Tried:
+def _episodes(engine: Engine, requests: Sequence[RolloutRequest]) -> Tried:
     """Return whole episodes; each has the mean seconds of its environments. Raises RunFailed for exceptions of the chat
     template or a grader."""
-    collected = collect(engine, asked)
+    collected = collect(engine, requests)
     groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
     each = seconds["score"] / max(1, sum(len(group.rollouts) for group in groups))
     graded = [([one.reward for one in group.rollouts], [each] * len(group.rollouts)) for group in groups]
-    talks = [[_told(rollout) for rollout in group.rollouts] for group in groups]
+    talks = [[_as_text(rollout) for rollout in group.rollouts] for group in groups]
     return [group.prompt for group in groups], talks, graded, seconds["rollout"]
 
 
-def _told(rollout: Rollout) -> Action:
+def _as_text(rollout: Rollout) -> Action:
     """Return an episode as one text, with observations indented."""
     lines = []
     for index, turn in enumerate(rollout.turns):
@@ -312,16 +312,16 @@ def _verdict(
     """Return mean reward, correct answers, groups with signal, and the reasons of failures, the most frequent first."""
     results = [result for group in graded for result in group]
     totals = [[r.total_reward for r in group if r.total_reward is not None] for group in graded]
-    known = [total for group in totals for total in group]
+    graded_totals = [total for group in totals for total in group]
     errors = [result.error or "no reason given" for result in results if result.total_reward is None]
     return {
         "answers": len(results),
-        "mean_reward": sum(known) / len(known) if known else None,
+        "mean_reward": sum(graded_totals) / len(graded_totals) if graded_totals else None,
         "correct": sum(result.is_correct for result in results),
         "groups": len(totals),
         "mixed_groups": sum(bool(group) and max(group) - min(group) > EQUAL_REWARDS for group in totals),
         "truncated": sum(each.stop_reason == "length" for group in sampled for each in group),
         "max_tokens": config.training.max_tokens,
-        "all_failed": not known,
+        "all_failed": not graded_totals,
         "reasons": {error: errors.count(error) for error in sorted(set(errors), key=lambda e: -errors.count(e))},
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,18 +21,22 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.config.runs import RunSpec
 from retrain.data.dataset import content_hash
-from retrain.environments.build import CompletionLengths, askable, data_of
+from retrain.data.prompts import Renderer
+from retrain.environments.build import CompletionLengths, askable, data_of, environments_of, episode_limits
 from retrain.errors import UsageError, plural
 from retrain.files import sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.base import workers_for
+from retrain.policy.local import LocalSnapshot
 from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 from retrain.records.text import percent, points
-from retrain.types import Problem
-
-if TYPE_CHECKING:
-    from retrain.training.bases import Bases
+from retrain.rewards import build_grader
+from retrain.training.bases import Bases
+from retrain.training.evaluation import Evaluator, Subject
+from retrain.types import PolicyRef, Problem
 
 TOLERANCE = 0.02  # Largest loss of accuracy that is called small
 
@@ -156,15 +160,6 @@ def _evaluate(
     Adapters are evaluated one after another, so that memory does not grow with their number. Servers of the run's
     configuration use ``directory``.
     """
-    from retrain.data.prompts import Renderer
-    from retrain.environments.build import environments_of, episode_limits
-    from retrain.policy.adapter_io import read_adapter
-    from retrain.policy.base import workers_for
-    from retrain.policy.local import LocalSnapshot
-    from retrain.rewards import build_grader
-    from retrain.training.evaluation import Evaluator, Subject
-    from retrain.types import PolicyRef
-
     config = spec.config
     files = bases.look(config)
     data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)

@@ -50,6 +50,8 @@ from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.mirror import Mirror, uploading
 from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
+from retrain.verdicts.pooling import conclude
+from retrain.verdicts.report import write_report
 
 
 @dataclass
@@ -64,8 +66,8 @@ class CampaignOutcome:
 
 
 def launch(
-    loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    registry: str = "",
+    loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False,
+    approval: Approval | None = None, registry: str = "",
 ) -> CampaignOutcome:  # fmt: skip
     """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
@@ -143,14 +145,14 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     """Return the directory's manifest after approval of all changes from its records."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
-    asked, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
-    asked = [*lost, *asked]
+    changes, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
+    changes = [*lost, *changes]
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
-            asked += version_changes(run_directory(directory, spec), spec, plan.folder)
-    if asked:
-        approval(directory, asked)
+            changes += version_changes(run_directory(directory, spec), spec, plan.folder)
+    if changes:
+        approval(directory, changes)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
     is_new = not begun(list(entries.values()))
@@ -185,7 +187,7 @@ class CohortWork:
     def names(self) -> frozenset[str]:
         return frozenset(spec.run_id for spec in self.specs)
 
-    def left(self) -> list[RunSpec]:
+    def remaining_runs(self) -> list[RunSpec]:
         """Return the runs of the next job; none when all have ended.
 
         Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
@@ -197,7 +199,7 @@ class CohortWork:
         return []
 
     def job(self) -> CohortJob | None:
-        specs = self.left()
+        specs = self.remaining_runs()
         if not specs:
             return None
         failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
@@ -223,13 +225,13 @@ class SqueezeWork:
 
     controller: Controller
     spec: RunSpec
-    place: str
+    subfolder: str
     names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
         plan = self.controller.plan
-        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.place)
+        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.subfolder)
 
     def give_up(self, reason: str) -> None:
         self.controller.recording.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
@@ -249,7 +251,7 @@ class Controller:
         self.interim = InterimMonitor.of(manifest, plan.specs, observer) if plan.specs[0].is_campaign else None
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
-        """Whose analysis this process has tried, by place; one that fails is not tried again."""
+        """Whose analysis this process has tried, by subfolder; one that fails is not tried again."""
         self.recording = CampaignObserver(manifest, observer)
         hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
@@ -272,15 +274,13 @@ class Controller:
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer.message):
             try:
-                whole = self._train(self._cohorts(retry_failed) if todo else [])
+                is_complete = self._train(self._cohorts(retry_failed) if todo else [])
             except KeyboardInterrupt:
                 return self._interrupted(todo, saved=False)
-            if not whole:
+            if not is_complete:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
         states = {run["state"] for run in manifest.content["runs"]}
         if len(specs) > 1 and "done" in states:
-            from retrain.verdicts.pooling import conclude
-
             manifest.files.flush()  # read from there, as by everybody later
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
@@ -290,15 +290,15 @@ class Controller:
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
         """Report the runs that will be trained, and those that will not. Raises MissingExtra for a package that they
         need."""
-        left = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
-        if left and not retry_failed:
+        failed = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        if failed and not retry_failed:
             self.observer.message(
-                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+                f"{plural(failed, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
             )
         if todo:
             require_packages((spec.config for spec in todo), self.plan.folder)
             self.observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
-        elif not left:
+        elif not failed:
             self.observer.message(
                 f"every run in {self.directory} is done; give another directory with --out to train anew"
             )
@@ -322,7 +322,7 @@ class Controller:
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
                 works.append(CohortWork(self, failed, again=True))
         manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
-        return [work for work in works if work.left()]
+        return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
         """Do these works and the analyses that are due; return False when stopped before the end."""
@@ -348,16 +348,16 @@ class Controller:
         before = [work for work in works if any(spec.seed in first for spec in work.specs)]
         return [lambda: before, lambda: [work for work in works if work not in before]]
 
-    def _after(self, work: WorkItem, end: JobEnded) -> list[WorkItem]:
-        if not isinstance(work, CohortWork):
+    def _after(self, item: WorkItem, end: JobEnded) -> list[WorkItem]:
+        if not isinstance(item, CohortWork):
             return []
         more: list[WorkItem] = []
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
-            more = [work]  # the interim analysis may have had it stopped, and then says what becomes of the rest
+            more = [item]  # the interim analysis may have had it stopped, and then says what becomes of the rest
         if end.status == "too_large":
-            more = self._in_parts(work, end)
+            more = self._in_parts(item, end)
         return [*more, *self._after_interim()]
 
     def _after_interim(self) -> list[WorkItem]:
@@ -367,18 +367,18 @@ class Controller:
             self.scheduler.stop_where(lambda names: names <= nobodys)
         return self._squeezes()
 
-    def _in_parts(self, work: CohortWork, short: JobEnded) -> list[WorkItem]:
+    def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
         """Split a cohort that does not fit into memory; the manifest records the split."""
-        parts = smaller_cohorts(work.left(), short.lanes, short.reason)
+        parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
         names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
-        place = next(i for i, cohort in enumerate(before) if names & set(cohort))
+        position = next(i for i, cohort in enumerate(before) if names & set(cohort))
         cut = [[spec.run_id for spec in part] for part in parts]
         rest = [[name for name in cohort if name not in names] for cohort in before]
-        cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
+        cohorts = [cohort for cohort in rest[:position] + cut + rest[position:] if cohort]
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         self.manifest.files.flush()
-        return [CohortWork(self, part, work.again) for part in parts]
+        return [CohortWork(self, part, item.again) for part in parts]
 
     def _squeezes(self) -> list[WorkItem]:
         """Return the rank analyses that are due.
@@ -388,14 +388,14 @@ class Controller:
         so that the choice does not depend on timing.
         """
         works: list[WorkItem] = []
-        for place, spec in self._due_analyses().items():
-            if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+        for subfolder, spec in self._due_analyses().items():
+            if subfolder in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
                 # else a backend of the user's that trains something else than a LoRA adapter
-                self._squeezed[place] = spec
-                works.append(SqueezeWork(self, spec, place))
+                self._squeezed[subfolder] = spec
+                works.append(SqueezeWork(self, spec, subfolder))
         return works
 
     def _due_analyses(self) -> dict[str, RunSpec]:
@@ -446,8 +446,6 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
 
 def _report(manifest: Manifest, observer: Observer) -> None:
     """Write ``report.html``. A failure is a warning only: the report can be written again at any time."""
-    from retrain.verdicts.report import write_report
-
     try:
         manifest.files.flush()
         write_report(manifest.directory)

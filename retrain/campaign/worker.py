@@ -75,7 +75,7 @@ class Options:
     parent: int = 0
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> "Options":
+    def parse(cls, arguments: Sequence[str] | None = None) -> "Options":
         parser = argparse.ArgumentParser(prog="python -m retrain.campaign.worker", description="Train for a campaign.")
         parser.add_argument("directory", type=Path, help="the campaign's directory")
         parser.add_argument("--slot", type=int, required=True, help="number of this worker in the campaign, from 1")
@@ -83,7 +83,7 @@ class Options:
         parser.add_argument("--folder", type=Path, help="base of relative paths in the campaign's file")
         parser.add_argument("--requeue", action="store_true", help="run as a Slurm task: requeue after SIGUSR1")
         parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
-        given = parser.parse_args(words)
+        given = parser.parse_args(arguments)
         name = f"{given.slot} {given.device}"
         return cls(given.directory, given.slot, name, given.folder, given.requeue, given.parent)
 

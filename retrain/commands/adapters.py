@@ -78,10 +78,10 @@ def sample(
     else:
         for number, prompt in enumerate(report["prompts"], start=1):
             print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
-            for place, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
+            for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
                 for who, each in zip(("base", "adapter"), pair, strict=True):
                     facts = {"tokens": each["tokens"], "stop": each["stop"]}
-                    print_record(who, prompt=number, answer=place, **facts, text=each["text"])
+                    print_record(who, prompt=number, answer=index, **facts, text=each["text"])
 
 
 def print_answers(report: dict[str, Any]) -> None:
@@ -89,10 +89,10 @@ def print_answers(report: dict[str, Any]) -> None:
         print(f"prompt    {plural(prompt['tokens'], 'token')}")
         print_text(prompt["rendered"], 2)
         for pair in zip(prompt["base"], prompt["adapter"], strict=True):
-            for who, each in zip(("base", "adapter"), pair, strict=True):
-                cut = " (cut off)" if each["stop"] == "length" else ""
-                print(f"{who:<10}{plural(each['tokens'], 'token')}{cut}")
-                print_text(each["text"], 2, limit=1 << 30)
+            for who, answer in zip(("base", "adapter"), pair, strict=True):
+                cut = " (cut off)" if answer["stop"] == "length" else ""
+                print(f"{who:<10}{plural(answer['tokens'], 'token')}{cut}")
+                print_text(answer["text"], 2, limit=1 << 30)
         print()
     print(f"adapter   {visible(report['adapter'])}\nbase      {visible(report['base'])}")
 

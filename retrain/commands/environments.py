@@ -50,24 +50,26 @@ def environments(
 
     With --check, test every data set of reasoning-gym: its own answers must score 1 and nonsense must not.
     """
-    found = [*providers(), *tools(), *(tasks() if check else [])]
+    capabilities = [*providers(), *tools(), *(tasks() if check else [])]
     if as_json:
-        print(dumps([vars(each) for each in found], indent=2))
+        print(dumps([vars(capability) for capability in capabilities], indent=2))
         return
     if not sys.stdout.isatty():
-        for each in found:
-            print_record(each.kind, name=each.name, state=each.state, about=each.about)
+        for capability in capabilities:
+            print_record(capability.kind, name=capability.name, state=capability.state, about=capability.about)
         return
     for kind, title in (("provider", "provider ="), ("tool", "tools ="), ("task", "reasoning_gym, id =")):
-        own = [each for each in found if each.kind == kind]
+        rows = [capability for capability in capabilities if capability.kind == kind]
         if kind == "task":
-            refused = [each for each in own if not each.ready]
-            if own:
-                print(f"\n{len(own) - len(refused)} of {len(own)} data sets of reasoning-gym are sound")
-            own = refused
-        if own:
+            refused = [capability for capability in rows if not capability.ready]
+            if rows:
+                print(f"\n{len(rows) - len(refused)} of {len(rows)} data sets of reasoning-gym are sound")
+            rows = refused
+        if rows:
             print()
-            print_table((title, "state", ""), [(each.name, each.state, each.about) for each in own])
+            print_table(
+                (title, "state", ""), [(capability.name, capability.state, capability.about) for capability in rows]
+            )
 
 
 def providers() -> list[Capability]:

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from retrain.commands.tables import ResultTable
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
     """Print rows under headings; columns not in ``left_aligned`` are aligned to the right."""
     from rich.text import Text
 
     from retrain.commands.tables import ResultTable
 
-    _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left))
+    _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:

@@ -101,56 +101,58 @@ def schema_text() -> str:
     return dumps(json_schema(), indent=2) + "\n"
 
 
+ServerModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="With --url: the model that the server should hold, by default its own.",
+        show_default=False,
+    ),
+]
+CheckedDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|gpu:N",
+        help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+        show_default=False,
+    ),
+]
+CheckedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="With --device: use the model of this campaign file, with random weights if its own are missing. With "
+        "--url: its model, adapter and section inference.",
+        show_default=False,
+    ),
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="With --device: write a full report to this file.", show_default=False),
+]
+ServerUrls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Prove that this server samples from the trained weights; may be repeated.",
+        show_default=False,
+    ),
+]
+ServerKind = Annotated[
+    str | None, typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False)
+]
+
+
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="With --url: the model that the server should hold; without it the one that it names.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="auto|cpu|gpu:N",
-            help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
-            show_default=False,
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="With --device: on the model of this campaign file; random weights where its own are not here. With "
-            "--url: its model, adapter and section inference.",
-            show_default=False,
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="With --device: write everything to this file, to be attached to a report.",
-            show_default=False,
-        ),
-    ] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--url",
-            metavar="URL",
-            help="Prove that this server samples what is trained here; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False),
-    ] = None,
+    model: ServerModel = None,
+    device: CheckedDevice = None,
+    file: CheckedFile = None,
+    report: ReportFile = None,
+    url: ServerUrls = None,
+    engine: ServerKind = None,
 ) -> None:
     """Check this machine: Python, packages, devices, extras, disk.
 
@@ -162,8 +164,8 @@ def doctor(
         if device is not None or report is not None:
             raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
         raise typer.Exit(check_servers(url, engine, model, file))
-    for name, given in (("MODEL", model), ("--engine", engine)):
-        if given is not None:
+    for name, value in (("MODEL", model), ("--engine", engine)):
+        if value is not None:
             raise UsageError(
                 f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
             )

@@ -84,11 +84,11 @@ def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
 STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
 
 
-def status_cells(report: dict[str, Any], run: dict[str, Any], further: Sequence[str] = ()) -> list[str]:
+def status_cells(report: dict[str, Any], run: dict[str, Any], other_sets: Sequence[str] = ()) -> list[str]:
     """Return one run of a ``read_status`` report as cells of a plain table, followed by its other held-out sets."""
     row = run["row"]
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
-    rates += [run["evaluations"].get(name, {}).get(when) for name in further for when in ("before", "now")]
+    rates += [run["evaluations"].get(name, {}).get(when) for name in other_sets for when in ("before", "now")]
     cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
     why = run["reason"] or (f"worker {run['worker']}" if run.get("worker") else "")
     return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), why]

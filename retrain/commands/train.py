@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from retrain.records.observer import Observer
 
 
-def finish(plain: bool, work: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
+def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
@@ -48,7 +48,7 @@ def finish(plain: bool, work: Callable[[Observer], CampaignOutcome], verbose: bo
     with lasting_streams():  # a closed terminal ends no training
         observer = make_console(plain=plain, verbose=verbose)
         try:
-            outcome = work(observer)
+            outcome = action(observer)
         finally:
             observer.close()
         print_tables_of(outcome.summary, plain)
@@ -162,20 +162,20 @@ def resume(
     follow_torchrun()
     from retrain.campaign.controller import resume as go_on
 
-    place = Path(directory)
+    path = Path(directory)
     if "://" in directory:
         from retrain.util.mirror import Mirror
 
-        place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
-        Mirror(directory, place).fetch()
-        print(f"{directory} is in {place} now")
+        path = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
+        Mirror(directory, path).fetch()
+        print(f"{directory} is in {path} now")
     elif out is not None:
         raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
-    require_directory(place)
+    require_directory(path)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
     finish(
         plain,
-        lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed),
+        lambda observer: go_on(path, observer, retry_failed, approval(accept_changes, observer), changed),
         verbose,
     )
 

@@ -103,16 +103,16 @@ def sample_words(sample: dict[str, Any]) -> str:
     took = seconds_words(sample["seconds"])
     if sample["reward"] is None:
         return f"no reward: {visible(sample['error'] or '')}; {length}, {took}"
-    parts = {**sample["components"], **sample["sample_metrics"]}
-    own = [
+    numbers = {**sample["components"], **sample["sample_metrics"]}
+    components = [
         f"{visible(name)} {number_words(value)}"
-        for name, value in parts.items()
-        if len(parts) > 1 or value != sample["reward"]
+        for name, value in numbers.items()
+        if len(numbers) > 1 or value != sample["reward"]
     ]
-    words = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *own]
+    parts = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
     if sample["tags"]:
-        words.append("tags " + " ".join(map(visible, sample["tags"])))
-    return f"{', '.join(words)}; {length}, {took}"
+        parts.append("tags " + " ".join(map(visible, sample["tags"])))
+    return f"{', '.join(parts)}; {length}, {took}"
 
 
 def number_words(value: float | None) -> str:

@@ -250,10 +250,10 @@ class AlgorithmSection(_Parameters):
     @property
     def needs(self) -> frozenset[Need]:
         """Inputs that the selected modes require."""
-        own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        needs = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
         if self.rejection != "none" or self.rejection_denominator == "kept":
-            own |= {Need.LOGPROBS}
-        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own else own
+            needs |= {Need.LOGPROBS}
+        return needs | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in needs else needs
 
     @property
     def keeps_uniform_groups(self) -> bool:
@@ -414,17 +414,17 @@ class Distillation(Section):
         return self.active and self.estimate == "sampled"
 
     @property
-    def whole(self) -> bool:
+    def full_vocabulary(self) -> bool:
         """True if full-vocabulary distributions are compared in the loss."""
         return self.active and self.estimate == "vocabulary"
 
     @property
-    def alone(self) -> bool:
+    def teacher_only(self) -> bool:
         """True if only the teacher gives advantages."""
         return self.active and self.reward_weight == 0
 
     @property
-    def shown_words(self) -> str:
+    def context_template(self) -> str:
         """The privileged context, with ``{context}`` unfilled; "" without one."""
         return self.context_text or SHOWN.get(self.context, "")
 

@@ -145,7 +145,7 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def _alone(value: list[str]) -> list[str]:
+def _exclusive(value: list[str]) -> list[str]:
     for word in ("all", "none"):
         if word in value and value != [word]:
             raise fault(f'has "{word}" beside others', f'"{word}", or a list without it')
@@ -186,7 +186,7 @@ Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_ty
 Trackers = Annotated[
     list[Literal["wandb", "tensorboard", "trackio", "all", "none"] | Plugin],
     BeforeValidator(_split_commas, json_schema_input_type=list[str] | str),
-    AfterValidator(_alone),
+    AfterValidator(_exclusive),
 ]
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)

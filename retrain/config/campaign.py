@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
 from retrain.config.base import ConfigIssue, Count, Natural, OptionalText, Role, Section, Seed, fault
+from retrain.config.describe import no_effect
 from retrain.config.modes import condition_label
 
 DECIDING_KEYS = ("primary_metric", "equivalence_margin", "sequential")
@@ -179,13 +180,12 @@ def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
     """Report worker keys that the executor does not use."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
     if executor == "inprocess" and campaign.workers != "auto":
-        yield ConfigIssue(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
-    keys = ("campaign.gpus_per_cohort", "campaign.executor")
+        yield no_effect("campaign.workers", "campaign.executor", executor, fix)
     if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-        yield ConfigIssue(keys, f'has no effect with executor = "{executor}"', fix)
+        yield no_effect("campaign.gpus_per_cohort", "campaign.executor", executor, fix)
     if executor == "slurm" and campaign.gpus_per_cohort < 1:
-        words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
-        yield ConfigIssue(keys, words, "gpus_per_cohort = 1")
+        message = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+        yield ConfigIssue(("campaign.gpus_per_cohort", "campaign.executor"), message, "gpus_per_cohort = 1")
 
 
 def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:

@@ -61,7 +61,7 @@ class KeyLocations:
         pairs = {f"{path[0]}.{path[1]}" for path in (*self.lines, *self.sets) if len(path) == 2}
         return [dotted for dotted in keys() if dotted in pairs]
 
-    def given(self, path: Path) -> bool:
+    def is_written(self, path: Path) -> bool:
         """Return whether this very key was written anywhere."""
         return path in self.lines or path in self.sets
 
@@ -196,17 +196,17 @@ def _header(review: Review, position: int) -> Path:
     return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
 
 
-def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
-    """Report the issues of one run, whose condition stands at ``header`` and overrides the keys of ``own``. An issue
-    points to an override of the condition, else to a written key, else to the condition."""
+def _ask_rules(review: Review, config: Config, overrides: Mapping[str, Path], header: Path = ()) -> None:
+    """Report the issues of one run, whose condition stands at ``header`` and has ``overrides``. An issue points to an
+    override of the condition, else to a written key, else to the condition."""
     for issue in rule_issues(config):
         if any(review.is_broken(key) for key in issue.keys):
             continue
         main = path_of(issue.keys[0])
-        overridden = [own[key] for key in issue.keys if key in own]
-        written = [path_of(key) for key in issue.keys if review.places.given(path_of(key))]
+        overridden = [overrides[key] for key in issue.keys if key in overrides]
+        written = [path_of(key) for key in issue.keys if review.places.is_written(path_of(key))]
         path = (overridden or written or [header or main])[0]
-        about = "" if issue.keys[0] in own else Mistake(main, "").key
+        about = "" if issue.keys[0] in overrides else Mistake(main, "").key
         review.report(path, issue.message, issue.fix, issue.warning, about)
 
 
@@ -254,19 +254,19 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
 
 def _examine_condition(review: Review, condition: Condition, position: int) -> Config | None:
     """Report the issues of a condition; return it as a run, or None when an override is invalid by itself."""
-    own, header = review.overrides[position] if review.overrides else {}, _header(review, position)
+    overridden, header = review.overrides[position] if review.overrides else {}, _header(review, position)
     data = assemble(review.data, condition, None)
     try:
         run = Config.model_validate(data)
     except ValidationError as error:
         for mistake in mistakes(error, data):
             dotted = ".".join(str(part) for part in mistake.path[:2])
-            review.wrong.append(mistake._replace(path=own.get(dotted, header)))
+            review.wrong.append(mistake._replace(path=overridden.get(dotted, header)))
         return None
-    _ask_rules(review, run, own, header)
+    _ask_rules(review, run, overridden, header)
     for dotted in condition.overrides:
         if idle := unused(run, dotted, override=True):
-            review.report(own.get(dotted, header), idle.message, idle.fix)
+            review.report(overridden.get(dotted, header), idle.message, idle.fix)
     return run
 
 
@@ -289,11 +289,11 @@ def _examine_shadowed(review: Review, config: Config) -> None:
     for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
         review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
     for key in MODES:
-        if review.places.given(("algorithm", key)):
+        if review.places.is_written(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
             review.report(("algorithm", key), message, "remove the line", warning=True)
     steps = config.campaign.max_steps
-    if review.places.given(("training", "max_steps")) and steps not in (None, config.training.max_steps):
+    if review.places.is_written(("training", "max_steps")) and steps not in (None, config.training.max_steps):
         message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
         review.report(("training", "max_steps"), message, "keep one of the two", warning=True)
 
@@ -312,36 +312,38 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
     places: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
-    def override(name: str, place: Path, value: object) -> None:
+    def override(name: str, location: Path, value: object) -> None:
         dotted = _dotted(name)
         if isinstance(dotted, Mistake):
-            wrong.append(dotted._replace(path=place))
+            wrong.append(dotted._replace(path=location))
             return
         reason = why_fixed(dotted)
         section, _, key = dotted.partition(".")
         if reason:
-            wrong.append(Mistake(place, f"cannot differ between conditions: {reason}", "a campaign file for each"))
+            wrong.append(Mistake(location, f"cannot differ between conditions: {reason}", "a campaign file for each"))
         elif dotted in places:
-            wrong.append(Mistake(place, f"overrides {dotted} a second time in this condition", "keep one of the two"))
+            wrong.append(
+                Mistake(location, f"overrides {dotted} a second time in this condition", "keep one of the two")
+            )
         elif section == "algorithm" and key in MODES:
-            wrong.append(Mistake(place, "is the condition's own mode under another name", f'{key} = "{value}"'))
+            wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
-            places[dotted] = place
+            places[dotted] = location
             folded.setdefault(section, {})[key] = value
 
     for name, value in condition.items():
-        place = (*path, name)
+        location = (*path, name)
         if name in MODES:
             folded[name] = value
         elif name in sections() and isinstance(value, Mapping):
             if not value:
-                wrong.append(Mistake(place, "has no effect: the table is empty", "remove it"))
+                wrong.append(Mistake(location, "has no effect: the table is empty", "remove it"))
             for key, item in value.items():
-                override(f"{name}.{key}", (*place, key), item)
+                override(f"{name}.{key}", (*location, key), item)
         elif isinstance(value, Mapping) and _replaced(name) is None:
-            wrong.append(_no_section(name)._replace(path=place))
+            wrong.append(_no_section(name)._replace(path=location))
         else:
-            override(name, place, value)
+            override(name, location, value)
     return folded, places, wrong
 
 

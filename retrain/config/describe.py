@@ -146,15 +146,15 @@ LARGEST = (INT_MAX, 2**63 - 1)
 
 def bound(metadata: Sequence[object], limits: bool = False) -> str:
     """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` adds those of all integers."""
-    words = []
+    bounds = []
     for item in _flat(metadata):
         for name, sign in SIGNS.items():
             end = getattr(item, name, None)
             if end is not None and (limits or name != "le" or end not in LARGEST):
-                words.append(f"{sign} {end}")
+                bounds.append(f"{sign} {end}")
         if isinstance(item, annotated_types.MinLen):
-            words.append("not empty")
-    return " and ".join(words)
+            bounds.append("not empty")
+    return " and ".join(bounds)
 
 
 def field_expected(field: FieldInfo, value: object = None) -> str:

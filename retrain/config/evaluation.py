@@ -144,12 +144,12 @@ class EvaluationSection(Section):
                 "problems = 128, or remove the sets",
             )
         seen = dict[str, int]()
-        for index, each in enumerate(self.sets):
-            first = seen.setdefault(each.name.casefold(), index)
+        for index, held_out in enumerate(self.sets):
+            first = seen.setdefault(held_out.name.casefold(), index)
             if first != index:
                 path = f"evaluation.sets.{index}"
-                what = f'is "{each.name}", like set {first + 1}: their files and metrics would be one'
-                yield ConfigIssue((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
+                what = f'is "{held_out.name}", like set {first + 1}: their files and metrics would be one'
+                yield ConfigIssue((f"{path}.name", path), what, f'name = "{held_out.name}_{index + 1}"')
 
 
 @dataclass(frozen=True)
@@ -181,22 +181,22 @@ OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column",
 """Keys of a set that replace the same keys of [data]."""
 
 
-def resolved(each: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
+def resolved(held_out: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
     """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
 
     def sampled(key: str) -> Any:
-        asked = (getattr(section, key) for section in (each, evaluation, training))
+        asked = (getattr(section, key) for section in (held_out, evaluation, training))
         return next(value for value in asked if value is not None)
 
-    own = {key: value for key in OWN_DATA if (value := getattr(each, key)) is not None}
-    own |= {"eval_source": each.source} if each.source is not None else {}
-    own |= {"eval_split": each.split} if each.split is not None else {}
+    changed = {key: value for key in OWN_DATA if (value := getattr(held_out, key)) is not None}
+    changed |= {"eval_source": held_out.source} if held_out.source is not None else {}
+    changed |= {"eval_split": held_out.split} if held_out.split is not None else {}
     return HeldOut(
-        name=each.name,
-        problems=each.problems or evaluation.problems,
-        samples=each.samples or evaluation.samples,
+        name=held_out.name,
+        problems=held_out.problems or evaluation.problems,
+        samples=held_out.samples or evaluation.samples,
         sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=data.model_copy(update=own) if own else data,
+        data=data.model_copy(update=changed) if changed else data,
     )
 
 

@@ -28,17 +28,17 @@ def overlong_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(keys, "is for single answers, and episodes may have several turns", "remove the line")
     if advantage_of(mode).unit_rewards:
         keys = ("reward.overlong_tokens", "algorithm.advantage_mode")
-        what = f'makes rewards below 0, for which advantage_mode = "{mode}" is not defined'
-        yield ConfigIssue(keys, what, 'advantage_mode = "grpo"')
+        message = f'makes rewards below 0, for which advantage_mode = "{mode}" is not defined'
+        yield ConfigIssue(keys, message, 'advantage_mode = "grpo"')
 
 
 def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report stale rollouts whose correction is not declared."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
     if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
-        what = "no rollout is behind" if steps == 0 else "every episode has one turn"
+        message = "no rollout is behind" if steps == 0 else "every episode has one turn"
         keys = ("inference.swap", "environment.max_turns" if steps else "training.max_off_policy_steps")
-        yield ConfigIssue(keys, f'is "in_flight", which has no effect: {what}', 'swap = "between"')
+        yield ConfigIssue(keys, f'is "in_flight", which has no effect: {message}', 'swap = "between"')
     if steps == 0:
         return
     if is_plugin(config.backend.backend):
@@ -85,7 +85,7 @@ def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
 def group_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report groups that are too small for the advantage."""
     size, mode = config.training.group_size, config.algorithm.advantage_mode
-    if config.distillation.alone:
+    if config.distillation.teacher_only:
         return  # nothing is compared
     if size == 1 and Need.GROUP in advantage_of(mode).needs:
         yield ConfigIssue(
@@ -115,21 +115,21 @@ def dynamic_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(keys, "drops groups from which a critic learns as from all others", "remove the line")
     if algorithm.turn_credit != "episode":
         keys = ("training.dynamic_sampling", "algorithm.turn_credit")
-        what = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
-        yield ConfigIssue(keys, what, 'turn_credit = "episode"')
+        message = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
+        yield ConfigIssue(keys, message, 'turn_credit = "episode"')
 
 
 def update_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report update settings that a plug-in backend ignores, and `kept` where masks change between updates."""
     if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
-        what = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
+        message = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
         keys = ("algorithm.rejection_denominator", "algorithm.loss")
-        yield ConfigIssue(keys, what, 'rejection_denominator = "all"')
+        yield ConfigIssue(keys, message, 'rejection_denominator = "all"')
     backend = config.backend.backend
     if is_plugin(backend) and config.training.several_updates:
         several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"
-        what = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
-        yield ConfigIssue((f"training.{several}", "backend.backend"), what, "remove the line")
+        message = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
+        yield ConfigIssue((f"training.{several}", "backend.backend"), message, "remove the line")
 
 
 def critic_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -139,42 +139,43 @@ def critic_rules(config: Config) -> Iterator[ConfigIssue]:
         return
     named = ("algorithm.advantage_mode", "algorithm.transform_mode")
     if not is_plugin(mode) and credit_of(mode).own_advantage:
-        what = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
-        yield ConfigIssue(named[::-1], what, 'transform_mode = "none"')
+        message = 'makes its own advantages from the rewards, so those of advantage_mode = "gae" would have no effect'
+        yield ConfigIssue(named[::-1], message, 'transform_mode = "none"')
     if algorithm.turn_credit != "episode":
-        what = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
-        yield ConfigIssue(("algorithm.turn_credit", named[0]), what, 'turn_credit = "episode"')
+        message = 'has no effect with advantage_mode = "gae": the last token of a turn has its reward'
+        yield ConfigIssue(("algorithm.turn_credit", named[0]), message, 'turn_credit = "episode"')
     if is_plugin(config.backend.backend):
-        what = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
-        yield ConfigIssue((named[0], "backend.backend"), what, 'advantage_mode = "grpo"')
-    whole = type(critic).model_fields["lam"].default
-    if critic.lam_policy is not None and critic.lam_value is not None and critic.lam != whole:
-        what = "has no effect with lam_policy and lam_value"
-        yield ConfigIssue(("critic.lam", "critic.lam_policy", "critic.lam_value"), what, "remove the line")
+        message = f'is "gae", which backend = "{config.backend.backend}" has no critic for'
+        yield ConfigIssue((named[0], "backend.backend"), message, 'advantage_mode = "grpo"')
+    default = type(critic).model_fields["lam"].default
+    if critic.lam_policy is not None and critic.lam_value is not None and critic.lam != default:
+        message = "has no effect with lam_policy and lam_value"
+        yield ConfigIssue(("critic.lam", "critic.lam_policy", "critic.lam_value"), message, "remove the line")
     if not algorithm.discard_group_zero_advantage:
-        what = "has no effect with a critic: every completion with a reward trains"
-        yield ConfigIssue(("algorithm.discard_group_zero_advantage", named[0]), what, "remove the line")
+        message = "has no effect with a critic: every completion with a reward trains"
+        yield ConfigIssue(("algorithm.discard_group_zero_advantage", named[0]), message, "remove the line")
     clip = critic.cliprange_value
     if clip not in (0.0, type(critic).model_fields["cliprange_value"].default) and not (
         config.training.several_updates or config.lora.dropout
     ):
-        what = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
-        yield ConfigIssue(("critic.cliprange_value", "training.num_iterations"), what, "num_iterations = 4")
+        message = f"is {clip:g}, but values move from the second update of a batch on, and it has one"
+        yield ConfigIssue(("critic.cliprange_value", "training.num_iterations"), message, "num_iterations = 4")
     if critic.warmup_steps >= config.training.max_steps:
-        what = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
+        message = f"is {critic.warmup_steps} of max_steps = {config.training.max_steps}: the policy would never train"
         keys = ("critic.warmup_steps", "training.max_steps")
-        yield ConfigIssue(keys, what, f"warmup_steps = {config.training.max_steps // 10}")
+        yield ConfigIssue(keys, message, f"warmup_steps = {config.training.max_steps // 10}")
 
 
 def distillation_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report settings that conflict with a teacher, or have no effect when it alone gives advantages."""
-    own, algorithm, training = config.distillation, config.algorithm, config.training
-    if not own.active:
+    distillation, algorithm, training = config.distillation, config.algorithm, config.training
+    if not distillation.active:
         return
     teacher = "distillation.teacher"
     if is_plugin(config.backend.backend):
-        what = f'is "{own.teacher}", and backend = "{config.backend.backend}" says nothing of tokens that were sampled'
-        yield ConfigIssue((teacher, "backend.backend"), what, "remove the line")
+        backend = config.backend.backend
+        message = f'is "{distillation.teacher}", and backend = "{backend}" says nothing of tokens that were sampled'
+        yield ConfigIssue((teacher, "backend.backend"), message, "remove the line")
     if training.dynamic_sampling:
         keys = ("training.dynamic_sampling", teacher)
         yield ConfigIssue(
@@ -185,22 +186,25 @@ def distillation_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             keys, "has no effect with a teacher: every completion with a reward trains", "remove the line"
         )
-    if own.student == "sampler" and (training.max_off_policy_steps or config.inference.served):
+    if distillation.student == "sampler" and (training.max_off_policy_steps or config.inference.served):
         behind = "rollouts are behind the policy" if training.max_off_policy_steps else "servers sample"
-        what = f'is "sampler", and {behind}: the teacher is compared with another policy than the one that trains'
+        message = f'is "sampler", and {behind}: the teacher is compared with another policy than the one that trains'
         keys = ("distillation.student", "training.max_off_policy_steps", "inference.engine")
-        yield ConfigIssue(keys, what, 'student = "trainer"', warning=True)
-    if own.url is not None:
+        yield ConfigIssue(keys, message, 'student = "trainer"', warning=True)
+    if distillation.url is not None:
         yield from _served_teacher_issues(config)
-    if own.whole:
+    if distillation.full_vocabulary:
         yield from _vocabulary_issues(config)
-    if own.context != "none" and (config.environment.hosted or config.environment.turns != 1):
-        what = f'is "{own.context}", which is shown in prompts of single answers, and episodes may have several turns'
-        yield ConfigIssue(("distillation.context", "environment.max_turns"), what, 'context = "none"')
-    if own.context == "sibling" and training.group_size == 1:
+    if distillation.context != "none" and (config.environment.hosted or config.environment.turns != 1):
+        message = (
+            f'is "{distillation.context}", which is shown in prompts of single answers, and episodes may have several '
+            "turns"
+        )
+        yield ConfigIssue(("distillation.context", "environment.max_turns"), message, 'context = "none"')
+    if distillation.context == "sibling" and training.group_size == 1:
         keys = ("distillation.context", "training.group_size")
         yield ConfigIssue(keys, 'is "sibling", and with group_size = 1 no completion has one', "group_size = 8")
-    if own.alone:
+    if distillation.teacher_only:
         yield from _unrewarded(config)
 
 
@@ -210,24 +214,26 @@ def _served_teacher_issues(config: Config) -> Iterator[ConfigIssue]:
     for key in ("temperature", *CUTS):
         value = getattr(training, key)
         if value != type(training).model_fields[key].default:
-            what = f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
+            message = (
+                f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
+            )
             fix = f'remove the line, or give the teacher\'s directory in place of url = "{config.distillation.url}"'
-            yield ConfigIssue((f"training.{key}", "distillation.url"), what, fix)
+            yield ConfigIssue((f"training.{key}", "distillation.url"), message, fix)
 
 
 def _vocabulary_issues(config: Config) -> Iterator[ConfigIssue]:
     """Report full-vocabulary distillation without an unsharded teacher and untruncated sampling in this process."""
-    estimate, what = "distillation.estimate", 'is "vocabulary"'
+    estimate, fault = "distillation.estimate", 'is "vocabulary"'
     if config.distillation.url is not None:
-        words = f"{what}, and a server says nothing of tokens that were not sampled"
-        yield ConfigIssue((estimate, "distillation.url"), words, 'estimate = "sampled"')
+        message = f"{fault}, and a server says nothing of tokens that were not sampled"
+        yield ConfigIssue((estimate, "distillation.url"), message, 'estimate = "sampled"')
     if config.backend.shard != "none":
-        words = f'{what}, and with shard = "{config.backend.shard}" ranks have no teacher'
-        yield ConfigIssue((estimate, "backend.shard"), words, 'estimate = "sampled"')
+        message = f'{fault}, and with shard = "{config.backend.shard}" ranks have no teacher'
+        yield ConfigIssue((estimate, "backend.shard"), message, 'estimate = "sampled"')
     for key in CUTS:
         if getattr(config.training, key) != type(config.training).model_fields[key].default:
-            words = f"{what}, and {key} leaves tokens out of what is sampled from"
-            yield ConfigIssue((estimate, f"training.{key}"), words, 'estimate = "sampled"')
+            message = f"{fault}, and {key} leaves tokens out of what is sampled from"
+            yield ConfigIssue((estimate, f"training.{key}"), message, 'estimate = "sampled"')
 
 
 def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
@@ -243,8 +249,8 @@ def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(keys, f'is "{mode}", which has no effect with reward_weight = 0', 'transform_mode = "none"')
     if algorithm.turn_credit != "episode":
         keys = ("algorithm.turn_credit", weight)
-        what = f'is "{algorithm.turn_credit}", which has no effect with reward_weight = 0'
-        yield ConfigIssue(keys, what, 'turn_credit = "episode"')
+        message = f'is "{algorithm.turn_credit}", which has no effect with reward_weight = 0'
+        yield ConfigIssue(keys, message, 'turn_credit = "episode"')
 
 
 def schedule_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -334,13 +340,13 @@ def maxrl_rules(config: Config) -> Iterator[ConfigIssue]:
 def _rubric_weight_issues(config: Config) -> Iterator[ConfigIssue]:
     """Report negative criterion weights, which make totals below 0."""
     mode = config.algorithm.advantage_mode
-    for table, each in config.graders:
-        if table == "audit" or each.type != "rubric" or each.rubric != "explicit":
+    for table, grader in config.graders:
+        if table == "audit" or grader.type != "rubric" or grader.rubric != "explicit":
             continue
-        if any(criterion.weight_number < 0 for criterion in each.criteria):
-            what = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
-            yield ConfigIssue((f"{table}.criteria", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"')
-        elif each.rubric_column is not None:
-            what = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
+        if any(criterion.weight_number < 0 for criterion in grader.criteria):
+            message = f"has negative weights: totals can lie below 0, for which {mode} is not defined"
+            yield ConfigIssue((f"{table}.criteria", "algorithm.advantage_mode"), message, 'advantage_mode = "grpo"')
+        elif grader.rubric_column is not None:
+            message = f"may hold negative weights: totals would lie below 0, for which {mode} is not defined"
             keys = (f"{table}.rubric_column", "algorithm.advantage_mode")
-            yield ConfigIssue(keys, what, 'advantage_mode = "grpo"', warning=True)
+            yield ConfigIssue(keys, message, 'advantage_mode = "grpo"', warning=True)

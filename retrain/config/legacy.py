@@ -111,22 +111,22 @@ FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration or condition without removed keys."""
-    kept = dict(config)
+    cleaned = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):
-        table = kept.get(section)
+        table = cleaned.get(section)
         if isinstance(table, dict) and key in table:
-            kept[section] = {name: value for name, value in table.items() if name != key}
-            if not kept[section]:  # an empty table in a condition is a mistake
-                del kept[section]
-    campaign = kept.get("campaign")
+            cleaned[section] = {name: value for name, value in table.items() if name != key}
+            if not cleaned[section]:  # an empty table in a condition is a mistake
+                del cleaned[section]
+    campaign = cleaned.get("campaign")
     if isinstance(campaign, dict):
         campaign = {**campaign}
         if "sequential" in campaign and campaign["sequential"] != "off":
             campaign["sequential"] = "on"  # any stopping rule of earlier versions
         if isinstance(rows := campaign.get("conditions"), list):
             campaign["conditions"] = [without_removed(row) if isinstance(row, dict) else row for row in rows]
-        kept["campaign"] = campaign
-    return kept
+        cleaned["campaign"] = campaign
+    return cleaned
 
 
 def removed_note(config: Mapping[str, object]) -> str:

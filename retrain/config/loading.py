@@ -69,7 +69,7 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> LoadedConfig:
     text, data = _parse(raw, path.name)
     places = KeyLocations(path.name, key_lines(text))
     wrong = _apply_sets(data, sets, places, is_file=True)
-    _beside(data, path)
+    _resolve_paths(data, path)
     config, warnings = examine(data, places, wrong)
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
@@ -182,7 +182,7 @@ def _set_value(text: str) -> object:
     return parsed["v"] if list(parsed) == ["v"] else text
 
 
-def _beside(data: dict[str, Any], path: FilePath) -> None:
+def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
     """Replace paths of problems and rewards that lie beside the TOML file by absolute paths, so that a resume finds
     them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
@@ -197,11 +197,11 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
             continue
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
-        beside = path.parent / value
+        candidate = path.parent / value
         may_be_directory = key == "reward_model" or (key != "custom_module" and value not in SOURCES)
-        is_file = value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()
-        if is_file or (may_be_directory and beside.is_dir()):
-            table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is
+        is_file = value.endswith((".py", *FILE_ENDINGS)) and candidate.is_file()
+        if is_file or (may_be_directory and candidate.is_dir()):
+            table[key] = os.path.abspath(candidate)  # a link keeps its own name, which says what it is
 
 
 def _rows(table: object, key: str) -> list[object]:

@@ -289,15 +289,15 @@ def _memory(text: str | None) -> str | None:
 
 
 def _option_names(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
-    own = {
+    reserved = {
         "array": "workers in [campaign]", "time": "time", "signal": "notice_s", "requeue": "nothing, it is always on",
         "output": "nothing, logs lie in workers/", "error": "nothing, logs lie in workers/",
     }  # fmt: skip
     for name in options:
         if re.fullmatch(r"[a-z][a-z0-9-]*", name) is None:
             raise fault(f'has "{name}": an option of sbatch by its long name', 'exclude = "node7"')
-        if name in own:
-            raise fault(f'has "{name}", which stands here in its own place', own[name])
+        if name in reserved:
+            raise fault(f'has "{name}", which stands here in its own place', reserved[name])
     return options
 
 

@@ -53,7 +53,7 @@ class Mode:
 
     formula: str
     paper: str = ""
-    words: str = ""
+    description: str = ""
     needs: frozenset[Need] = frozenset()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
@@ -127,7 +127,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "gae": Advantage(
         formula="Σ_k (γλ)^k·δ_(t+k) with δ_t = r_t + γV_(t+1) − V_t of a critic, then whitened over the batch",
         paper="1506.02438",
-        words="one number per token (PPO)",
+        description="one number per token (PPO)",
         needs=frozenset({Need.VALUES}),
         keys=("critic", "algorithm.kl_in_reward"),
         by_token=True,
@@ -138,19 +138,21 @@ _WEIGHTED = "A·max(0, 1 + {gtpo.beta:g}·(h/mean h − 1))"
 _UNCERTAINTY = "algorithm.uncertainty_kind"
 _WEIGHTS = (_UNCERTAINTY, "gtpo.beta")
 TOKEN_CREDIT: dict[str, Credit] = {
-    "none": Credit(formula="A", words="every token alike"),
-    "gtpo": Credit(formula=_WEIGHTED, words="uncertain tokens more", keys=_WEIGHTS, features=frozenset({"weights"})),
+    "none": Credit(formula="A", description="every token alike"),
+    "gtpo": Credit(
+        formula=_WEIGHTED, description="uncertain tokens more", keys=_WEIGHTS, features=frozenset({"weights"})
+    ),
     "gtpo_hicra": Credit(
         formula="x + {hicra.alpha:g}·|x| on planning tokens ({detector}), x elsewhere; x = " + _WEIGHTED,
         paper="2509.03646",
-        words="uncertain tokens more, planning tokens amplified",
+        description="uncertain tokens more, planning tokens amplified",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "hicra"),
         features=frozenset({"weights"}),
     ),
     "gtpo_hicra_placebo": Credit(
         formula="x + {hicra.alpha:g}·|x| on as many random tokens, x elsewhere; x = " + _WEIGHTED,
-        words="uncertain tokens more, random tokens amplified at the rate of planning tokens",
+        description="uncertain tokens more, random tokens amplified at the rate of planning tokens",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "hicra"),
         features=frozenset({"weights"}),
@@ -158,7 +160,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
     "gtpo_sepa": Credit(
         formula=_WEIGHTED
         + " with execution pooled: h → λ·mean + (1 − λ)·h but on planning tokens ({detector}); {ramp}",
-        words="uncertain tokens more, execution tokens pooled step by step",
+        description="uncertain tokens more, execution tokens pooled step by step",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "sepa"),
         features=frozenset({"weights", "pooling"}),
@@ -167,7 +169,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
         formula="{gtpo.alpha1:g}·r + {gtpo.alpha2:g}·d·h/Σh where correct, "
         "−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h) where wrong, then {normalised} over the group's tokens",
         paper="2508.04349",
-        words="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
+        description="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
         keys=(_UNCERTAINTY, "gtpo.alpha1", "gtpo.alpha2", "gtpo.centred"),
         own_advantage=True,
     ),
@@ -175,7 +177,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
         formula="A on {algorithm.entropy_mask_rho:.3g} of the batch's tokens, those of highest entropy, 0 elsewhere; "
         "{counted} count in the divisor",
         paper="2506.01939",
-        words="only the most uncertain tokens",
+        description="only the most uncertain tokens",
         needs=frozenset({Need.ENTROPY}),
         keys=("algorithm.entropy_mask_rho", "algorithm.entropy_mask_denominator"),
     ),
@@ -200,27 +202,27 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss(
         formula="−min(ρA, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)",
         paper="1707.06347",
-        words="ratio clipped",
+        description="ratio clipped",
         keys=_CLIPPING,
     ),
-    "reinforce": Loss(formula="−sg(ρ)·A·log π", words="ratio as a constant weight"),
+    "reinforce": Loss(formula="−sg(ρ)·A·log π", description="ratio as a constant weight"),
     "gspo": Loss(
         formula="as ppo, with exp(mean log ρ) of the completion",
         paper="2507.18071",
-        words="ratio of the whole completion clipped",
+        description="ratio of the whole completion clipped",
         keys=_CLIPPING,
     ),
     "cispo": Loss(
         formula="−sg(min(ρ, cispo_cap))·A·log π",
         paper="2506.13585",
-        words="ratio as a constant weight, capped",
+        description="ratio as a constant weight, capped",
         parameters={"cispo_cap": Parameter(Positive, 5.0, "Absolute cap on the importance ratio.")},
     ),
     "dppo": Loss(
         formula="−sg(keep·min(ρ, dppo_cap))·A·log π with ρ = π/π_sampler; keep = 0 where A leads further than "
         "dppo_threshold away from π_sampler",
         paper="2602.04879",
-        words="masked by divergence from the sampler",
+        description="masked by divergence from the sampler",
         parameters={
             "dppo_divergence": Parameter(
                 Literal["tv", "kl"],
@@ -242,7 +244,7 @@ LOSSES: dict[str, Loss] = {
         formula="−A·(4/τ)·σ(τ(ρ − 1)) with τ = {algorithm.sapo_tau_positive:g} where A > 0, else "
         "{algorithm.sapo_tau_negative:g}",
         paper="2511.20347",
-        words="ratio bounded by a soft gate",
+        description="ratio bounded by a soft gate",
         parameters={
             "sapo_tau_positive": Parameter(
                 Positive, 1.0, "How narrow the soft gate of `sapo` is for tokens of positive advantage."
@@ -254,7 +256,7 @@ LOSSES: dict[str, Loss] = {
         formula="−sg(W^k·e^(λ(1 − W)))·A·log π with W = Π ρ of the completion, ρ = π/π_sampler, and [k, λ] = "
         "vespo_positive where A ≥ 0, else vespo_negative",
         paper="2602.10693",
-        words="softly bounded by the ratio of the whole completion to the sampler's",
+        description="softly bounded by the ratio of the whole completion to the sampler's",
         parameters={
             "vespo_positive": Parameter(
                 _Curve,
@@ -269,7 +271,7 @@ LOSSES: dict[str, Loss] = {
         formula="−ρA with ρ = π/π_sampler; of {algorithm.m2po_tokens} tokens of the step those with the largest "
         "(log ρ)² are left out until its mean is below {algorithm.m2po_threshold:g}",
         paper="2510.01161",
-        words="the tokens furthest from the sampler left out",
+        description="the tokens furthest from the sampler left out",
         needs=frozenset({Need.LOGPROBS}),
         parameters={
             "m2po_threshold": Parameter(
@@ -380,7 +382,7 @@ def _rows() -> Iterator[str]:
     for key, table in MODES.items():
         for name, mode in table.items():
             formula = re.sub(r"\{([\w.]+)[^}]*\}", lambda match: _named(match[1]), mode.formula)
-            text = f"{mode.words}: {formula}" if mode.words else formula
+            text = f"{mode.description}: {formula}" if mode.description else formula
             paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
             cells = (f"`{key}`", f"`{name}`", text, paper, ", ".join(sorted(mode.needs)))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

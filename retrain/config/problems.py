@@ -236,19 +236,19 @@ def unknown(path: Path, value: object) -> Mistake:
         return Mistake(path, f"is not a key of [[{of_list}]]", nearest(name, fields_of(lists()[of_list]), value))
     if replaced := REPLACED.get(f"{section}.{name}"):
         return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
-    own = sections()[section].roles()
+    candidates = sections()[section].roles()
     if synonym := SYNONYMS.get(name):
         return Mistake(path, f"is not a key of [{section}]", f"{_elsewhere(synonym, section)} = {show(value)}")
     if elsewhere := homes(name):
         belongs = " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
         return Mistake(path, f"is not a key of [{section}]", f"{name} belongs to {belongs}")
-    close = difflib.get_close_matches(name, own, n=1, cutoff=0.65)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.65)
     if not close:
         wide = difflib.get_close_matches(name, [dotted.partition(".")[2] for dotted in keys()], n=1, cutoff=0.8)
         if wide:
             dotted = homes(wide[0])[0]
             return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
-    return Mistake(path, f"is not a key of [{section}]", nearest(name, own, value))
+    return Mistake(path, f"is not a key of [{section}]", nearest(name, candidates, value))
 
 
 def _elsewhere(dotted: str, section: str) -> str:

@@ -98,10 +98,10 @@ def configuration_markdown() -> str:
 
 def _listed() -> dict[type[Section], list[str]]:
     """Return the lists of tables by the class of their tables."""
-    found: dict[type[Section], list[str]] = {}
+    names: dict[type[Section], list[str]] = {}
     for name, table in lists().items():
-        found.setdefault(table, []).append(name)
-    return found
+        names.setdefault(table, []).append(name)
+    return names
 
 
 def _text(section: type[Section]) -> str:

@@ -78,9 +78,9 @@ class Config(Section):
         sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
         return tuple(self.resolved(each) for each in sets) if self.evaluation.problems else ()
 
-    def resolved(self, each: EvaluationSet) -> HeldOut:
+    def resolved(self, held_out: EvaluationSet) -> HeldOut:
         """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
-        return resolved(each, self.evaluation, self.training, self.data)
+        return resolved(held_out, self.evaluation, self.training, self.data)
 
     @property
     def evaluations(self) -> dict[int, Extent]:
@@ -202,13 +202,13 @@ def listed(field: FieldInfo) -> type[Section] | None:
 @cache
 def lists() -> dict[str, type[Section]]:
     """Return the section class of every key that is a list of tables, nested ones included, by dotted TOML name."""
-    found: dict[str, type[Section]] = {}
+    tables: dict[str, type[Section]] = {}
     waiting = list(keys().items())
     for dotted, field in waiting:
         if table := listed(field):
-            found[dotted] = table
+            tables[dotted] = table
             waiting += [(f"{dotted}.{name}", inner) for name, inner in fields_of(table).items()]
-    return found
+    return tables
 
 
 def homes(name: str) -> list[str]:

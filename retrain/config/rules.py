@@ -99,19 +99,19 @@ def model_rules(config: Config) -> Iterator[ConfigIssue]:
 
 def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
     """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, sharding."""
-    what, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
+    fault, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
     if is_plugin(backend):
-        words = f"{what}, and {backend} has a model of its own"
-        yield ConfigIssue(("model.quantize", "backend.backend"), words, fix)
+        message = f"{fault}, and {backend} has a model of its own"
+        yield ConfigIssue(("model.quantize", "backend.backend"), message, fix)
     if config.inference.served:
-        words = f"{what}, and a server samples with a base of its own: other weights than those that are trained"
-        yield ConfigIssue(("model.quantize", "inference.engine"), words, f'{fix}, or engine = "local"')
+        message = f"{fault}, and a server samples with a base of its own: other weights than those that are trained"
+        yield ConfigIssue(("model.quantize", "inference.engine"), message, f'{fix}, or engine = "local"')
     if config.backend.shard == "fsdp2":
-        words = f"{what}, and fsdp2 cuts weights in the base's number format alone"
-        yield ConfigIssue(("model.quantize", "backend.shard"), words, f'{fix}, or shard = "dp"')
+        message = f"{fault}, and fsdp2 cuts weights in the base's number format alone"
+        yield ConfigIssue(("model.quantize", "backend.shard"), message, f'{fix}, or shard = "dp"')
     if config.training.update_dtype == "bfloat16":
-        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight'
-        yield ConfigIssue(("model.quantize", "training.update_dtype"), words, 'update_dtype = "model"')
+        message = f'{fault}, and update_dtype = "bfloat16" keeps a copy of every weight'
+        yield ConfigIssue(("model.quantize", "training.update_dtype"), message, 'update_dtype = "model"')
 
 
 def executor_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -119,21 +119,18 @@ def executor_rules(config: Config) -> Iterator[ConfigIssue]:
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
-        words = f"is {toml(backend.devices)}, and one process trains on one device"
+        message = f"is {toml(backend.devices)}, and one process trains on one device"
         fix = f'devices = "{one}"'
         if config.is_campaign:
             fix += ', or executor = "processes" in [campaign]'
-        yield ConfigIssue(("backend.devices", "campaign.executor"), words, fix)
+        yield ConfigIssue(("backend.devices", "campaign.executor"), message, fix)
     if executor != "inprocess" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
-        keys, fix = (
-            ("campaign.gpus_per_cohort", "backend.devices"),
-            "remove the line; workers says how many share a CPU",
-        )
-        yield ConfigIssue(keys, 'has no effect with devices = "cpu"', fix)
+        fix = "remove the line; workers says how many share a CPU"
+        yield no_effect("campaign.gpus_per_cohort", "backend.devices", "cpu", fix)
     if executor == "ray" and backend.named_gpus:
-        words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
+        message = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
         yield ConfigIssue(
-            ("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4'
+            ("backend.devices", "campaign.executor"), message, 'devices = "all", and [campaign] workers = 4'
         )
 
 
@@ -141,16 +138,16 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report servers that several training processes would share, and server GPUs that a cluster chooses."""
     executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
-        what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
+        message = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
         yield ConfigIssue(
-            ("inference.launch", "campaign.executor"), what, "url, with the addresses of servers of your own"
+            ("inference.launch", "campaign.executor"), message, "url, with the addresses of servers of your own"
         )
     if executor == "ray" and inference.launch_gpus is not None:
-        what = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
-        yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), what, "[ray] server_gpus = 1")
+        message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
+        yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
     if executor != "inprocess" and inference.sleep:
-        what = f'has servers sleep while one process trains, and executor = "{executor}" has several'
-        yield ConfigIssue(("inference.sleep", "campaign.executor"), what, "sleep = false")
+        message = f'has servers sleep while one process trains, and executor = "{executor}" has several'
+        yield ConfigIssue(("inference.sleep", "campaign.executor"), message, "sleep = false")
 
 
 def shard_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -158,29 +155,29 @@ def shard_rules(config: Config) -> Iterator[ConfigIssue]:
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
         if config.gpus_per_worker > 1:
-            words = f'is {config.gpus_per_worker}, and with shard = "none" a cohort trains on one GPU'
-            yield ConfigIssue(("campaign.gpus_per_cohort", "backend.shard"), words, '[backend] shard = "dp"')
+            message = f'is {config.gpus_per_worker}, and with shard = "none" a cohort trains on one GPU'
+            yield ConfigIssue(("campaign.gpus_per_cohort", "backend.shard"), message, '[backend] shard = "dp"')
         return
-    what = f'is "{backend.shard}"'
-    each, keys = config.campaign.gpus_per_cohort, ("backend.ranks", "campaign.gpus_per_cohort")
+    fault = f'is "{backend.shard}"'
+    gpus, keys = config.campaign.gpus_per_cohort, ("backend.ranks", "campaign.gpus_per_cohort")
     if executor != "inprocess" and config.gpus_per_worker == 1:
-        words = f'{what}, and each worker of executor = "{executor}" has one device: there is nothing to divide'
+        message = f'{fault}, and each worker of executor = "{executor}" has one device: there is nothing to divide'
         fix = "[campaign] gpus_per_cohort = 2, or ranks = 2 on CPUs"
-        yield ConfigIssue(("backend.shard", "campaign.gpus_per_cohort"), words, fix)
-    elif executor != "inprocess" and backend.ranks != "auto" and each not in (1, backend.ranks):
-        words = f"is {backend.ranks}, and gpus_per_cohort = {each:g}: each rank of a worker has one GPU"
-        yield ConfigIssue(keys, words, f"gpus_per_cohort = {backend.ranks}")
+        yield ConfigIssue(("backend.shard", "campaign.gpus_per_cohort"), message, fix)
+    elif executor != "inprocess" and backend.ranks != "auto" and gpus not in (1, backend.ranks):
+        message = f"is {backend.ranks}, and gpus_per_cohort = {gpus:g}: each rank of a worker has one GPU"
+        yield ConfigIssue(keys, message, f"gpus_per_cohort = {backend.ranks}")
     if is_plugin(backend.backend):
-        words = f"{what}, and {backend.backend} computes its updates itself"
-        yield ConfigIssue(("backend.shard", "backend.backend"), words, 'shard = "none"')
+        message = f"{fault}, and {backend.backend} computes its updates itself"
+        yield ConfigIssue(("backend.shard", "backend.backend"), message, 'shard = "none"')
     if config.inference.launch and executor == "inprocess":
-        words = f"{what}, and servers that are launched here would share GPUs with the ranks"
+        message = f"{fault}, and servers that are launched here would share GPUs with the ranks"
         fix = 'give the url of servers that run elsewhere, or shard = "none"'
-        yield ConfigIssue(("backend.shard", "inference.launch"), words, fix)
+        yield ConfigIssue(("backend.shard", "inference.launch"), message, fix)
     if backend.shard == "fsdp2" and config.training.update_dtype == "bfloat16" and config.inference.dtype != "bfloat16":
-        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight on every rank'
+        message = f'{fault}, and update_dtype = "bfloat16" keeps a copy of every weight on every rank'
         fix = 'update_dtype = "model", or shard = "dp"'
-        yield ConfigIssue(("backend.shard", "training.update_dtype"), words, fix)
+        yield ConfigIssue(("backend.shard", "training.update_dtype"), message, fix)
 
 
 def server_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -189,28 +186,28 @@ def server_rules(config: Config) -> Iterator[ConfigIssue]:
     if not inference.served:
         return
     if is_plugin(config.backend.backend):
-        what = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
-        yield ConfigIssue((*engine, "backend.backend"), what, 'engine = "local"')
+        message = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
+        yield ConfigIssue((*engine, "backend.backend"), message, 'engine = "local"')
     if config.backpressure.enabled:
-        what = (
+        message = (
             f'has no effect with engine = "{inference.engine}": servers decide themselves how much they decode at once'
         )
         yield ConfigIssue(
-            ("backpressure.enabled", *engine), what, "enabled = false, and [inference] max_in_flight = 64"
+            ("backpressure.enabled", *engine), message, "enabled = false, and [inference] max_in_flight = 64"
         )
-    whole = type(config.training).model_fields
+    fields = type(config.training).model_fields
     for key in CUTS:
-        if getattr(config.training, key) != whole[key].default:
-            what = (
+        if getattr(config.training, key) != fields[key].default:
+            message = (
                 f"is {getattr(config.training, key):g}, but a server does not say which tokens were left to sample "
                 "from, and without that importance ratios would be wrong"
             )
-            yield ConfigIssue((f"training.{key}", *engine), what, 'remove the line, or engine = "local"')
+            yield ConfigIssue((f"training.{key}", *engine), message, 'remove the line, or engine = "local"')
     for key in MODES:
         mode = getattr(config.algorithm, key)
         if Need.ENTROPY in mode_of(key, mode).needs:
-            what = f'is "{mode}", which needs full-vocabulary entropies, and servers do not give them'
-            yield ConfigIssue((f"algorithm.{key}", *engine), what, 'engine = "local"')
+            message = f'is "{mode}", which needs full-vocabulary entropies, and servers do not give them'
+            yield ConfigIssue((f"algorithm.{key}", *engine), message, 'engine = "local"')
 
 
 def data_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -225,7 +222,7 @@ def data_rules(config: Config) -> Iterator[ConfigIssue]:
 
 def audit_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report a reward component with the reserved name of the audit."""
-    if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
+    if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield ConfigIssue(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
         )
@@ -271,20 +268,21 @@ def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
         keys = ("campaign.workers", "campaign.executor")
         yield ConfigIssue(keys, 'is "auto": say how many are asked of Slurm', "workers = 4, or --workers 4")
     if devices not in ("auto", "cpu"):
-        words = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
-        yield ConfigIssue(("backend.devices", "campaign.executor"), words, 'devices = "auto"')
+        message = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
+        yield ConfigIssue(("backend.devices", "campaign.executor"), message, 'devices = "auto"')
     if slurm.cluster == "local" and devices == "auto":
-        words = 'is "local": workers of this machine without Slurm share its CPU'
-        yield ConfigIssue(("slurm.cluster", "backend.devices"), words, 'cluster = "slurm", or devices = "cpu"')
+        message = 'is "local": workers of this machine without Slurm share its CPU'
+        yield ConfigIssue(("slurm.cluster", "backend.devices"), message, 'cluster = "slurm", or devices = "cpu"')
     if slurm.notice_s >= 60 * slurm.minutes:
-        words = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
-        yield ConfigIssue(("slurm.notice_s", "slurm.time"), words, f"notice_s = {15 * slurm.minutes}, or a longer time")
+        message = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
+        yield ConfigIssue(
+            ("slurm.notice_s", "slurm.time"), message, f"notice_s = {15 * slurm.minutes}, or a longer time"
+        )
     if slurm.gpu_type is not None and (options := [name for name in GPU_OPTIONS if name in slurm.extra]):
-        words = f"has no effect with {options[0]} in extra"
-        yield ConfigIssue(("slurm.gpu_type", "slurm.extra"), words, "remove one of the two")
+        message = f"has no effect with {options[0]} in extra"
+        yield ConfigIssue(("slurm.gpu_type", "slurm.extra"), message, "remove one of the two")
     if devices == "cpu" and slurm.gpu_type is not None:
-        keys = ("slurm.gpu_type", "backend.devices")
-        yield ConfigIssue(keys, 'has no effect with devices = "cpu"', "remove one of the two")
+        yield no_effect("slurm.gpu_type", "backend.devices", "cpu", "remove one of the two")
 
 
 def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
@@ -294,8 +292,8 @@ def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
         return
     for name, field in Slurm.model_fields.items():
         if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
-            words = f'has no effect with executor = "{config.campaign.executor}"'
-            yield ConfigIssue((f"slurm.{name}", "campaign.executor"), words, 'remove the line, or executor = "slurm"')
+            fix = 'remove the line, or executor = "slurm"'
+            yield no_effect(f"slurm.{name}", "campaign.executor", config.campaign.executor, fix)
 
 
 def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -309,7 +307,7 @@ def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
         )
     for index, each in enumerate(evaluation.sets):
         yield from _set_data_issues(config, each, f"evaluation.sets.{index}")
-    yield from _cut_findings(config)
+    yield from _cut_issues(config)
     for index, held_out in enumerate(config.held_out):
         if held_out.samples > 1 and held_out.sampling.temperature == 0:
             own = evaluation.sets[index] if evaluation.sets else None
@@ -322,7 +320,7 @@ def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
             )
 
 
-def _cut_findings(config: Config) -> Iterator[ConfigIssue]:
+def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
     evaluation, sets = config.evaluation, config.held_out
     tables: list[tuple[str, Section]] = []
     if sets and all(each.sampling.temperature == 0 for each in sets):
@@ -339,17 +337,17 @@ def _cut_findings(config: Config) -> Iterator[ConfigIssue]:
                 yield ConfigIssue((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
 
 
-def _set_data_issues(config: Config, each: EvaluationSet, path: str) -> Iterator[ConfigIssue]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+def _set_data_issues(config: Config, held_out: EvaluationSet, path: str) -> Iterator[ConfigIssue]:
+    source = held_out.source or config.data.eval_source or config.data.source
+    if held_out.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
         yield no_effect(f"{path}.split", f"{path}.source", source)
-    if each.levels is not None and source != "arithmetic":
+    if held_out.levels is not None and source != "arithmetic":
         fix = 'remove the line, or source = "arithmetic"'
         yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
-    if each.subset is not None and each.source is not None and not has_configurations(source):
+    if held_out.subset is not None and held_out.source is not None and not has_configurations(source):
         yield no_effect(f"{path}.subset", f"{path}.source", source)
     for key in ("subset", "prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
+        if getattr(held_out, key) is not None and held_out.source is None:
             yield ConfigIssue(
                 (f"{path}.{key}", path),
                 "has no effect without a source of the set's own: the problems are those of [data]",
@@ -423,8 +421,7 @@ def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report a verdict schedule without evaluations, or without that of the primary metric."""
     schedule, training = config.evaluation.schedule, config.training
     if schedule == "verdict" and not config.evaluation.problems:
-        keys = ("evaluation.schedule", "evaluation.problems")
-        yield ConfigIssue(keys, "has no effect with problems = 0", "remove the line, or problems = 128")
+        yield no_effect("evaluation.schedule", "evaluation.problems", 0, "remove the line, or problems = 128")
         return
     if not config.is_campaign:
         return
@@ -454,20 +451,20 @@ def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -
     """Report `last3` without three evaluations near the end of training."""
     steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
     if max_steps < DECIDING:
-        what = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
-        yield ConfigIssue(("campaign.primary_metric", "training.max_steps"), what, 'primary_metric = "final"')
+        message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
+        yield ConfigIssue(("campaign.primary_metric", "training.max_steps"), message, 'primary_metric = "final"')
         return
     keys, fix = ("campaign.primary_metric", "training.eval_every"), f"eval_every = {max(1, max_steps // 10)}"
     fix = f'[evaluation] schedule = "verdict", or {fix}'
     if len(steps) < DECIDING:
         done = " and ".join(map(str, steps))
-        what = f'is "{metric}", the mean of three evaluations, and after the start there'
-        what += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
-        yield ConfigIssue(keys, what, fix)
+        message = f'is "{metric}", the mean of three evaluations, and after the start there'
+        message += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
+        yield ConfigIssue(keys, message, fix)
     elif too_early(steps[0], max_steps):
         first, second, last = steps
-        what = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
-        yield ConfigIssue(keys, f"{what}not of the end of training alone; for that type", fix, warning=True)
+        message = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
+        yield ConfigIssue(keys, f"{message}not of the end of training alone; for that type", fix, warning=True)
 
 
 RULES = (

@@ -41,8 +41,8 @@ class RunSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
         """Return the run that ``to_json`` wrote, with ``config`` in place of its own if given."""
-        given = {each.name: data[each.name] for each in fields(cls)}
-        return cls(**{**given, "config": config or parse_dict(data["config"])})
+        values = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**{**values, "config": config or parse_dict(data["config"])})
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as in ``plan.json``."""
@@ -96,13 +96,13 @@ def tells_apart(key: str) -> bool:
 def condition_hash(config: Mapping[str, Any]) -> str:
     """Return the hash of the settings that the runs of one condition share: all that differ from the defaults, except
     steps and training seed."""
-    given = {
+    settings = {
         key: value
         for key, value in flat(config)
         if (tells_apart(key) and key != EXTENSION) or key == "campaign.seed"
         if value != _defaults().get(key) and value not in ({}, [])
     }
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def without_sepa(specs: Sequence[RunSpec]) -> list[str]:

@@ -249,8 +249,8 @@ def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
         example = 'criteria = [{ name = "correct", text = "The final answer is right." }]'
         yield ConfigIssue((f"{path}.criteria", f"{path}.type"), 'is missing: type = "rubric" needs some', example)
     if twice := next((name for name in names if names.count(name) > 1), None):
-        words = f'has "{twice}" twice: their metrics would be one'
-        yield ConfigIssue((f"{path}.criteria",), words, f'name = "{twice}_2"')
+        message = f'has "{twice}" twice: their metrics would be one'
+        yield ConfigIssue((f"{path}.criteria",), message, f'name = "{twice}_2"')
     if names and grader.rubric_column is None and not any(each.weight_number for each in grader.criteria):
         yield ConfigIssue(
             (f"{path}.criteria",), "has no weight but 0: nothing would ever be paid", 'weight = "essential"'
@@ -355,7 +355,7 @@ class Audit(GraderKeys):
     """`off`, or a type as in [reward], whose `timeout_s` and `workers` apply too."""
 
     @property
-    def wanted(self) -> bool:
+    def is_enabled(self) -> bool:
         return self.type != "off"
 
     def issues(self) -> Iterator[ConfigIssue]:

@@ -30,6 +30,7 @@ from retrain.config.base import (
     minus_one,
     zero_is_none,
 )
+from retrain.config.describe import no_effect
 from retrain.config.modes import used_by
 
 MOST_KEPT = 1024
@@ -180,30 +181,30 @@ class Training(Section):
             )
         every, save = self.keep_every, self.save_every
         if every and not self.keep_last:
-            what = "has no effect with keep_last = 0, which keeps all"
-            yield ConfigIssue(("training.keep_every", "training.keep_last"), what, "remove the line")
+            message = "has no effect with keep_last = 0, which keeps all"
+            yield ConfigIssue(("training.keep_every", "training.keep_last"), message, "remove the line")
         elif every and (not save or every % save):
-            kept = "no such step is saved" if not save else "not all are saved"
+            fault = "no such step is saved" if not save else "not all are saved"
             fix = (
                 f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
             )
-            what = f"is {every}: with save_every = {save} {kept}"
-            yield ConfigIssue(("training.keep_every", "training.save_every"), what, fix)
+            message = f"is {every}: with save_every = {save} {fault}"
+            yield ConfigIssue(("training.keep_every", "training.save_every"), message, fix)
 
     def _update_issues(self) -> Iterator[ConfigIssue]:
-        whole = self.minibatch_by == "group"
-        units = self.batch_size if whole else self.batch_size * self.group_size
+        by_group = self.minibatch_by == "group"
+        units = self.batch_size if by_group else self.batch_size * self.group_size
         if self.minibatches > units:
-            what = f"batch_size = {self.batch_size}" if whole else f"{units} completions of a step"
+            described = f"batch_size = {self.batch_size}" if by_group else f"{units} completions of a step"
             yield ConfigIssue(
                 ("training.minibatches", "training.batch_size"),
-                f"is {self.minibatches}, more than the {what} that would be split",
+                f"is {self.minibatches}, more than the {described} that would be split",
                 f"minibatches = {units}",
             )
-        if not whole and self.minibatches == 1:
+        if not by_group and self.minibatches == 1:
             keys = ("training.minibatch_by", "training.minibatches")
             yield ConfigIssue(keys, "has no effect with one minibatch", "minibatches = 4")
-        elif not whole and self.group_size == 1:
+        elif not by_group and self.group_size == 1:
             keys = ("training.minibatch_by", "training.group_size")
             yield ConfigIssue(keys, "has no effect with groups of one", "remove the line")
         if self.target_kl is not None and self.num_iterations == 1:
@@ -340,5 +341,4 @@ class CriticSection(Section):
                 keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
             )
         if self.share_adapter and self.lora_rank is not None:
-            keys = ("critic.lora_rank", "critic.share_adapter")
-            yield ConfigIssue(keys, "has no effect with share_adapter = true", "remove the line")
+            yield no_effect("critic.lora_rank", "critic.share_adapter", True)

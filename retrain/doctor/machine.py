@@ -34,7 +34,7 @@ because the base is frozen."""
 def device_and_build(subject: DoctorModel) -> Result:
     """Check that the installed torch can use the GPU of this machine."""
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    gpus, asked = nvidia_gpus(), subject.source.asked
+    gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)
     if gpus and asked != "cpu" and not fault and not torch.cuda.is_available():
         fault = (
@@ -43,8 +43,8 @@ def device_and_build(subject: DoctorModel) -> Result:
         )
     if not subject.on_gpu:
         processor = environment_facts()["processor"]
-        words = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
-        return judged(subject.kinds, {}, words, fault=fault, **facts)
+        summary = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
+        return judged(subject.kinds, {}, summary, fault=fault, **facts)
     gpu = torch.cuda.get_device_properties(subject.base.device)
     facts |= {
         "name": gpu.name,
@@ -52,11 +52,11 @@ def device_and_build(subject: DoctorModel) -> Result:
         "compute_capability": f"{gpu.major}.{gpu.minor}",
         **gpu_facts(subject.base.device)["gpu"],
     }
-    words = (
+    summary = (
         f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {facts['compute_capability']}, driver "
         f"{facts['driver']}, torch {torch.__version__}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}"
     )
-    return judged(subject.kinds, {}, words, fault=fault, **facts)
+    return judged(subject.kinds, {}, summary, fault=fault, **facts)
 
 
 def rates(subject: DoctorModel) -> Result:
@@ -74,8 +74,8 @@ def measure(subject: DoctorModel) -> dict[str, float]:
     pairs = [(torch.empty(numbers, device=device), torch.ones(numbers, device=device)) for _ in range(count)]
     factors = [torch.ones(side, side, dtype=subject.base.dtype, device=device) for _ in range(count)]
 
-    def best(work: Callable[[Any], Any], items: list[Any]) -> float:
-        seconds = [timed(subject, lambda: subject.workers.map(work, items))[0] for _ in range(REPEATS + 1)]
+    def best(task: Callable[[Any], Any], items: list[Any]) -> float:
+        seconds = [timed(subject, lambda: subject.workers.map(task, items))[0] for _ in range(REPEATS + 1)]
         return min(seconds[1:])  # the first is a warm-up
 
     copy = best(lambda pair: pair[0].copy_(pair[1]), pairs)
@@ -83,11 +83,11 @@ def measure(subject: DoctorModel) -> dict[str, float]:
     return {"bandwidth": 2 * 4 * numbers * count / copy, "matrix": 2 * side**3 * count / product}
 
 
-def timed(subject: DoctorModel, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``work`` takes on the device, and its result."""
+def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that ``task`` takes on the device, and its result."""
     subject.synchronize()
     begin = time.perf_counter()
-    result = work()
+    result = task()
     subject.synchronize()
     return time.perf_counter() - begin, result
 
@@ -95,12 +95,12 @@ def timed(subject: DoctorModel, work: Callable[[], Any]) -> tuple[float, Any]:
 def paths(subject: DoctorModel) -> Result:
     """Report the code paths taken; fail if a supported decoder misses a fast one."""
     backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
-    taken = {
+    fast_paths = {
         "dense decoder": subject.engine.fast,
         "packed update": backbone.packs,
         "split head": backbone.head is not None,
     }
-    missing = [name for name, is_taken in taken.items() if not is_taken]
+    missing = [name for name, is_taken in fast_paths.items() if not is_taken]
     fault = ""
     if missing and is_supported(subject.base):
         fault = (
@@ -117,19 +117,19 @@ def paths(subject: DoctorModel) -> Result:
     if subject.on_gpu and "math" in {*sampling, *updating} and not fault:
         fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
         fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
-    words = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in taken.items()]
-    words.append(
+    parts = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in fast_paths.items()]
+    parts.append(
         f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
     )
-    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in taken.items()}
+    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in fast_paths.items()}
     facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
-    return judged(subject.kinds, {}, ", ".join(words), fault=fault, **facts)
+    return judged(subject.kinds, {}, ", ".join(parts), fault=fault, **facts)
 
 
-def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Return the attention kernels that ``work`` calls in this thread, and its result."""
+def _attention_kernels(task: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the attention kernels that ``task`` calls in this thread, and its result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        result = work()
+        result = task()
     names = " ".join(event.key for event in profile.key_averages() if "scaled_dot_product" in event.key)
     return [kernel for kernel in KERNELS if f"_{kernel}" in names], result
 
@@ -159,11 +159,11 @@ def speed(subject: DoctorModel) -> Result:
     elif subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
-    words = (
+    summary = (
         f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
         f"update {trained / update_seconds:,.0f} tokens/s"
     ) + ("" if values else "; too small a model to compare with a GPU's roofline")
-    return judged(subject.kinds, values, words, **facts, roofline=rates, seconds=[seconds, update_seconds])
+    return judged(subject.kinds, values, summary, **facts, roofline=rates, seconds=[seconds, update_seconds])
 
 
 def _multiplied_weights(subject: DoctorModel) -> int:
@@ -195,11 +195,11 @@ def _decode_roofline(
     return max(moved / rates["bandwidth"], FORWARD_OPS * tokens * (weights + adapter) / rates["matrix"])
 
 
-def _kernel_share(subject: DoctorModel, work: Callable[[], Any]) -> float:
-    """Return the share of the time of ``work`` in which at least one kernel runs."""
+def _kernel_share(subject: DoctorModel, task: Callable[[], Any]) -> float:
+    """Return the share of the time of ``task`` in which at least one kernel runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        seconds, _ = timed(subject, work)
+        seconds, _ = timed(subject, task)
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or []

@@ -46,16 +46,16 @@ def predicted_against_measured(subject: DoctorModel) -> Result:
         needed = 2 * long * per_token / 2**30
         return Result(SKIP, f"an update of two sequences of {long} tokens takes {needed:.1f} GiB, which are not free")
     sampling = [_sampling_peak(subject, tokens, sequences) for tokens in (short, long)]
-    kept, peaks = zip(*(_update_memory(subject, tokens, sequences) for tokens in (short, long)), strict=True)
+    saved, peaks = zip(*(_update_memory(subject, tokens, sequences) for tokens in (short, long)), strict=True)
     tokens_more = sequences * (long - short)
     predicted_cache, predicted_kept = tokens_more * cache_bytes(subject.base), tokens_more * per_token
     values = {
         "cache_growth": (sampling[1] - sampling[0]) / predicted_cache,
-        "kept_growth": (kept[1] - kept[0]) / predicted_kept,
+        "kept_growth": (saved[1] - saved[0]) / predicted_kept,
         "peak_growth": (peaks[1] - peaks[0]) / predicted_kept,
     }
     facts = {
-        "sampling_peak_bytes": sampling, "update_kept_bytes": kept, "update_peak_bytes": peaks,
+        "sampling_peak_bytes": sampling, "update_kept_bytes": saved, "update_peak_bytes": peaks,
         "predicted_cache_bytes": predicted_cache, "predicted_kept_bytes": predicted_kept,
     }  # fmt: skip
     return judged(subject.kinds, values, f"{sequences} sequences of {short} and {long} tokens", **facts)
@@ -79,35 +79,35 @@ def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[i
         samples.append(Sample.single_turn(ids[:1], ids[1:], np.zeros(tokens), noise.normal(size=tokens)))
     weights = {policy.adapter.flat.untyped_storage().data_ptr()}
     weights |= {weight.untyped_storage().data_ptr() for weight in subject.base.model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         highest = peak(subject, lambda: subject.update(policy, samples))
     if policy.budget.learnt:
         raise RuntimeError("memory ran out while it was measured")
-    return sum(kept.values()), highest
+    return sum(saved.values()), highest
 
 
-def peak(subject: DoctorModel, work: Callable[[], Any]) -> int:
-    """Return the peak of bytes allocated by ``work`` in this thread: by the GPU's allocator, or the sum of all
+def peak(subject: DoctorModel, task: Callable[[], Any]) -> int:
+    """Return the peak of bytes allocated by ``task`` in this thread: by the GPU's allocator, or the sum of all
     allocations and releases on a CPU."""
     if subject.on_gpu:
         device = subject.base.device
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()
+        task()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        work()
+        task()
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = np.array([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])

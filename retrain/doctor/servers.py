@@ -86,8 +86,8 @@ def _answers(engine: ServerEngine) -> Result:
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-    asked, result = config.model.lora_rank, Result(FAIL)
-    for rank in [asked, *(rank for rank in reversed(RANKS) if rank < asked and any_rank)]:
+    default, result = config.model.lora_rank, Result(FAIL)
+    for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
             texts = [canary.words for canary in canaries(engine, base, lanes, [kind])]
@@ -96,10 +96,10 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
             if RANK_HINT in str(error):
                 continue
             return result
-        if rank < asked:
+        if rank < default:
             texts.append(
-                f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
-                f"train with that, start it with {RANK_HINT} {asked}"
+                f"with an adapter of rank {rank}: it takes none of rank {default}, the default of [model] lora_rank; "
+                f"to train with that, start it with {RANK_HINT} {default}"
             )
         return Result(PASS, "; ".join(texts))
     return result

@@ -55,11 +55,11 @@ LARGE_PARAMETERS = 50_000_000  # Parameters above which a model on a CPU is chec
 @dataclass(frozen=True)
 class ModelSource:
     """Resolved configuration of the first run, and the shapes (a transformers config.json) of random weights; None for
-    the model that the configuration names. ``asked`` is the device as typed."""
+    the model that the configuration names. ``requested_device`` is the device as typed."""
 
     config: Config
     shapes: Mapping[str, Any] | None
-    asked: str
+    requested_device: str
 
     @classmethod
     def of(cls, file: Path | None, device: str) -> ModelSource:
@@ -85,14 +85,16 @@ class ModelSource:
         return cls(_on_device(config, devices), None if has_weights else shapes_of(config), device)
 
 
-def _devices(asked: str) -> str:
-    if asked == "auto":
+def _devices(device: str) -> str:
+    if device == "auto":
         return "gpu:0" if torch.cuda.is_available() else "cpu"
-    number = asked.removeprefix("gpu:")
-    if asked != "cpu" and not (number != asked and number.isdecimal()):
-        raise UsageError(f"--device {asked!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto")
-    resolve_device(asked)
-    return asked
+    number = device.removeprefix("gpu:")
+    if device != "cpu" and not (number != device and number.isdecimal()):
+        raise UsageError(
+            f"--device {device!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto"
+        )
+    resolve_device(device)
+    return device
 
 
 def _on_device(config: Config, devices: str) -> Config:

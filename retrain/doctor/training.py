@@ -69,10 +69,10 @@ def gradient(subject: DoctorModel) -> Result:
         theirs = plain_gradient(model, weights, samples, higher).double().cpu()
     cosine = float(torch.dot(ours, theirs) / (ours.norm() * theirs.norm()))
     values = {"gradient_angle": 1 - cosine, "gradient_norm": abs(float(ours.norm() / theirs.norm()) - 1)}
-    words = f"against {str(higher).removeprefix('torch.')}"
+    summary = f"against {str(higher).removeprefix('torch.')}"
     if layers < depth:
-        words += f", first {layers} of {depth} layers"
-    return judged(subject.kinds, values, words, numbers=len(ours), norm=float(theirs.norm()))
+        summary += f", first {layers} of {depth} layers"
+    return judged(subject.kinds, values, summary, numbers=len(ours), norm=float(theirs.norm()))
 
 
 def _on_first_layers(subject: DoctorModel, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:
@@ -176,16 +176,16 @@ def resumed_equals_uninterrupted(subject: DoctorModel) -> Result:
             return Result(FAIL, f"the new process ended with status {done.returncode}: {last}", todo="see there")
         theirs = read_json(folder / "digests.json")
     differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    words = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
+    summary = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
     versions = [policy.version for policy in policies]
     fault = "" if versions == [STEPS] * LANES else f"{STALE_SAMPLER}: {versions} after {STEPS} updates each"
     values = {"resume_differs": len(differing)}
-    return judged(subject.kinds, values, words, fault=fault, compared=len(ours), differing=differing)
+    return judged(subject.kinds, values, summary, fault=fault, compared=len(ours), differing=differing)
 
 
-def resume(place: str) -> None:
+def resume(path: str) -> None:
     """In the new process: load the checkpoints of all lanes, train on, and write the digests."""
-    folder = Path(place)
+    folder = Path(path)
     source = pickle.loads((folder / "source.pickle").read_bytes())
     with DoctorModel.open(source) as subject:
         policies = [subject.policy(lane) for lane in range(LANES)]

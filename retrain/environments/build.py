@@ -154,13 +154,13 @@ def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Roo
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> Room:
-        limit, left = section.max_prompt_tokens, context - completion
-        if context and left < 1:
+        limit, remaining = section.max_prompt_tokens, context - completion
+        if context and remaining < 1:
             raise ModelError(
                 f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
             )
-        if context and (limit is None or left < limit):
-            return Room(section, left, f"{model}, max_tokens = {completion} takes the rest")
+        if context and (limit is None or remaining < limit):
+            return Room(section, remaining, f"{model}, max_tokens = {completion} takes the rest")
         return Room(section, limit, f"[data] max_prompt_tokens = {limit}")
 
     heldout = {}

@@ -60,7 +60,7 @@ class HostedEnvironment:
             for _ in range(section.workers)
         ]
         self._numbers = count()
-        self._known: dict[str, list[Problem]] = {}
+        self._problems: dict[str, list[Problem]] = {}
         try:
             self.pools[0].start()
         except PluginError as error:
@@ -76,7 +76,7 @@ class HostedEnvironment:
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the problems of a split. Raises DataError when there are none."""
-        if split not in self._known:
+        if split not in self._problems:
             rows: list[dict[str, Any]] = []
             while len(rows) % PAGE == 0:
                 reply = self.call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
@@ -88,10 +88,10 @@ class HostedEnvironment:
             for row in rows:
                 row["prompt"] = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
                 row["tags"] = tuple(row["tags"])
-            self._known[split] = [Problem(**row) for row in rows]
-        if not self._known[split]:
+            self._problems[split] = [Problem(**row) for row in rows]
+        if not self._problems[split]:
             raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
-        return self._known[split]
+        return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
         """Begin an episode in one of the processes. Raises EpisodeFailed."""
@@ -130,10 +130,10 @@ class HostedEnvironment:
 
     def _lacks_metric(self, result: RewardResult) -> str:
         """Return the fault that a graded episode has no ``correct_metric``, or ""."""
-        name, known = self.section.correct_metric, {**result.components, **result.sample_metrics}
-        if name is None or name in known or result.total_reward is None or self.section.provider == "openenv":
+        name, metrics = self.section.correct_metric, {**result.components, **result.sample_metrics}
+        if name is None or name in metrics or result.total_reward is None or self.section.provider == "openenv":
             return ""
-        return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
+        return f"there is no metric {name!r} (correct_metric) among {', '.join(metrics) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
         """Return the fault of a reward outside the declared range, or ""."""

@@ -109,12 +109,12 @@ class Host:
         if number not in self.episodes:
             return LOST
         try:
-            given = self._settled(self.episodes[number].result())
+            returned = self._settled(self.episodes[number].result())
         finally:
             self.close(number)
-        is_ungraded = isinstance(given, RewardResult) and given.total_reward is None and given.error is None
-        result = checked(given)
-        if is_ungraded and result is given:
+        is_ungraded = isinstance(returned, RewardResult) and returned.total_reward is None and returned.error is None
+        result = checked(returned)
+        if is_ungraded and result is returned:
             result.error = None  # [reward] grades what tools counted
         return vars(result)
 

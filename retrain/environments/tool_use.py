@@ -85,7 +85,7 @@ class ToolEpisode:
 
     def step(self, action: Action) -> Step:
         """Return one message for each call, in order; the episode is done if there is none."""
-        calls = parse(action.text).found
+        calls = parse(action.text).items
         before = self.errors
         messages = tuple(self._answer(call) for call in calls)
         self.total += len(calls)

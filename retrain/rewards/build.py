@@ -134,7 +134,7 @@ def build_grader(
             reward = WeightedReward([Component(build(part), part.weight, part.offset) for part in section.components])
         else:
             reward = build(section)
-        second = build(audit, "audit") if audit is not None and audit.wanted else None
+        second = build(audit, "audit") if audit is not None and audit.is_enabled else None
         started.pop_all()
     return Grader(reward, section.correct_above, second)
 

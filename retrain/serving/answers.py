@@ -62,14 +62,14 @@ def completion_logprobs(
     ``offset``: characters before the first token. A log-probability of None marks a token without context."""
     names = [token_text(tokenizer, token, as_ids) for token in token_ids]
     offsets, best = [], []
-    for place, (name, logprob) in enumerate(zip(names, logprobs, strict=True)):
+    for index, (name, logprob) in enumerate(zip(names, logprobs, strict=True)):
         offsets.append(offset)
         offset += len(name)
         if logprob is None:
             best.append(None)
             continue
         best.append({name: finite(logprob)})
-        for token, other in (tops[place] or ()) if tops is not None else ():
+        for token, other in (tops[index] or ()) if tops is not None else ():
             best[-1].setdefault(token_text(tokenizer, token, as_ids), finite(other))
     return {
         "text_offset": offsets,

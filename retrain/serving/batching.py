@@ -84,7 +84,7 @@ class GenerationState:
         self.cancelled = True
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         return self.sampling.max_tokens - len(self.token_ids)
 
 
@@ -167,10 +167,10 @@ class Batcher:
             self.failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
             with self._changed:
-                left = [*self._active, *self._waiting]
+                unfinished = [*self._active, *self._waiting]
                 tasks = list(self._tasks)
                 self._active, self._waiting, self._tasks = [], deque(), deque()
-            for generation in left:
+            for generation in unfinished:
                 generation.tell(Piece((), (), failed=ServingError(500, "the engine has failed")))
             for _, future in tasks:
                 if future.set_running_or_notify_cancel():
@@ -210,10 +210,10 @@ class Batcher:
         self._leave(late)
 
     def _leave(self, gone: Iterable[GenerationState]) -> None:
-        left = set(gone)
-        if left:
-            self._active = [each for each in self._active if each not in left]
-            for each in left:
+        removed = set(gone)
+        if removed:
+            self._active = [each for each in self._active if each not in removed]
+            for each in removed:
                 self.engine.sequence_cache.drop(each.served.ref, (each.number,))
 
     def _withdraw(self) -> None:
@@ -227,8 +227,8 @@ class Batcher:
     def _draw(self) -> None:
         for batch in self._batches():
             try:
-                asked = list(self._requests(batch))
-                answers = self.engine.sample([request for request, _ in asked])
+                requests = list(self._requests(batch))
+                answers = self.engine.sample([request for request, _ in requests])
             except Exception:
                 traceback.print_exc()
                 for generation in batch:
@@ -238,7 +238,7 @@ class Batcher:
                 self._leave(batch)
                 continue
             ended = []
-            for (_, generations), actions in zip(asked, answers, strict=True):
+            for (_, generations), actions in zip(requests, answers, strict=True):
                 for generation, action in zip(generations, actions, strict=True):
                     try:
                         piece = self._piece(generation, action)
@@ -257,28 +257,38 @@ class Batcher:
             lanes.setdefault(generation.served.ref, []).append(generation)
         batches: list[list[GenerationState]] = []
         busiest = count = 0
-        for own in sorted(lanes.values(), key=len, reverse=True):
-            if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(own)):
+        for members in sorted(lanes.values(), key=len, reverse=True):
+            if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(members)):
                 batches.append([])
-                busiest, count = len(own), 0
-            batches[-1] += own
+                busiest, count = len(members), 0
+            batches[-1] += members
             count += 1
         return batches
 
     def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
         """Yield the engine's requests; generations with equal prompts and sampling share one."""
         alike: dict[Any, list[GenerationState]] = {}
-        for each in batch:
-            how = each.sampling
-            limit = min(each.left, self.piece_tokens)
-            key: Any = each
-            if not each.token_ids:
-                key = (each.served.ref, each.prompt_ids, limit, how.temperature, how.top_p, how.top_k, how.min_p)
-            alike.setdefault(key, []).append(each)
+        for generation in batch:
+            how = generation.sampling
+            limit = min(generation.remaining_tokens, self.piece_tokens)
+            key: Any = generation
+            if not generation.token_ids:
+                key = (
+                    generation.served.ref,
+                    generation.prompt_ids,
+                    limit,
+                    how.temperature,
+                    how.top_p,
+                    how.top_k,
+                    how.min_p,
+                )
+            alike.setdefault(key, []).append(generation)
         for generations in alike.values():
             first = generations[0]
-            how, limit = first.sampling, min(first.left, self.piece_tokens)
-            go_on = any(limit < each.left or each.sampling.ignore_eos for each in generations)
+            how, limit = first.sampling, min(first.remaining_tokens, self.piece_tokens)
+            go_on = any(
+                limit < generation.remaining_tokens or generation.sampling.ignore_eos for generation in generations
+            )
             request = SampleRequest(
                 first.served.ref,
                 (*first.prompt_ids, *first.token_ids),
@@ -289,8 +299,10 @@ class Batcher:
                 top_p=how.top_p,
                 top_k=how.top_k,
                 min_p=how.min_p,
-                sequences=tuple((each.number,) for each in generations) if go_on and self.engine.fast else (),
-                streams=tuple(each.stream for each in generations),
+                sequences=tuple((generation.number,) for generation in generations)
+                if go_on and self.engine.fast
+                else (),
+                streams=tuple(generation.stream for generation in generations),
                 drawn=len(first.token_ids),
             )
             yield request, generations
@@ -309,7 +321,7 @@ class Batcher:
             reason, stop = "stop", found
         if reason is None and action.stop_reason == "stop" and not how.ignore_eos:
             reason = "stop"
-        if reason is None and generation.left <= 0:
+        if reason is None and generation.remaining_tokens <= 0:
             reason = "length"
         new = generation.token_ids[before:]
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
@@ -322,8 +334,8 @@ class Batcher:
             return None
         for end in range(before + 1, len(generation.token_ids) + 1):
             text = decode(generation.token_ids[:end])
-            found = [(text.find(stop), stop) for stop in stops if stop in text]
-            if found:
+            matches = [(text.find(stop), stop) for stop in stops if stop in text]
+            if matches:
                 del generation.token_ids[end:]
-                return min(found, key=lambda each: each[0])[1]
+                return min(matches, key=lambda each: each[0])[1]
         return None

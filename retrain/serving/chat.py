@@ -38,7 +38,7 @@ async def answer(service: Service, request: Request) -> Response:
     drawing = service.begin(body.model, [prompt_ids], [how], body)
     if body.stream:
         return Events(drawing, _chunks(service, body, prompt_ids, drawing))
-    return await unless_gone(request, _whole(service, body, prompt_ids, drawing))
+    return await unless_gone(request, _full_response(service, body, prompt_ids, drawing))
 
 
 def rendered(
@@ -119,22 +119,28 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> None:
         raise ServingError(400, f"{where}.function.parameters must be the JSON schema of an object", "tools")
 
 
-async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet) -> Response:
+async def _full_response(
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
+) -> Response:
     drawn, choices = await drawing.all(), []
-    for index, each in enumerate(drawn):
-        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-        message, called = said(text, body.offered)
+    for index, completion in enumerate(drawn):
+        text = _writer(service, body).add(completion.token_ids, completion.stop_reason, last=True)
+        message, called = message_of(text, body.offered)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "refusal": None} | message,
-            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(each.token_ids)),
-            "finish_reason": "tool_calls" if called and each.finish_reason == "stop" else each.finish_reason,
-            "stop_reason": each.stop_reason,
+            "logprobs": await _logprobs(
+                service, body, drawing.served, prompt_ids, completion, len(completion.token_ids)
+            ),
+            "finish_reason": "tool_calls"
+            if called and completion.finish_reason == "stop"
+            else completion.finish_reason,
+            "stop_reason": completion.stop_reason,
         }
         if body.return_token_ids:
-            choice["token_ids"] = each.token_ids
+            choice["token_ids"] = completion.token_ids
         choices.append(choice)
-    counts = usage(len(prompt_ids), sum(len(each.token_ids) for each in drawn))
+    counts = usage(len(prompt_ids), sum(len(completion.token_ids) for completion in drawn))
     top = head("chat.completion", new_id("chatcmpl"), drawing.served.name)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     return JSONResponse(top | {"choices": choices, "usage": counts} | more)
@@ -151,16 +157,16 @@ async def _chunks(
     for index in range(len(drawn)):
         delta = {"role": "assistant", "content": ""}
         yield top | {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]} | more
-    async for number, piece in drawing.each():
-        each, last = drawn[number], piece.finish_reason is not None
-        each.add(piece)
+    async for number, piece in drawing.iter_pieces():
+        completion, last = drawn[number], piece.finish_reason is not None
+        completion.add(piece)
         text = writers[number].add(piece.token_ids, piece.stop_reason, last)
         reason, message = piece.finish_reason, {"content": text}
         if body.offered:  # what is a call shows at the end
             held[number] += text
             message = {}
             if last:
-                message, called = said(held[number], body.offered)
+                message, called = message_of(held[number], body.offered)
                 calls = message.get("tool_calls", ())
                 if called:
                     message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
@@ -168,7 +174,7 @@ async def _chunks(
         choice = {
             "index": number,
             "delta": message,
-            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(piece.token_ids)),
+            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, completion, len(piece.token_ids)),
             "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }
@@ -176,11 +182,11 @@ async def _chunks(
             choice["token_ids"] = list(piece.token_ids)
         yield top | {"choices": [choice]}
     if body.stream_options is not None and body.stream_options.include_usage:
-        counts = usage(len(prompt_ids), sum(len(each.token_ids) for each in drawn))
+        counts = usage(len(prompt_ids), sum(len(completion.token_ids) for completion in drawn))
         yield top | {"choices": [], "usage": counts}
 
 
-def said(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+def message_of(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Return the content and calls of a message, and whether there are calls; without tools all of it is content."""
     content, calls = read_calls(text, tools) if tools else (text, [])
     if not calls:

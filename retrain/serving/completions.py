@@ -32,12 +32,12 @@ async def answer(service: Service, request: Request) -> Response:
     body = read(CompletionBody, await request.body())
     body.check()
     service.find(body.model)
-    given = body.prompts()
+    inputs = body.prompts()
     special = body.add_special_tokens is not False
-    if isinstance(given[0], str):
-        prompts = await service.with_tokenizer(lambda tokenizer: [encoded(tokenizer, text, special) for text in given])
+    if isinstance(inputs[0], str):
+        prompts = await service.with_tokenizer(lambda tokenizer: [encoded(tokenizer, text, special) for text in inputs])
     else:
-        prompts = [tuple(token_ids) for token_ids in given]
+        prompts = [tuple(token_ids) for token_ids in inputs]
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)
@@ -45,71 +45,85 @@ async def answer(service: Service, request: Request) -> Response:
     if not max_tokens:  # the prompts alone
         drawn = [CompletionTokens(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
         served = service.find(body.model)
-        return await unless_gone(request, _response(service, body, given, prompts, served, drawn))
+        return await unless_gone(request, _response(service, body, inputs, prompts, served, drawn))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
     if body.stream:
-        return Events(drawing, _chunks(service, body, given, prompts, drawing))
-    return await unless_gone(request, _whole(service, body, given, prompts, drawing))
+        return Events(drawing, _chunks(service, body, inputs, prompts, drawing))
+    return await unless_gone(request, _full_response(service, body, inputs, prompts, drawing))
 
 
-async def _whole(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
+async def _full_response(
+    service: Service, body: CompletionBody, inputs: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
 ) -> Response:
-    return await _response(service, body, given, prompts, drawing.served, await drawing.all())
+    return await _response(service, body, inputs, prompts, drawing.served, await drawing.all())
 
 
 async def _response(
     service: Service,
     body: CompletionBody,
-    given: list[Any],
+    inputs: list[Any],
     prompts: list[tuple[int, ...]],
     served: ServedWeights,
     drawn: list[CompletionTokens],
 ) -> Response:
-    echoes = await _echoes(service, body, given, prompts, served)
+    echoes = await _echoes(service, body, inputs, prompts, served)
     choices = []
-    for index, each in enumerate(drawn):
-        place = index // (body.n or 1)
-        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-        choices.append(await _choice(service, body, served, index, prompts[place], each, each, text, echoes[place]))
-    counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
+    for index, completion in enumerate(drawn):
+        position = index // (body.n or 1)
+        text = _writer(service, body).add(completion.token_ids, completion.stop_reason, last=True)
+        choices.append(
+            await _choice(
+                service, body, served, index, prompts[position], completion, completion, text, echoes[position]
+            )
+        )
+    counts = usage(sum(map(len, prompts)), sum(len(completion.token_ids) for completion in drawn))
     top = head("text_completion", new_id("cmpl"), served.name)
     return JSONResponse(top | {"choices": choices, "usage": counts})
 
 
 async def _chunks(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
+    service: Service, body: CompletionBody, inputs: list[Any], prompts: list[tuple[int, ...]], drawing: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
     top = head("text_completion", new_id("cmpl"), drawing.served.name)
     writers = [_writer(service, body) for _ in drawing.generations]
     drawn = [CompletionTokens() for _ in drawing.generations]
     offsets = [0] * len(drawn)
-    echoes = await _echoes(service, body, given, prompts, drawing.served)
-    async for number, piece in drawing.each():
-        place, each, last = number // (body.n or 1), drawn[number], piece.finish_reason is not None
-        first = not each.token_ids
-        each.add(piece)
+    echoes = await _echoes(service, body, inputs, prompts, drawing.served)
+    async for number, piece in drawing.iter_pieces():
+        position, completion, last = number // (body.n or 1), drawn[number], piece.finish_reason is not None
+        first = not completion.token_ids
+        completion.add(piece)
         text = writers[number].add(piece.token_ids, piece.stop_reason, last)
-        echo = echoes[place] if first else None
+        echo = echoes[position] if first else None
         choice = await _choice(
-            service, body, drawing.served, number, prompts[place], each, piece, text, echo, offsets[number], first
+            service,
+            body,
+            drawing.served,
+            number,
+            prompts[position],
+            completion,
+            piece,
+            text,
+            echo,
+            offsets[number],
+            first,
         )
         offsets[number] += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
         yield top | {"choices": [choice]}
     if body.stream_options is not None and body.stream_options.include_usage:
-        counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
+        counts = usage(sum(map(len, prompts)), sum(len(completion.token_ids) for completion in drawn))
         yield top | {"choices": [], "usage": counts}
 
 
 async def _echoes(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: ServedWeights
+    service: Service, body: CompletionBody, inputs: list[Any], prompts: list[tuple[int, ...]], served: ServedWeights
 ) -> list[Echo | None]:
     echoes: list[Echo | None] = []
-    for each, prompt_ids in zip(given, prompts, strict=True):
+    for source, prompt_ids in zip(inputs, prompts, strict=True):
         if not body.echo:
             echoes.append(None)
             continue
-        text = each if isinstance(each, str) else service.tokenizer.decode(list(prompt_ids))
+        text = source if isinstance(source, str) else service.tokenizer.decode(list(prompt_ids))
         logprobs: list[float | None] = [None]
         tops: list[Tops | None] = [None]
         if body.logprobs is not None and len(prompt_ids) > 1:
@@ -140,17 +154,17 @@ async def _choice(
     """Return a choice, or the streamed part ``piece`` of it; ``drawn`` holds everything sampled so far."""
     logprobs = None
     if body.logprobs is not None:
-        token_ids, own = list(piece.token_ids), list[float | None](piece.logprobs)
-        tops: list[Tops | None] = [()] * len(own)
-        if body.logprobs and own:
+        token_ids, sampled = list(piece.token_ids), list[float | None](piece.logprobs)
+        tops: list[Tops | None] = [()] * len(sampled)
+        if body.logprobs and sampled:
             read_ids = (*prompt_ids, *drawn.token_ids)
             how = service.sampling(body, body.max_tokens or 16)
-            _, best = await service.score(served, read_ids, len(read_ids) - len(own), how, body.logprobs)
+            _, best = await service.score(served, read_ids, len(read_ids) - len(sampled), how, body.logprobs)
             tops = list(best)
         if echo is not None:
-            token_ids, own, tops = [*echo.token_ids, *token_ids], [*echo.logprobs, *own], [*echo.tops, *tops]
+            token_ids, sampled, tops = [*echo.token_ids, *token_ids], [*echo.logprobs, *sampled], [*echo.tops, *tops]
         as_ids = bool(body.return_tokens_as_token_ids)
-        logprobs = completion_logprobs(service.tokenizer, token_ids, own, tops, as_ids, offset)
+        logprobs = completion_logprobs(service.tokenizer, token_ids, sampled, tops, as_ids, offset)
     choice = {
         "index": index,
         "text": text if echo is None else echo.text + text,

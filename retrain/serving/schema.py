@@ -1,4 +1,4 @@
-"""Validate request bodies strictly: every mistake is a ``ServingError`` that names the field; unknown fields are ignored.
+"""Validate request bodies strictly: every mistake is a ``ServingError`` that names the field.
 
 Fields are those of OpenAI's API and vLLM's additions. Unsupported fields that would change the distribution are
 rejected, not ignored.

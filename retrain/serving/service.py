@@ -163,10 +163,10 @@ class Service:
             ignore_eos=bool(body.ignore_eos),
         )
 
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+    async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
         """Return ``task(tokenizer)``, run in a separate thread: a long text takes seconds, in which the event loop
         answers other requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, work, self._encoder)
+        return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
 
     @property
     def max_body(self) -> int:
@@ -175,7 +175,7 @@ class Service:
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise ServingError (400) for an unusable prompt, or one that leaves fewer than ``max_tokens`` of the context."""
+        """Raise ServingError (400) for an invalid prompt, or one that leaves less than ``max_tokens`` of context."""
         if not prompt_ids:
             raise ServingError(400, "the prompt has no tokens", "prompt")
         longest, vocab_size = self.base.context_length, self.base.vocab_size
@@ -241,21 +241,21 @@ class GenerationSet:
         for each in self.generations:
             each.cancel()
 
-    async def each(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def iter_pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield pieces until the last generation ends. Raises ServingError when one fails."""
-        left = len(self.generations)
+        running = len(self.generations)
         try:
-            while left:
+            while running:
                 number, piece = await self.pieces.get()
                 if piece.failed is not None:
                     raise piece.failed
-                left -= piece.finish_reason is not None
+                running -= piece.finish_reason is not None
                 yield number, piece
         finally:
             self.cancel()
 
     async def all(self) -> list[CompletionTokens]:
         drawn = [CompletionTokens() for _ in self.generations]
-        async for number, piece in self.each():
+        async for number, piece in self.iter_pieces():
             drawn[number].add(piece)
         return drawn

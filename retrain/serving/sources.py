@@ -23,10 +23,10 @@ class Sources:
     notes: tuple[str, ...] = ()
 
 
-def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
+def sources(target: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
     """Return the base and adapters to serve. ``more`` are further adapters, each NAME=DIR; ``base`` replaces the base
     that adapters name. Raises UsageError for a target that cannot be served and for repeated names."""
-    path = Path(what).expanduser()
+    path = Path(target).expanduser()
     named: list[tuple[str, Path]] = []
     if path.suffix == ".toml" and path.is_file():
         config = load(path).config
@@ -34,11 +34,11 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
         named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
         config = provenance(named[0][1], base).config
     elif path.is_file():
-        raise UsageError(f"{what} is not a TOML file: give a model, a run's directory or a run's file")
+        raise UsageError(f"{target} is not a TOML file: give a model, a run's directory or a run's file")
     else:
-        config = parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else what}})
+        config = parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else target}})
     if base is not None and not named:
-        raise UsageError(f"--base is for adapters, and {what} is none")
+        raise UsageError(f"--base is for adapters, and {target} is none")
     for text in more:
         name, equals, directory = text.partition("=")
         if not (equals and name and directory):

@@ -15,9 +15,9 @@ from retrain.serving.service import GenerationSet
 T = TypeVar("T")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``task``; cancel it and raise ClientDisconnect if the client leaves first."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -158,7 +158,7 @@ class CohortEvaluator:
         alike: dict[str, list[Run]] = {}
         for run in runs:
             config = run.config
-            audit = [config.audit.model_dump_json()] if config.audit.wanted else []
+            audit = [config.audit.model_dump_json()] if config.audit.is_enabled else []
             rubrics = column_values(config.rubric_columns, run.environments[held_out.name].problems(held_out.name))
             measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
             setting = repr((*measured, *audit, *rubrics))

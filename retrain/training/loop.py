@@ -77,8 +77,8 @@ class Cohort:
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
 
-        Raises RunInterrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context is
-        lost, it ends as on KeyboardInterrupt: without saving.
+        Raises RunInterrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context
+        is lost, it ends as on KeyboardInterrupt: without saving.
         """
         for run in self.runs:
             run.timer.start(timestamp())

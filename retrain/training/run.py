@@ -345,7 +345,7 @@ class Run:
             scored = fresh.groups or groups
             scores = scores_by_rollout(self.policy.score(samples_of(scored), want), scored)
         if self.teacher is not None and fresh.groups:
-            if self.config.distillation.whole:
+            if self.config.distillation.full_vocabulary:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)
                 fresh = fresh.with_fields(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
             else:

@@ -118,16 +118,16 @@ class Mirror:
 
     def _groups(self, folder: Path) -> Iterator[list[str]]:
         """Yield each file below ``folder`` that may change, and the files of each complete directory as one group."""
-        place, mark = folder.relative_to(self.directory), mark_of(folder)
+        base, mark = folder.relative_to(self.directory), mark_of(folder)
         if mark and mark.files is not None:
-            yield [(place / name).as_posix() for name in (*mark.files, MARK)]
+            yield [(base / name).as_posix() for name in (*mark.files, MARK)]
         elif mark is None or mark.owner.id == self.owner:
             for path in sorted(folder.glob("*")):
                 ours = any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and path.name not in NOT_UPLOADED
                 if path.is_symlink() or path.name.endswith(ASIDE) or (mark and not ours):
                     continue
                 if path != self.directory / MANIFEST:
-                    yield from self._groups(path) if path.is_dir() else [[(place / path.name).as_posix()]]
+                    yield from self._groups(path) if path.is_dir() else [[(base / path.name).as_posix()]]
 
     def _facts(self, names: list[str]) -> dict[str, list[int]]:
         """Return size and modification time (ns) of each file; {} when one of them has been removed."""

@@ -248,7 +248,7 @@ def wait_for_writers(
     """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
     worker on another machine counts as dead when its lease has not changed for ``watch`` seconds."""
     seen: dict[Path, tuple[Any, float]] = {}
-    told = False
+    notified = False
     while True:
         writing = []
         for directory in directories:
@@ -262,10 +262,10 @@ def wait_for_writers(
                 writing.append(lease)
         if not writing:
             return
-        if not told:
+        if not notified:
             who = sorted({f"process {lease.get('pid')} on {lease.get('host')}" for lease in writing})
             message(f"waiting for {listed(who, 4)} to finish the step of {plural(len(writing), 'run')}")
-            told = True
+            notified = True
         time.sleep(LOOK_SECONDS)
 
 
@@ -406,13 +406,13 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _watch(self, descriptor: socket.socket, ended: threading.Event, message: Callable[[str, str], None]) -> None:
-        heard, said, first = 0, False, None
+        heard, announced, first = 0, False, None
         while heard < 2:
             received = descriptor.recv(64)
             if not received:
                 return
-            if not said and any(number in ENDINGS for number in received):
-                said = True
+            if not announced and any(number in ENDINGS for number in received):
+                announced = True
                 with suppress(OSError, ValueError):  # nobody may be there to read it
                     message("finishing the step and saving; once more to stop without saving", "warning")
             urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())

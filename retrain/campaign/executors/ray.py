@@ -73,21 +73,24 @@ class WorkerHost:
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         device = f"gpu:{','.join(gpus)}" if gpus else "cpu"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
-        place = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
+        device_info = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
         more = ["--folder", str(folder if folder.is_dir() else self.copy), "--parent", str(os.getpid())]
         own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
         path = [entry or os.getcwd() for entry in sys.path if not entry.startswith(own)]
-        environment = place.environment | {"OMP_NUM_THREADS": request.threads, "PYTHONPATH": os.pathsep.join(path)}
+        environment = device_info.environment | {
+            "OMP_NUM_THREADS": request.threads,
+            "PYTHONPATH": os.pathsep.join(path),
+        }
         home = home_of(directory, request.slot)
         log, before = directory / WORKERS / f"worker_{request.slot}.log", newest(home)
-        command = command_of(request.program, directory, request.slot, place.device, *more)
+        command = command_of(request.program, directory, request.slot, device_info.device, *more)
         self.process = start_logged(command, log, environment)
         status = self.process.wait()
-        words = end_words(status)
+        ending = end_words(status)
         if newest(home) > before:
-            append(events_of(home, newest(home)), {"ended": words, "in_order": status == 0})
+            append(events_of(home, newest(home)), {"ended": ending, "in_order": status == 0})
             return ""
-        return f"{words}; what it printed is in {log} of node {node}"
+        return f"{ending}; what it printed is in {log} of node {node}"
 
     def kill(self) -> None:
         if self.process is not None:
@@ -111,7 +114,7 @@ class RayExecutor:
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
         self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
         self._actors: dict[int, WorkerActor] = {}
-        self._told = False  # Whether the user was notified that workers wait for room
+        self._notified = False  # Whether the user was notified that workers wait for room
 
     @cached_property
     def owner(self) -> str:
@@ -163,12 +166,12 @@ class RayExecutor:
     def notes(self) -> list[Message]:
         """Return a message when a worker has waited long for resources, once per worker."""
         now, ray = time.monotonic(), ray_module()
-        if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
+        if self._notified or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []
         for slot, actor in self._actors.items():
             home = home_of(self.plan.directory, slot)
             if now - actor.since > ROOM_SECONDS and not newest(home) and not ray.wait([actor.run], timeout=0)[0]:
-                self._told = True
+                self._notified = True
                 return [Message(f"worker {slot} waits for room in the Ray cluster: {self._room()}", "warning")]
         return []
 
@@ -235,7 +238,7 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
     everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
-    left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
+    free = _left_by_servers(everything, config) if config.inference.launch is not None else everything
     if not gpus and config.campaign.gpus_per_cohort != 1:
         raise UsageError(
             f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
@@ -243,24 +246,24 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
         )
     if workers != "auto":
         return workers, gpus
-    if left is None:
-        what = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+    if free is None:
+        resources = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
         raise UsageError(
             f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
-            f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
+            f"each of which asks for {resources} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
             "say how many workers: --workers 4"
         )
-    if count := sum(_room(each, config, gpus) for each in left):
+    if count := sum(_room(each, config, gpus) for each in free):
         return count, gpus
-    what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if left is not everything and any(_room(each, config, gpus) for each in everything):
+    resources = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
+    if free is not everything and any(_room(each, config, gpus) for each in everything):
         raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {what} ([ray] cpus, [backend] devices): add a node, or give the servers "
-            "less ([ray] server_gpus, server_cpus)"
+            f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
+            "servers less ([ray] server_gpus, server_cpus)"
         )
     raise UsageError(
-        f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
+        f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
         "where nodes come when they are asked for, say how many workers: --workers 4"
     )
 
@@ -278,17 +281,17 @@ def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
 def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
     """Return the resources that launched servers leave on each node, or None if a server fits on none. A server is
     counted on the node with the most free resources."""
-    left, inference = [dict(node) for node in nodes], config.inference
+    free, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
     for _ in range(inference.replicas):
-        room = [node for node in left if all(node.get(kind, 0) >= count for kind, count in asks.items())]
+        room = [node for node in free if all(node.get(kind, 0) >= count for kind, count in asks.items())]
         if not room:
             return None
         most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
         for kind, count in asks.items():
             most[kind] = most.get(kind, 0) - count
-    return left
+    return free
 
 
 def _gpus_per_worker(config: Config) -> float:

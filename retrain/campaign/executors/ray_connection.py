@@ -38,7 +38,7 @@ def ray_module() -> Any:
 def connect(config: Config, folder: Path) -> None:
     """Connect to the cluster; nodes on other machines get this code and the files of ``folder``."""
     ray, mine = ray_module(), dict(config.ray.runtime_env)
-    address = _found(config.ray.address)
+    address = _head_address(config.ray.address)
     _init(address, mine)
     elsewhere = any(node["Alive"] and node["NodeManagerHostname"] != socket.gethostname() for node in ray.nodes())
     if elsewhere and config.ray.ship and JOB_CONFIG not in os.environ:
@@ -48,7 +48,7 @@ def connect(config: Config, folder: Path) -> None:
         _init(address, shipped | mine)
 
 
-def _found(address: str) -> str:
+def _head_address(address: str) -> str:
     """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``; Ray
     itself would retry for minutes."""
     advice = "type: ray start --head, or --address local to have a cluster started for this campaign"

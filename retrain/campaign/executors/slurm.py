@@ -66,7 +66,7 @@ class SlurmExecutor:
         self.is_slurm = self.config.slurm.cluster == "slurm"
         self._tasks: dict[int, SlurmTask] = {}
         self._states: dict[str, str] = {}
-        self._looked = self._asked = 0.0
+        self._polled_at = self._submitted_at = 0.0
         self._begun = False
         self._notes: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
@@ -104,7 +104,7 @@ class SlurmExecutor:
             if not self.is_slurm:
                 environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
                 self._tasks[slot].process = start_logged(["bash", str(script)], log, environment)
-        self._asked, self._looked = time.monotonic(), 0.0
+        self._submitted_at, self._polled_at = time.monotonic(), 0.0
         self._record(closed=False)
 
     def look(self, slot: int) -> WorkerEnd | None:
@@ -133,8 +133,8 @@ class SlurmExecutor:
     def notes(self) -> Iterator[Message]:
         while not self._notes.empty():
             yield self._notes.get()
-        if self._asked and time.monotonic() - self._asked > WAIT_SECONDS:
-            self._asked = 0.0
+        if self._submitted_at and time.monotonic() - self._submitted_at > WAIT_SECONDS:
+            self._submitted_at = 0.0
             running = sum(newest(self._home(slot)) > task.before for slot, task in self._tasks.items())
             if running < len(self._tasks):
                 count = plural(len(self._tasks), "worker")
@@ -167,8 +167,8 @@ class SlurmExecutor:
 
     def _state(self, job: str) -> str:
         """Return a task's state in Slurm, at most ``LOOK_SECONDS`` old."""
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._polled_at >= LOOK_SECONDS:
+            self._polled_at = time.monotonic()
             ids = [word for task in self._tasks.values() for word in ("-j", task.job)]
             for line in self._command("sacct", "-o", "JobID,State,NodeList", "--parsable2", *ids).splitlines()[1:]:
                 name, state, *_ = line.split("|")
@@ -176,11 +176,11 @@ class SlurmExecutor:
         return self._states.get(job, "")
 
     def _submit(self, script: Path) -> str:
-        words = ["sbatch", str(script)]
+        command = ["sbatch", str(script)]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         try:
             environment = with_imports(outside)
-            done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         except OSError as error:
             raise UsageError(f"Slurm takes no job: {error}; its script is {script}, see [slurm]") from error
         match = re.search(r"job (\d+)", done.stdout)
@@ -225,10 +225,12 @@ class SlurmExecutor:
         if self.is_slurm and record.get("jobs") and not record.get("closed"):
             self._command("scancel", "--state=PENDING", *record["jobs"].values())
 
-    def _command(self, *words: str) -> str:
+    def _command(self, *arguments: str) -> str:
         """Run a Slurm command and return its output; its errors show in the task states."""
         with suppress(OSError, subprocess.TimeoutExpired):
-            return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False).stdout
+            return subprocess.run(
+                arguments, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            ).stdout
         return ""
 
 

@@ -84,7 +84,7 @@ def settings_changes(
     user requested them. Raises UsageError for impossible changes: fewer steps than are done, and other settings of a
     finished run that is not continued.
     """
-    asked, extensions = [], []
+    to_approve, extensions = [], []
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
@@ -104,5 +104,5 @@ def settings_changes(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "
                 f"--out, or ask for more steps than {entry['step']} to continue it with these"
             )
-        asked += lines
-    return list(dict.fromkeys(asked)), list(dict.fromkeys(extensions))
+        to_approve += lines
+    return list(dict.fromkeys(to_approve)), list(dict.fromkeys(extensions))

@@ -179,11 +179,11 @@ class Manifest:
         if not begun(content["runs"]):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
-        known = {run["run_id"]: run for run in content["runs"]}
+        entries = {run["run_id"]: run for run in content["runs"]}
         for run in content["runs"]:
             run.pop("worker", None)  # of a process that is no more
         for spec in specs:
-            digest, run = fingerprint(spec), known.get(spec.run_id)
+            digest, run = fingerprint(spec), entries.get(spec.run_id)
             if run is not None:
                 last = spec.config.training.max_steps
                 if run["state"] == "done" and last > run["step"]:
@@ -351,15 +351,15 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the first accuracy of a run on each held-out set, and the last one with its interval over problems."""
-    found: dict[str, dict[str, Any]] = {}
+    evaluations: dict[str, dict[str, Any]] = {}
     for row in RunReader(directory).evaluations():
         name = str(row.get("name", HELDOUT))
         rate = row.get(f"eval/{name}/correct_rate")
         if rate is None or name.endswith(PART):
             continue
         last = {key: row.get(f"eval/{name}/{key}") for key in ("ci_low", "ci_high", "problems")}
-        found[name] = {"before": found.get(name, {}).get("before", rate), "after": rate, **last}
-    return found
+        evaluations[name] = {"before": evaluations.get(name, {}).get("before", rate), "after": rate, **last}
+    return evaluations
 
 
 def write_plan(plan: Plan) -> None:

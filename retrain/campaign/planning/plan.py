@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retrain.config import Condition, Config, LoadedConfig, parse_dict
 from retrain.config.base import Role
@@ -18,13 +18,10 @@ from retrain.config.checking import assemble
 from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
+from retrain.environments.build import CompletionLengths, longest_completions
 from retrain.errors import UsageError
 from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
-
-if TYPE_CHECKING:
-    from retrain.environments.build import CompletionLengths
-
 
 CPU_LANES, GPU_LANES = 10, 8
 """Most runs of a cohort with ``lanes = "auto"``: larger batches gain little speed (``benchmarks/decode.py``)."""
@@ -49,8 +46,6 @@ class Plan:
 
     @cached_property
     def longest(self) -> CompletionLengths:
-        from retrain.environments.build import longest_completions
-
         return longest_completions(spec.config for spec in self.specs)
 
     @classmethod
@@ -159,10 +154,10 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
     """Split a cohort so that each part fits into memory, with whole seeds together where possible, so that pairs share
     batches. ``fitting`` runs fit together; ``reason`` says why no more do. Raises UsageError when the file fixes the
     number of lanes, or when no run fits."""
-    asked = group[0].config.campaign.lanes
+    configured = group[0].config.campaign.lanes
     if fitting < 1:
         raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
-    if asked != "auto":
+    if configured != "auto":
         raise UsageError(f'{reason}; type lanes = {fitting} or lanes = "auto" in [campaign]')
     conditions = len({spec.label for spec in group})
     count = fitting // conditions * conditions or fitting

@@ -41,6 +41,7 @@ from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.registry import ON, Registry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
+from retrain.rewards.custom import CustomReward
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
@@ -98,23 +99,23 @@ def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Itera
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, its value, module) for every optional package that a run needs and that is not installed."""
     logging = config.logging
-    wanted: list[tuple[str, Any, str]] = []
+    packages: list[tuple[str, Any, str]] = []
     for key, source in sources_of(config).items():
         if source.endswith(".parquet"):
-            wanted.append((key, source, "pyarrow"))
+            packages.append((key, source, "pyarrow"))
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
-            wanted.append((key, source, "datasets"))
-    wanted += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
+            packages.append((key, source, "datasets"))
+    packages += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
     if config.campaign.executor == "ray":
-        wanted.append(("campaign.executor", "ray", "ray"))
+        packages.append(("campaign.executor", "ray", "ray"))
     if config.model.quantize == "nf4":
-        wanted.append(("model.quantize", "nf4", "bitsandbytes"))
+        packages.append(("model.quantize", "nf4", "bitsandbytes"))
     for name in trackers(logging.report_to, logging.wandb_project):
         if name in logging.report_to and name in EXTRA_OF:
-            wanted.append(("logging.report_to", name, name))
+            packages.append(("logging.report_to", name, name))
         elif name == "wandb":
-            wanted.append(("logging.wandb_project", logging.wandb_project, name))
-    yield from (each for each in wanted if not is_installed(each[2]))
+            packages.append(("logging.wandb_project", logging.wandb_project, name))
+    yield from (each for each in packages if not is_installed(each[2]))
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:
@@ -185,21 +186,19 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 def custom_rewards(plan: Plan) -> CustomRewards:
     """Load the functions of all custom rewards of a plan, each once, in a worker process as in training: the user's
     module is never imported here."""
-    from retrain.rewards.custom import CustomReward
-
-    found: dict[str, CustomCode] = {}
+    codes: dict[str, CustomCode] = {}
     for table, part in (each for spec in plan.specs for each in spec.config.graders):
         module, functions = part.custom_module, part.custom_function
-        if part.type != "custom" or module is None or _code_of(part) in found:
+        if part.type != "custom" or module is None or _code_of(part) in codes:
             continue
         try:
             reward = CustomReward(module, functions, workers=1, base_dir=plan.folder, table=table)
             reward.close()
-            found[_code_of(part)] = CustomCode(reward.columns)
+            codes[_code_of(part)] = CustomCode(reward.columns)
         except PluginError as error:
             reason = str(error).rpartition(f"custom_function = {functions!r}: ")[2]
-            found[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
-    return found
+            codes[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
+    return codes
 
 
 def _code_of(part: GraderKeys) -> str:
@@ -217,12 +216,12 @@ def data_problems(
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
         model = (config.backend.backend, config.model.model, config.model.revision)
-        wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
-        if wanted not in problems:
+        key = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
+        if key not in problems:
             fault = _environment_problem(loaded, config, plan.folder)
             if fault is None and config.environment.provider is None:
                 fault = _data_problem(loaded, config, plan, rewards)
-            problems[wanted] = fault
+            problems[key] = fault
     return [problem for problem in problems.values() if problem is not None]
 
 
@@ -232,7 +231,7 @@ def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> 
     if not section.hosted:
         return None
     key, value = ("provider", section.provider) if section.provider else ("tools", section.tools)
-    shown = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
+    name = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
     try:
         host = hosted(config, folder)
         if section.provider is not None:
@@ -240,7 +239,7 @@ def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> 
     except (PluginError, DataError) as error:
         reason = str(error).removeprefix(f"[environment] provider = {section.provider!r}: ")
         reason = reason.removeprefix(f"provider = {section.provider!r}: ")
-        return _problem_at(loaded, f"environment.{key}", value, f'is "{shown}": {reason}')
+        return _problem_at(loaded, f"environment.{key}", value, f'is "{name}": {reason}')
     return None
 
 
@@ -259,7 +258,7 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
         fault = error
     for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
         try:
-            load_data(_alone(config, key), 0, base_dir=folder)
+            load_data(_single_source(config, key), 0, base_dir=folder)
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
@@ -299,7 +298,7 @@ def _prompt_problem(
     return None
 
 
-def _alone(config: Config, key: str) -> Data:
+def _single_source(config: Config, key: str) -> Data:
     """Return [data] with this key's source as its training problems."""
     if key == "data.source":
         return config.data
@@ -352,17 +351,17 @@ def _reward_problems(
 
 
 def _problem_at(loaded: LoadedConfig, key: str, value: Any, message: str, fix: str = "") -> ConfigProblem:
-    return ConfigProblem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
+    return ConfigProblem(_location(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 
-def _place(loaded: LoadedConfig, key: str, value: Any) -> str:
+def _location(loaded: LoadedConfig, key: str, value: Any) -> str:
     """Return where the key was written: in the first condition with this value, else in its section."""
     places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
             for path in ((name,), (key,), (section, name)):
-                if places.given(("campaign", "conditions", index, *path)):
+                if places.is_written(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
     return places.find(path_of(key))[1]
@@ -387,11 +386,11 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
         raise NotOurs(f"{directory} holds other runs ({others}; here {specs[0].run_id}): {ELSEWHERE}")
     for spec in specs:
         place, folder = run_place(spec), run_directory(directory, spec)
-        own = owner.at(place)
-        check_claim(folder, own if owner is not NOBODY else None, AWAY)
+        run_owner = owner.at(place)
+        check_claim(folder, run_owner if owner is not NOBODY else None, AWAY)
         entry = entries.get(spec.run_id)
         if entry is None or entry["state"] != "done" or entry["step"] < spec.config.training.max_steps:
-            _check_adapters(folder, spec, own)
+            _check_adapters(folder, spec, run_owner)
     _check_squeezed(specs, owner, bool(content.get("squeeze")))
 
 

@@ -59,7 +59,7 @@ class InterimMonitor:
         }
         others = [label for label in labels if label != baseline]
         differences = np.stack([values[label] - values[baseline] for label in others])
-        found = interim_analysis(differences, len(declared["seeds"]), declared.get("equivalence_margin"))
+        analysis = interim_analysis(differences, len(declared["seeds"]), declared.get("equivalence_margin"))
         record = InterimAnalysis(
             metric=measure.name,
             seeds=seeds,
@@ -68,8 +68,8 @@ class InterimMonitor:
                 label: [None if math.isnan(difference) else difference for difference in row.tolist()]
                 for label, row in zip(others, differences, strict=True)
             },
-            p={label: each.p for label, each in zip(others, found, strict=True)},
-            decided=[label for label, each in zip(others, found, strict=True) if each.is_decided],
+            p={label: each.p for label, each in zip(others, analysis, strict=True)},
+            decided=[label for label, each in zip(others, analysis, strict=True) if each.is_decided],
         )
         self.manifest.note(interim=record.to_row())
         return record

@@ -268,42 +268,42 @@ class Scheduler:
                 handle.stop()
         self._fill()
 
-    def _next(self, work: WorkItem, end: JobEnded) -> Iterable[WorkItem]:
+    def _next(self, item: WorkItem, end: JobEnded) -> Iterable[WorkItem]:
         try:
             if end.status == "died":
-                return self._again(work, end.reason)
-            return self.after(work, end)
+                return self._again(item, end.reason)
+            return self.after(item, end)
         except RetrainError as error:
             self._fault = self._fault or error
             return []
 
-    def _again(self, work: WorkItem, reason: str) -> Iterable[WorkItem]:
+    def _again(self, item: WorkItem, reason: str) -> Iterable[WorkItem]:
         """Return the work of a dead job to restart it, or the works that follow after too many deaths."""
         if self.stopping():
             self.lost_steps = True
-            return [work]
-        deaths = self._deaths[work] = self._deaths.get(work, 0) + 1
+            return [item]
+        deaths = self._deaths[item] = self._deaths.get(item, 0) + 1
         if deaths <= self.max_restarts:
             self.hear(Message(f"{reason}: its job begins again ({deaths} of {self.max_restarts} restarts)", "warning"))
-            return [work]
+            return [item]
         times = f", {deaths} times now" if deaths > 1 else ""
-        work.give_up(f"{reason}{times}")
-        return self.after(work, JobEnded("", "died", reason))
+        item.give_up(f"{reason}{times}")
+        return self.after(item, JobEnded("", "died", reason))
 
     def _fill(self) -> None:
         """Begin waiting works in their order while slots are free."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:
-            work = next((work for work in self._waiting if self._busy.isdisjoint(work.names)), None)
-            if work is None:
+            item = next((item for item in self._waiting if self._busy.isdisjoint(item.names)), None)
+            if item is None:
                 return
-            self._waiting.remove(work)
-            job = work.job()
+            self._waiting.remove(item)
+            job = item.job()
             if job is not None:
                 handle = self.executor.submit(job)
-                self._under_way[handle.id] = work, handle
-                self._busy |= work.names
+                self._under_way[handle.id] = item, handle
+                self._busy |= item.names
 
     def _has_training_left(self) -> bool:
         """Return whether any work trains or will train; drop waiting works without remaining jobs."""

@@ -87,14 +87,14 @@ class Team:
         self._restore()
 
     def _devices(self) -> list[str]:
-        backend, asked = self.config.backend, self.config.backend.ranks
+        backend, ranks = self.config.backend, self.config.backend.ranks
         gpus = [name for name, _ in gpus_of(backend.devices, backend.named_gpus)]
         count = int(os.environ["WORLD_SIZE"]) if self.under_torchrun else max(1, len(gpus))
-        if asked != "auto" and self.under_torchrun and asked != count:
+        if ranks != "auto" and self.under_torchrun and ranks != count:
             raise UsageError(
-                f"[backend] ranks = {asked}, and torchrun has started {count}: type --set backend.ranks={count}"
+                f"[backend] ranks = {ranks}, and torchrun has started {count}: type --set backend.ranks={count}"
             )
-        count = count if asked == "auto" else asked
+        count = count if ranks == "auto" else ranks
         if not gpus:
             return ["cpu"] * count
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if self.under_torchrun else count

@@ -216,7 +216,7 @@ class OpenEnvEpisode:
     def _call_tools(self, action: Action) -> Step:
         """Take each call of a message as a step, in order, up to the one that ends the episode. A message without a
         call ends it too."""
-        found = parse(action.text).found
+        found = parse(action.text).items
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
         for call in found:
             reply: Any = call

@@ -106,10 +106,10 @@ class Actions:
         reader = READERS.get(str(self._types.get(self.field)), str)
         if reader is str:
             return {self.field: cleaned} | self.constants
-        found = re.findall(r"-?\d+" if reader is int else r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", cleaned)
-        if not found or len(found[-1]) > 18:
+        numbers = re.findall(r"-?\d+" if reader is int else r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", cleaned)
+        if not numbers or len(numbers[-1]) > 18:
             raise ValueError("There is no number in that.")
-        return {self.field: reader(found[-1])} | self.constants
+        return {self.field: reader(numbers[-1])} | self.constants
 
 
 def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:

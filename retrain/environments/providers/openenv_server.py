@@ -34,11 +34,11 @@ class OpenEnvServer:
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
-        words = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
+        arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
         # A file, not a pipe: nobody reads along, and a full pipe would stop the server.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, str(os.getpid()), *words],
+            [sys.executable, "-c", _GUARD, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -83,13 +83,13 @@ class ReasoningGym:
         if split != "train":
             return held
         asked = {problem.prompt for problem in held}
-        kept = [problem for problem in self._drawn[self.heldout :] if problem.prompt not in asked]
-        if not kept:
+        training = [problem for problem in self._drawn[self.heldout :] if problem.prompt not in asked]
+        if not training:
             raise DataError(
                 f"{OWNER}: every training problem of {', '.join(self._tasks)} is held out; they have too few different "
                 f"questions for heldout = {self.heldout}"
             )
-        return kept
+        return training
 
     def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
         return ReasoningGymEpisode(self, problem)
@@ -149,7 +149,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Dat
     """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
     unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
-        _known(name)
+        _require_known(name)
     outcome = []
     with TaskWorker() as worker:
         for name in data_sets() if names is None else names:
@@ -165,7 +165,7 @@ def data_sets() -> list[str]:
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 
 
-def _known(name: str) -> None:
+def _require_known(name: str) -> None:
     if name not in (known := data_sets()):
         raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
 
@@ -194,7 +194,7 @@ def _parts(id: Any, config: Mapping[str, Any]) -> list[MixturePart]:
 
 def _part(item: Mapping[str, Any]) -> MixturePart:
     part = validated(MixturePart, item, f"{OWNER}: an item of id")
-    _known(part.name)
+    _require_known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])
     refuse_unknown(part.config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {part.name}")
     return part

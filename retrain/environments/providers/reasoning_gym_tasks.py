@@ -104,15 +104,17 @@ def _scoring_fault(dataset: Any, entry: Mapping[str, Any]) -> str:
         return f"a problem of it cannot be kept: {error}"
     for answer in (entry["answer"], *NONSENSE):
         right = answer == entry["answer"]
-        what = "its own answer" if right else repr(answer) if len(answer) < 9 else f"a text of {len(answer):,} letters"
+        description = (
+            "its own answer" if right else repr(answer) if len(answer) < 9 else f"a text of {len(answer):,} letters"
+        )
         try:
             value = score(dataset, answer, held)
         except Exception as error:
-            return f"scoring {what} raises {described(error)}"
+            return f"scoring {description} raises {described(error)}"
         if right and value < FULL:
             return f"its own answer scores {value:.3g}"
         if not right and value >= LOW:
-            return f"{what} scores {value:.3g}"
+            return f"{description} scores {value:.3g}"
     return ""
 
 

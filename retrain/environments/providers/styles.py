@@ -74,13 +74,13 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     return Cookbook(DatasetProblems(train, test, heldout, owner), owner, run)
 
 
-def _check(written: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _check(written: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(written)
     except ValueError:  # a class without a signature
         return
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(f"[environment] args: {error}") from None
 

@@ -98,11 +98,11 @@ class Verifiers:
         """Return the name of the dataset split and the row indices to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
-        own = len(self._part("eval"))
-        if not train and own:
-            return "eval", range(own if self._heldout is None else min(own, self._heldout))
+        evaluation = len(self._part("eval"))
+        if not train and evaluation:
+            return "eval", range(evaluation if self._heldout is None else min(evaluation, self._heldout))
         rows = self._part("train")
-        held = set() if own or self._heldout_args is not None else held_out(rows, self._heldout)
+        held = set() if evaluation or self._heldout_args is not None else held_out(rows, self._heldout)
         chosen = [index for index in range(len(rows)) if (index not in held) == train]
         return "train", chosen[: self._train] if train else chosen
 

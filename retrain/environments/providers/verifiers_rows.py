@@ -29,20 +29,18 @@ def digest(task: Any) -> str:
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def held_out(rows: Sequence[TaskRow], wanted: int | None) -> set[int]:
+def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
     """Return the indices of the held-out rows. Raises UsageError when none is left for training.
 
     They have the smallest hashes: the same rows in every run, and equal rows on the same side.
     """
-    if wanted is None:
-        wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
-    if wanted <= 0:
+    if count is None:
+        count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
+    if count <= 0:
         return set()
     hashes = [row.digest for row in rows]
-    last = sorted(hashes)[min(wanted, len(hashes)) - 1]
+    last = sorted(hashes)[min(count, len(hashes)) - 1]
     held = {index for index, value in enumerate(hashes) if value <= last}
     if len(held) == len(rows):
-        raise UsageError(
-            f"heldout = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
-        )
+        raise UsageError(f"heldout = {count} leaves none of the {len(rows)} problems to train with: take a smaller one")
     return held

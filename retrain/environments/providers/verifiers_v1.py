@@ -195,12 +195,12 @@ def _module(id: str) -> str:
 def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
     """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
     change the reward."""
-    found = hooks(kind)
+    wrapped = hooks(kind)
     if kind == "metric":
-        return [_tolerant(hook) for hook in found]
+        return [_tolerant(hook) for hook in wrapped]
     if kind == "reward":
-        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in found]
-    return found
+        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in wrapped]
+    return wrapped
 
 
 def _tolerant(hook: Any) -> Any:

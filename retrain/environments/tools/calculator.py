@@ -47,7 +47,7 @@ def calculator(expression: str) -> str:
     if foreign := FOREIGN.search(text):
         raise ToolError(f"{foreign[0]!r} is not part of arithmetic; {HINTS.get(foreign[0], WRITE)}")
     try:
-        return _shown(_value(ast.parse(text, mode="eval").body, text))
+        return _formatted(_value(ast.parse(text, mode="eval").body, text))
     except SyntaxError as error:
         raise ToolError(f"the expression cannot be read ({error.msg}); {WRITE}") from None
     except ZeroDivisionError:
@@ -103,7 +103,7 @@ def _too_large() -> ToolError:
     return ToolError(f"the result, or a part of it, has more than {MAX_DIGITS} digits")
 
 
-def _shown(value: Fraction) -> str:
+def _formatted(value: Fraction) -> str:
     """Return a whole number or short decimal in full; else the fraction, if short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)

@@ -75,12 +75,12 @@ class ParsedMessage:
     """Calls of a message. ``calls`` contains, in order, each call or a sentence to the model about one that could not
     be parsed; ``text`` is the rest of the message, without thoughts."""
 
-    found: tuple[Call | str, ...]
+    items: tuple[Call | str, ...]
     text: str
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(each for each in self.found if isinstance(each, Call))
+        return tuple(each for each in self.items if isinstance(each, Call))
 
 
 def answer(call: Call | str, text: str) -> Message:
@@ -105,12 +105,12 @@ class _MalformedCall(Exception):
 def parse(text: str) -> ParsedMessage:
     if len(text) > MAX_CHARACTERS:
         return ParsedMessage((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
-    if calls := _bare(text):
-        return ParsedMessage(_bounded(calls), "")
+    if bare := _bare(text):
+        return ParsedMessage(_bounded(bare), "")
     cursor = _Cursor(_after_thought(text))
-    found: list[Call | str] = []
+    calls: list[Call | str] = []
     rest: list[str] = []
-    while len(found) <= MAX_CALLS and (marker := _MARKER.search(cursor.text, cursor.at)):
+    while len(calls) <= MAX_CALLS and (marker := _MARKER.search(cursor.text, cursor.at)):
         rest.append(cursor.text[cursor.at : marker.start()])
         opener = marker[0].strip()
         opener = "```" if opener.startswith("```") else opener
@@ -120,14 +120,14 @@ def parse(text: str) -> ParsedMessage:
             cursor.at = len(cursor.text) if close < 0 else close + len(_THOUGHTS[opener])
             continue
         try:
-            found += _READERS[opener](cursor)
+            calls += _READERS[opener](cursor)
         except _MalformedCall as error:
-            found.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
+            calls.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
             cursor.at = _beyond_fault(opener, cursor.text, begin)
     remainder = "".join([*rest, cursor.text[cursor.at :]]).strip()
-    if not found and (found := _bare(remainder) or _nearly(remainder)):
+    if not calls and (calls := _bare(remainder) or _nearly(remainder)):
         remainder = ""
-    return ParsedMessage(_bounded(found), remainder)
+    return ParsedMessage(_bounded(calls), remainder)
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
@@ -155,10 +155,10 @@ def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[st
     return typed
 
 
-def _bounded(found: list[Call | str]) -> tuple[Call | str, ...]:
-    if len(found) <= MAX_CALLS:
-        return tuple(found)
-    return (*found[:MAX_CALLS], f"Only the first {MAX_CALLS} tool calls of a message are read; write fewer.")
+def _bounded(calls: list[Call | str]) -> tuple[Call | str, ...]:
+    if len(calls) <= MAX_CALLS:
+        return tuple(calls)
+    return (*calls[:MAX_CALLS], f"Only the first {MAX_CALLS} tool calls of a message are read; write fewer.")
 
 
 def _fault(reason: str, form: str) -> str:
@@ -220,9 +220,9 @@ class _Cursor:
         self.at = match.end() if match else self.at
         return match
 
-    def expect(self, closer: str, what: str) -> None:
+    def expect(self, closer: str, message: str) -> None:
         if not self.skip().take(closer):
-            raise _MalformedCall(f"{what} is expected, not {self.glimpse()}")
+            raise _MalformedCall(f"{message} is expected, not {self.glimpse()}")
 
     def json(self) -> Any:
         try:

@@ -84,7 +84,7 @@ class Tool:
         return f"{name}: {error['msg']}"
 
 
-def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
+def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, label: str = "") -> Tool:
     """Create a tool from a function or a class.
 
     A class is instantiated for each episode with ``settings`` as keywords; its ``__call__`` is the tool, named as the
@@ -92,12 +92,12 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
     describes the arguments. ``exact = False`` on function or class declares that answers differ between runs. Raises
     PluginError, whose text begins with ``label``, if no schema can be derived.
     """
-    what = what or f"tool {getattr(target, '__name__', target)!r}"
+    label = label or f"tool {getattr(target, '__name__', target)!r}"
     settings = settings or {}
     try:
         return _class(target, settings) if inspect.isclass(target) else _function(target, settings)
     except PluginError as error:
-        raise PluginError(f"{what}: {error}") from None
+        raise PluginError(f"{label}: {error}") from None
 
 
 def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
@@ -147,8 +147,8 @@ def _schema(
     if not description:
         raise PluginError(f"{name} has no docstring; its first lines tell the model what it does")
     fields = _fields(name, function, documented)
-    known = [field.alias for _, field in fields.values()]
-    if stray := [argument for argument in documented if argument not in known and argument not in settings]:
+    aliases = [field.alias for _, field in fields.values()]
+    if stray := [argument for argument in documented if argument not in aliases and argument not in settings]:
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
     try:
         model = create_model("Arguments", __config__=_CONFIG, **fields)
@@ -158,7 +158,7 @@ def _schema(
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
     required = schema.get("required", [])
     properties = {
-        argument: _property(schema["properties"][argument], argument in required) for argument in known if argument
+        argument: _property(schema["properties"][argument], argument in required) for argument in aliases if argument
     }
     parameters = {"type": "object", "properties": properties, "required": required}
     parameters |= {"$defs": schema["$defs"]} if "$defs" in schema else {}

@@ -67,17 +67,19 @@ class Search:
         """
         if not isinstance(query, str):
             raise ToolError(f"query must be a text, not {type(query).__name__}")
-        wanted = words(query)[:MAX_QUERY_WORDS]
-        if not wanted:
+        query_words = split_words(query)[:MAX_QUERY_WORDS]
+        if not query_words:
             raise ToolError("query has no words")
-        found = self._index.best(wanted, self.k)
-        if not found:
+        documents = self._index.best(query_words, self.k)
+        if not documents:
             return "[Nothing found]"
-        return "\n\n".join(self._shown(number, document, wanted) for number, document in enumerate(found, start=1))
+        return "\n\n".join(
+            self._excerpt(number, document, query_words) for number, document in enumerate(documents, start=1)
+        )
 
-    def _shown(self, number: int, document: Document, wanted: list[str]) -> str:
+    def _excerpt(self, number: int, document: Document, query_words: list[str]) -> str:
         title = f" {document.title}" if document.title else ""
-        return f"[{number}] {document.id}{title}\n{passage(document.text, wanted, self.characters)}"
+        return f"[{number}] {document.id}{title}\n{passage(document.text, query_words, self.characters)}"
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,14 @@ class CorpusIndex:
     documents: list[Document]
     scores: Any
 
-    def best(self, wanted: list[str], k: int) -> list[Document]:
+    def best(self, query_words: list[str], k: int) -> list[Document]:
         """Return up to ``k`` documents with any of the words, best first, ties by id."""
         import numpy as np
 
-        known = [word for word in wanted if word in self.scores.vocab_dict]
-        if not known:
+        indexed = [word for word in query_words if word in self.scores.vocab_dict]
+        if not indexed:
             return []
-        scores = self.scores.get_scores(known)
+        scores = self.scores.get_scores(indexed)
         hits = np.flatnonzero(scores > 0)
         if len(hits) > k:  # only those not below the k-th best are sorted
             hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
@@ -119,9 +121,9 @@ def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> C
     """Read and index the files of ``stamp``, which includes modification times (ns) and sizes."""
     import bm25s
 
-    documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file, *_ in stamp]
+    documents = list(_lines(path)) if path.is_file() else [_text_file(file, path) for file, *_ in stamp]
     documents.sort(key=_order)
-    texts = [words(f"{document.title or ''} {document.text}") for document in documents]
+    texts = [split_words(f"{document.title or ''} {document.text}") for document in documents]
     if not any(texts):
         raise DataError(f"tool search: corpus {corpus} has no words")
     scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
@@ -165,7 +167,7 @@ def _lines(path: Path) -> Iterator[Document]:
             yield document
 
 
-def _whole(file: Path, directory: Path) -> Document:
+def _text_file(file: Path, directory: Path) -> Document:
     try:
         return Document(id=str(file.relative_to(directory)), text=file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -179,16 +181,16 @@ def _order(document: Document) -> tuple[bool, int, str]:
     return (not number, int(id) if number else 0, id)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def passage(text: str, wanted: list[str], characters: int) -> str:
+def passage(text: str, query_words: list[str], characters: int) -> str:
     """Return the part of ``text``, at most ``characters`` long, with the most query words; the first of several."""
     text = text.strip()
     if len(text) <= characters:
         return text
-    looked_for = set(wanted)
+    looked_for = set(query_words)
     places = [(match.start(), word) for match in WORD.finditer(text) if (word := match.group().lower()) in looked_for]
     within: Counter[str] = Counter()
     best, most, end = 0, 0, 0

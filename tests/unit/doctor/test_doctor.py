@@ -154,7 +154,7 @@ def test_a_check_fails_on_its_fault(subject, monkeypatch, fault, name, exceeded)
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
 def test_a_gpu_that_torch_cannot_use_fails(subject, nvidia_smi):
-    found = CHECKS["device and build"](replace(subject, source=replace(subject.source, asked="auto")))
+    found = CHECKS["device and build"](replace(subject, source=replace(subject.source, requested_device="auto")))
     assert (found.status, found.todo != "") == (FAIL, True), found.line
 
 
