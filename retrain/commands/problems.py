@@ -89,19 +89,22 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
     lines += [("", visible(note)) for note in data.notes]
-    if unmeasured:
-        lines.append(("prompts", f"{assumed}: {visible(unmeasured)}"))
-    else:
-        low, high = min(lengths), max(lengths)
-        counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
-        number = f"{len(lengths):,}" if len(lengths) < len(data.train) + len(data.heldout) else "all"
-        measured = f"measured on {number} prompts with the tokenizer of {model}"
-        lines.append(("prompts", f"{f'{low} tokens' if low == high else counted}, {measured}"))
+    total = len(data.train) + len(data.heldout)
+    lines.append(("prompts", f"{assumed}: {visible(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
     lines += [("", visible(limit)) for limit in limits]
     if not unmeasured:
         answer = data.train[0].answer
         lines.append(("example", _quoted(example) + (f"  answer {_quoted(answer)}" if answer else "")))
     return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
+
+
+def _measured(lengths: list[int], total: int, model: str) -> str:
+    """Describe the measured lengths of some of ``total`` prompts."""
+    low, high = min(lengths), max(lengths)
+    counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
+    number = f"{len(lengths):,}" if len(lengths) < total else "all"
+    measured = f"measured on {number} prompts with the tokenizer of {model}"
+    return f"{f'{low} tokens' if low == high else counted}, {measured}"
 
 
 def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:

@@ -365,11 +365,7 @@ def _dotted(name: str) -> str | Mistake:
         return name
     section, dot, key = name.partition(".")
     if dot:
-        if section not in sections():
-            return _no_section(section)
-        if name in REPLACED:
-            return Mistake((), f"is not a key: {REPLACED[name][0]}", REPLACED[name][1])
-        return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
+        return _unknown_key(section, key)
     if f"{name}.{name}" in keys():  # a bare ``model`` is the base model, not the embedding model of [planning]
         return f"{name}.{name}"
     named = homes(name)
@@ -381,8 +377,18 @@ def _dotted(name: str) -> str | Mistake:
         return next((dotted for dotted in free or named if not dotted.startswith("campaign.")), named[0])
     prefix, _, rest = name.partition("_")
     flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
-    if flat in keys():
-        return flat
+    return flat if flat in keys() else _unknown_bare_key(name)
+
+
+def _unknown_key(section: str, key: str) -> Mistake:
+    if section not in sections():
+        return _no_section(section)
+    if replaced := REPLACED.get(f"{section}.{key}"):
+        return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
+    return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
+
+
+def _unknown_bare_key(name: str) -> Mistake:
     if replaced := _replaced(name):
         return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
     if name in SYNONYMS:

@@ -120,18 +120,23 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
     if annotation is bool:
         return "true or false"
     if annotation in NUMBER_WORDS:
-        word = NUMBER_WORDS[annotation]
-        word = f"{word.split()[1]}s" if plural else word
-        bounds = bound(metadata, limits)
-        return f"{word} {bounds}" if bounds else word
+        return _expected_number(NUMBER_WORDS[annotation], bound(metadata, limits), plural)
     if annotation is str:
-        patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
-        if words := next(filter(None, patterns), None):
-            return words
-        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "tables" if plural else "a table"
-    return "a table"
+        return _expected_text(metadata, plural)
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return "tables" if plural and is_section else "a table"
+
+
+def _expected_number(word: str, bounds: str, plural: bool) -> str:
+    word = f"{word.split()[1]}s" if plural else word
+    return f"{word} {bounds}" if bounds else word
+
+
+def _expected_text(metadata: Sequence[object], plural: bool) -> str:
+    patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
+    if description := next(filter(None, patterns), None):
+        return description
+    return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
 
 
 def _flat(metadata: Sequence[object]) -> Iterator[object]:

@@ -141,36 +141,48 @@ def _apply_sets(
     Rejects [campaign] settings for a file without that section: they would turn one run into dozens.
     """
     wrong = []
-    is_run_file = is_file and "campaign" not in data
+    single_run = places.name if is_file and "campaign" not in data else ""
     for setting in sets:
-        name, equals, value = setting.partition("=")
-        parts = tuple(part.strip() for part in name.split("."))
-        problem = ""
-        if not equals or not all(parts):
-            problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
-        elif len(parts) == 1 and parts[0] not in sections() and (named := homes(parts[0])):
-            problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in named)
-        elif is_run_file and parts[0] == "campaign":
-            problem = f"is for campaigns, and {places.name} describes a single run: it has no section [campaign]"
-            fix = "leave it out, or add [campaign] to the file"
-            if parts[1:] == ("max_steps",):
-                fix = f"--set training.max_steps={value.strip()}"
-        if problem:
+        name, _, value = setting.partition("=")
+        if mistake := _setting_mistake(setting, single_run):
             places.sets.add(("--set",))
-            wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))
+            wrong.append(mistake)
             continue
+        parts = tuple(part.strip() for part in name.split("."))
         places.replace(parts)
-        table = data
-        for part in parts[:-1]:
-            inner = table.setdefault(part, {})
-            if not isinstance(inner, dict):
-                inner = table[part] = {}
-            table = inner
-        table[parts[-1]] = _set_value(value.strip())
+        _put(data, parts, _set_value(value.strip()))
         if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
             # A file's [campaign] max_steps would otherwise win over what was just typed.
             data["campaign"].pop("max_steps", None)
     return wrong
+
+
+def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
+    """Return the mistake in a setting, or None; ``single_run`` is the name of a file without [campaign], or ""."""
+    name, equals, value = (part.strip() for part in setting.partition("="))
+    section, *keys = (part.strip() for part in name.split("."))
+    if not (equals and section and all(keys)):
+        problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
+    elif not keys and section not in sections() and (named := homes(section)):
+        problem, fix = "needs its section", " or ".join(f"--set {dotted}={value}" for dotted in named)
+    elif single_run and section == "campaign":
+        problem = f"is for campaigns, and {single_run} describes a single run: it has no section [campaign]"
+        fix = "leave it out, or add [campaign] to the file"
+        if keys == ["max_steps"]:
+            fix = f"--set training.max_steps={value}"
+    else:
+        return None
+    return Mistake(("--set",), problem, fix, about=name if equals and name else setting)
+
+
+def _put(table: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    """Set the value at this path, and replace what is no table on the way."""
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = table[part] = {}
+        table = inner
+    table[path[-1]] = value
 
 
 def _set_value(text: str) -> object:

@@ -26,24 +26,10 @@ class Sources:
 def sources(target: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
     """Return the base and adapters to serve. ``more`` are further adapters, each NAME=DIR; ``base`` replaces the base
     that adapters name. Raises UsageError for a target that cannot be served and for repeated names."""
-    path = Path(target).expanduser()
-    named: list[tuple[str, Path]] = []
-    if path.suffix == ".toml" and path.is_file():
-        config = load(path).config
-    elif path.is_dir() and not _is_model(path):
-        named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
-        config = provenance(named[0][1], base).config
-    elif path.is_file():
-        raise UsageError(f"{target} is not a TOML file: give a model, a run's directory or a run's file")
-    else:
-        config = parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else target}})
+    config, named = _target(target, base)
     if base is not None and not named:
         raise UsageError(f"--base is for adapters, and {target} is none")
-    for text in more:
-        name, equals, directory = text.partition("=")
-        if not (equals and name and directory):
-            raise UsageError(f"--adapter takes NAME=DIR, not {text!r}")
-        named.append((name, Path(directory).expanduser()))
+    named += [_named_adapter(text) for text in more]
     adapters: dict[str, Path] = {}
     notes = []
     for name, directory in named:
@@ -58,6 +44,26 @@ def sources(target: str, more: Sequence[str] = (), base: str | None = None) -> S
     if name in adapters:
         raise UsageError(f"{name} is the base's name: give the adapter another one with --adapter NAME=DIR")
     return Sources(config, name, adapters, tuple(notes))
+
+
+def _target(target: str, base: str | None) -> tuple[Config, list[tuple[str, Path]]]:
+    """Return the configuration that names the base, and the adapters by name."""
+    path = Path(target).expanduser()
+    if path.suffix == ".toml" and path.is_file():
+        return load(path).config, []
+    if path.is_dir() and not _is_model(path):
+        named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
+        return provenance(named[0][1], base).config, named
+    if path.is_file():
+        raise UsageError(f"{target} is not a TOML file: give a model, a run's directory or a run's file")
+    return parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else target}}), []
+
+
+def _named_adapter(text: str) -> tuple[str, Path]:
+    name, equals, directory = text.partition("=")
+    if not (equals and name and directory):
+        raise UsageError(f"--adapter takes NAME=DIR, not {text!r}")
+    return name, Path(directory).expanduser()
 
 
 def _is_model(path: Path) -> bool:

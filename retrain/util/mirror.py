@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -71,13 +71,8 @@ class Mirror:
             if replaced & self._indexed.keys():
                 self._write_index({name: each for name, each in self._indexed.items() if name not in replaced})
             for names in changed:
-                try:
-                    for name in names:
-                        self._write(name, self.directory / name)
-                except Exception:
-                    if all((self.directory / name).exists() for name in names):
-                        raise
-                    facts = {name: each for name, each in facts.items() if name not in names}  # removed meanwhile
+                if not self._upload(names):
+                    facts = {name: each for name, each in facts.items() if name not in names}
                 self._uploaded |= {name: facts.get(name, [0, 0]) for name in names}
             if manifest != self._manifest:
                 self._write(MANIFEST, manifest)
@@ -85,10 +80,24 @@ class Mirror:
             facts |= {MANIFEST: [0, 0]} if manifest else {}
             if facts != self._indexed:
                 self._write_index(facts)
-            for name in self._uploaded.keys() - facts.keys():
-                with suppress(FileNotFoundError):
-                    self.store.rm_file(name)
+            self._delete(self._uploaded.keys() - facts.keys())
             self._uploaded = facts
+
+    def _upload(self, names: list[str]) -> bool:
+        """Upload a group of files; return False if one of them was removed meanwhile."""
+        try:
+            for name in names:
+                self._write(name, self.directory / name)
+        except Exception:
+            if all((self.directory / name).exists() for name in names):
+                raise
+            return False
+        return True
+
+    def _delete(self, names: Set[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.store.rm_file(name)
 
     def fetch(self) -> None:
         """Download the copy to ``directory``, which must not exist. Raises UsageError, StorageError."""

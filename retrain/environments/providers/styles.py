@@ -47,13 +47,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
         split = {name: arguments.pop(name) for name in Split.model_fields if name in arguments and name not in known}
     numbers = validated(Split, split, owner)
     if inspect.isclass(written) and _has(written, "initial_observation", "step"):
-        if "seed" not in inspect.signature(written).parameters:
-            raise PluginError(
-                f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
-                "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
-            )
-        _check(written, arguments | {"seed": 0})
-        return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
+        return _seeded(written, arguments, numbers, owner, run)
     _check(written, arguments)
     made = run(written(**arguments))
     if _is_builder(made):
@@ -64,7 +58,22 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     own_heldout = f"{owner}, which has held-out problems of its own,"
     refuse_unknown(split, ("heldout",) if test is None else (), owner if test is None else own_heldout)
-    heldout = numbers.heldout if "heldout" in split else None
+    return _of_data_sets(train, test, numbers.heldout if "heldout" in split else None, owner, run)
+
+
+def _seeded(written: type, arguments: Mapping[str, Any], numbers: Split, owner: str, run: Run) -> Cookbook:
+    """Return the environment of a class whose objects are episodes and whose problems are seeds."""
+    if "seed" not in inspect.signature(written).parameters:
+        raise PluginError(
+            f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
+            "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
+        )
+    _check(written, {**arguments, "seed": 0})
+    return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
+
+
+def _of_data_sets(train: Any, test: Any, heldout: int | None, owner: str, run: Run) -> Any:
+    """Return the environment of a data set, or of one for training and one for testing (None: none)."""
     if _has(train, "load_dataset", "compute_reward"):
         return GradedEnvironment(train, owner, run, heldout)
     if _has(train, "make_envs"):
