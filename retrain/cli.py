@@ -98,7 +98,6 @@ app.command(rich_help_panel=START)(environments.environments)
 
 
 def print_version(version: bool) -> None:
-    """Print the version and exit if ``--version`` was given."""
     if version:
         print(f"retrain {__version__}")
         raise typer.Exit
@@ -114,5 +113,4 @@ def options(
 
 
 def main() -> None:
-    """Run the ``retrain`` command."""
     app(prog_name="retrain")

@@ -202,7 +202,6 @@ def iter_jsonl(path: Path) -> Iterator[Any]:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Return the rows of ``iter_jsonl`` as a list."""
     return list(iter_jsonl(path))
 
 

@@ -238,8 +238,6 @@ class SqueezeWork:
 
 
 class Controller:
-    """Executes one campaign or run."""
-
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
         executor: CampaignWorkers | InProcess,

@@ -175,7 +175,6 @@ class Worker:
         self.write({"task": task, "event": event_to_json(event)})
 
     def _here(self, job: Job) -> Job:
-        """Return the job with the directories of this machine."""
         return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
     def _do(self, trainer: InProcess, task: str, job: Job) -> None:
@@ -225,7 +224,6 @@ starts, it does not kill graders and tools, which inherit the mask, and one thre
 
 
 def listen(worker: Worker, options: Options) -> None:
-    """Install the signal handlers of a worker."""
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop_after_step())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

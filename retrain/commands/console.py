@@ -236,7 +236,6 @@ class LiveConsole(Board):
         self.console.print(message_text(text, level))
 
     def close(self) -> None:
-        """Draw once more and leave the view on the screen."""
         if self.live.is_started:
             self.live.stop()
             atexit.unregister(self.live.stop)

@@ -90,7 +90,6 @@ def tools() -> list[Capability]:
 
 
 def tasks() -> list[Capability]:
-    """Return every data set of reasoning-gym with its fault."""
     from retrain.environments.providers.reasoning_gym import check
 
     try:

@@ -58,7 +58,6 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    """Print the rank table, the recommended rank, and where the compressed adapter is."""
     from retrain.commands.tables import squeeze_table
 
     _print(lambda width: squeeze_table(report, width), plain)
@@ -70,7 +69,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
 
 
 def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
-    """Print a table in plain text, or in the width of the terminal."""
     from rich.console import Console
 
     from retrain.commands.tables import WIDE

@@ -26,8 +26,6 @@ NO_CHANGE = AccuracyChange()
 
 @dataclass
 class RunView:
-    """Current state of one run."""
-
     run_id: str
     label: str
     seed: int

@@ -99,7 +99,6 @@ def find_label(name: str, labels: Iterable[str]) -> str | None:
 
 
 def transform_of(label: str) -> str:
-    """Return the transform mode of the condition with this label."""
     return label.partition("~")[0].partition("+")[2]
 
 

@@ -62,7 +62,6 @@ class KeyLocations:
         return [dotted for dotted in keys() if dotted in pairs]
 
     def is_written(self, path: Path) -> bool:
-        """Return whether this very key was written anywhere."""
         return path in self.lines or path in self.sets
 
     def replace(self, path: Path) -> None:
@@ -105,7 +104,6 @@ class Review:
         return any(f"{dotted}.".startswith(f"{key}.") for key in self.broken)
 
     def report(self, path: Path, message: str, fix: str = "", warning: bool = False, about: str = "") -> None:
-        """Add a mistake or a warning."""
         (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 

@@ -41,7 +41,6 @@ def show(value: object, limit: int = 60) -> str:
 
 
 def toml(value: object) -> str:
-    """Return ``value`` as TOML on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

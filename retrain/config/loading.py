@@ -217,7 +217,6 @@ def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
 
 
 def _rows(table: object, key: str) -> list[object]:
-    """Return the list under this key of a table; empty if there is none."""
     rows = table.get(key) if isinstance(table, dict) else None
     return rows if isinstance(rows, list) else []
 

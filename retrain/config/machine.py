@@ -168,11 +168,9 @@ class Inference(Section):
         return self.engine in SERVERS
 
     def mismatch_limit_in(self, dtype: str) -> float:
-        """Return the limit for a base in this number format."""
         return self.mismatch_limit or MISMATCH_LIMITS.get(dtype, MISMATCH_LIMITS["bfloat16"])
 
     def tolerance_in(self, dtype: str) -> float:
-        """Return the tolerance for a base in this number format."""
         return self.tolerance or CANARY_TOLERANCES.get(dtype, CANARY_TOLERANCES["bfloat16"])
 
     def issues(self) -> Iterator[ConfigIssue]:

@@ -325,7 +325,6 @@ def mode_of(key: str, mode: Named) -> Mode:
 
 
 def advantage_of(mode: Named) -> Advantage:
-    """Return the row of an advantage."""
     return ADVANTAGES.get(mode if isinstance(mode, str) else "", Advantage(formula="your own", needs=frozenset()))
 
 
@@ -335,7 +334,6 @@ def credit_of(mode: Named) -> Credit:
 
 
 def loss_of(mode: Named) -> Loss:
-    """Return the row of a loss."""
     return LOSSES.get(mode if isinstance(mode, str) else "", Loss(formula="your own"))
 
 
@@ -389,5 +387,4 @@ def _rows() -> Iterator[str]:
 
 
 def _named(value: str) -> str:
-    """Return the placeholder of a formula's value where there is no configuration."""
     return WORKED_OUT.get(value) or value.rpartition(".")[2]

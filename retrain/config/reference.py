@@ -97,7 +97,6 @@ def configuration_markdown() -> str:
 
 
 def _listed() -> dict[type[Section], list[str]]:
-    """Return the lists of tables by the class of their tables."""
     names: dict[type[Section], list[str]] = {}
     for name, table in lists().items():
         names.setdefault(table, []).append(name)

@@ -79,7 +79,6 @@ class Config(Section):
         return tuple(self.resolved(each) for each in sets) if self.evaluation.problems else ()
 
     def resolved(self, held_out: EvaluationSet) -> HeldOut:
-        """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
         return resolved(held_out, self.evaluation, self.training, self.data)
 
     @property

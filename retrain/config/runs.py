@@ -45,7 +45,6 @@ class RunSpec:
         return cls(**{**values, "config": config or parse_dict(data["config"])})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as in ``plan.json``."""
         return vars(self) | {"config": self.config.to_dict()}
 
     @property

@@ -160,8 +160,6 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each lane, samples of each prompt, and the token limit of a sample."""
-
     prompts: int = 4
     samples: int = 4
     tokens: int = 48

@@ -127,7 +127,6 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Return 200 while the engine runs."""
     return Response(status_code=503 if service.batcher.failure else 200)
 
 

@@ -81,7 +81,6 @@ def _runs(campaign: Path) -> list[tuple[str, Path]]:
 
 
 def _name_of(directory: Path) -> str:
-    """Return the name of the run that contains the adapter's directory."""
     folder = directory.resolve()
     if not (folder / ADAPTER_CONFIG).is_file():
         find_adapter(directory)

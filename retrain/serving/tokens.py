@@ -32,7 +32,6 @@ def _tokens(tokenizer: Any, body: TokenizeBody, context: int) -> Response:
 
 
 def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    """Return the token ids of a text. Raises ServingError for text that the tokenizer rejects."""
     plain_text(text, "prompt")
     return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 

@@ -269,7 +269,6 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
-    """Return the number of workers that fit on a node, with GPUs or without."""
     room = int(node.get("CPU", 0)) // config.ray.cpus
     if not gpus:
         return room

@@ -151,7 +151,6 @@ class SlurmExecutor:
             self._command("scancel", task.job)
 
     def close(self) -> None:
-        """Cancel the tasks that are still queued."""
         jobs = [task.job for task in self._tasks.values()]
         if self.is_slurm:
             self._cancel_leftovers()

@@ -224,7 +224,6 @@ class Manifest:
 
     @cached_property
     def registry(self) -> Registry:
-        """Registry beside the directory."""
         return Registry(self.directory)
 
     @property

@@ -267,7 +267,6 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
 def _column_problem(
     loaded: LoadedConfig, config: Config, data: Dataset, rewards: CustomRewards
 ) -> ConfigProblem | None:
-    """Return a problem if a reward function names a column that the data lack."""
     for table, part in config.graders:
         columns = rewards.get(_code_of(part), CustomCode()).columns if part.type == "custom" else ()
         if fault := missing_column(columns, data, config):

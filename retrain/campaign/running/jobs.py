@@ -192,8 +192,7 @@ class WorkItem(Protocol):
         """True if its jobs train. After a request to stop, only works that do not train begin."""
         ...
 
-    def job(self) -> Job | None:
-        """Return the next job; None when none is left."""
+    def job(self) -> Job | None: ...
 
     def give_up(self, reason: str) -> None:
         """Record the remaining runs as failed, because the job has died too often."""
@@ -291,7 +290,6 @@ class Scheduler:
         return self.after(item, JobEnded("", "died", reason))
 
     def _fill(self) -> None:
-        """Begin waiting works in their order while slots are free."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:

@@ -171,8 +171,6 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
 
 
 class Handle(Protocol):
-    """A submitted job."""
-
     id: str  # What ``JobEnded.job`` says
 
     def stop(self) -> None:

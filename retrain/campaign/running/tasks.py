@@ -88,11 +88,9 @@ class Tasks:
             (self.folder / f"{task}.stop").touch()
 
     def stopped(self) -> frozenset[str]:
-        """Return the tasks that are asked to stop."""
         return frozenset(number for number, kind, _ in self._listed() if kind == "stop")
 
     def forget(self, task: str, worker: str) -> None:
-        """Remove the files of a task that has ended."""
         for name in (f"{task}.{worker}.claimed", f"{task}.stop"):
             (self.folder / name).unlink(missing_ok=True)
 

@@ -123,7 +123,6 @@ class Team:
         return ranks
 
     def _start(self, count: int) -> TCPStore:
-        """Start the other ranks and wait until they connect."""
         import torch
         from torch.distributed import TCPStore
 

@@ -47,8 +47,6 @@ SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another ma
 
 @dataclass(eq=False)
 class JobHandle:
-    """Waiting or running job; see ``Handle``."""
-
     id: str
     tasks: Tasks
     stopping: bool = False
@@ -91,7 +89,6 @@ class WorkerSlot:
         return f"worker {self.name} (process {self.pid})" if self.pid else f"worker {self.name}"
 
     def follow(self, process: int) -> None:
-        """Read the events of this process from now on."""
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
         self.events, self.reported_end, self.fault = GrowingFile(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
@@ -247,7 +244,6 @@ class CampaignWorkers:
                 slot.process = newest(slot.home)
 
     def _start_workers(self) -> None:
-        """Start as many workers as there are jobs."""
         if self._error is not None:
             return
         missing = len(self._jobs) - sum(slot.is_occupied for slot in self._slots.values())

@@ -23,7 +23,7 @@ __all__ = ["ChatLoop"]
 
 
 class ChatLoopConfig(HarnessConfig):
-    """No settings."""
+    pass
 
 
 class ChatLoop(Harness[ChatLoopConfig]):

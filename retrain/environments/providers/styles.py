@@ -103,6 +103,5 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _is_builder(made: Any) -> bool:
-    """Return whether the object is a data set builder, which is called to get its data sets."""
     known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

@@ -79,7 +79,6 @@ class Tasksets:
         inversion.hold(self.environment.serving())
 
     def rows(self, part: str) -> Sequence[TaskRow]:
-        """Return the tasks of a part; a taskset holds nothing out as ``eval``."""
         if part == "eval":
             return []
         rows = []
