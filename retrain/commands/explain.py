@@ -69,7 +69,9 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     conditions = conditions_of(specs)
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
     print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
-    print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
+    print_table(
+        CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left_aligned=CONDITION_COLUMNS
+    )
     print()
     print_by_words("token credit", formulas.credit_formula, conditions)
     print_by_words("critic", formulas.critic_words, conditions)
@@ -387,7 +389,7 @@ def print_files(plan: Plan) -> None:
     if not specs[0].is_campaign:
         both = (*CAMPAIGN_FILES, *RUN_FILES)
         files = {file.name: file.content for file in both if file.name not in ONLY_OF_CAMPAIGNS}
-        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
+        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left_aligned=FILE_COLUMNS)
         return
     rows = [(f"  {file.name}", file.content) for file in CAMPAIGN_FILES]
     if specs[0].config.campaign.executor != "inprocess":
@@ -396,4 +398,4 @@ def print_files(plan: Plan) -> None:
         rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {file.name}", file.content) for file in RUN_FILES]
-    print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
+    print_table(FILE_COLUMNS, rows, left_aligned=FILE_COLUMNS)

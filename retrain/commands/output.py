@@ -54,7 +54,7 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
-        print_table(SECONDARY_COLUMNS, secondary_rows(report), left=("metric", "condition"))
+        print_table(SECONDARY_COLUMNS, secondary_rows(report), left_aligned=("metric", "condition"))
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:

@@ -90,7 +90,7 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
         ]
         for i, each in enumerate(report["conditions"])
     ]
-    print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left=("condition",))
+    print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left_aligned=("condition",))
     print()
     print(f"{duration(report['seconds'])} for {len(rows)} conditions")
 
@@ -114,7 +114,7 @@ def _print_forks(report: Mapping[str, Any]) -> None:
         ]
         for rank, each in enumerate(report["conditions"], 1)
     ]
-    print_table(("rank", "condition", "change", "against the baseline"), rows, left=("condition",))
+    print_table(("rank", "condition", "change", "against the baseline"), rows, left_aligned=("condition",))
     print()
     print(
         f"{short(report['tokens'])} sampled tokens in {duration(report['seconds'])}, "

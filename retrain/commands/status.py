@@ -62,7 +62,7 @@ def status(
         further = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
         rows = [status_cells(report, run, further) for report in reports for run in report["runs"]]
         columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in further for when in ("before", "now"))]
-        print_table((*columns, STATUS_COLUMNS[-1]), rows, left=("directory", "run", "state", "why"))
+        print_table((*columns, STATUS_COLUMNS[-1]), rows, left_aligned=("directory", "run", "state", "why"))
 
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:

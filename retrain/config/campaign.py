@@ -146,7 +146,7 @@ class CampaignSection(Section):
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     vary: Annotated[Literal["all", "init", "data", "sampling"], Role.LEARNS | Role.SAMPLES] = "all"
-    """What differs between the seeds of a condition: `all`; the initial adapter and critic (`init`), with the same
+    """Difference between the seeds of a condition: `all`; the initial adapter and critic (`init`), with the same
     problems in the same order and the same random numbers for every answer; the order of the problems (`data`); or the
     random numbers of answers, evaluation and everything else that is drawn (`sampling`). The spread over seeds, and so
     the verdict, then covers that source of noise only."""

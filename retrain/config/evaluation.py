@@ -77,7 +77,7 @@ class EvaluationSet(Section):
     answer_column: OptionalText = None
     """Column of the reference answer."""
     tags_column: OptionalText = None
-    """Column of tags."""
+    """Column of a tag or a list of tags."""
     system_prompt: OptionalText = None
     """The system message."""
     prompt_template: Template | None = None

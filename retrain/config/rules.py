@@ -7,22 +7,10 @@ import difflib
 import re
 from collections.abc import Iterator
 
+from retrain.config import learning_rules
 from retrain.config.base import ConfigIssue, Section, is_plugin
 from retrain.config.describe import no_effect, toml
 from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
-from retrain.config.learning_rules import (
-    anneal_rules,
-    critic_rules,
-    distillation_rules,
-    dynamic_rules,
-    group_rules,
-    maxrl_rules,
-    off_policy_rules,
-    overlong_rules,
-    schedule_rules,
-    sepa_rules,
-    update_rules,
-)
 from retrain.config.machine import GPU_OPTIONS, Slurm
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.root import Config, sections
@@ -473,21 +461,21 @@ RULES = (
     executor_rules,
     server_executor_rules,
     shard_rules,
-    overlong_rules,
+    learning_rules.overlong_rules,
     correctness_rules,
     slurm_rules,
-    off_policy_rules,
+    learning_rules.off_policy_rules,
     server_rules,
-    anneal_rules,
-    group_rules,
-    dynamic_rules,
-    update_rules,
-    critic_rules,
-    distillation_rules,
-    schedule_rules,
-    sepa_rules,
+    learning_rules.anneal_rules,
+    learning_rules.group_rules,
+    learning_rules.dynamic_rules,
+    learning_rules.update_rules,
+    learning_rules.critic_rules,
+    learning_rules.distillation_rules,
+    learning_rules.schedule_rules,
+    learning_rules.sepa_rules,
     data_rules,
-    maxrl_rules,
+    learning_rules.maxrl_rules,
     audit_rules,
     evaluation_rules,
     backpressure_rules,

@@ -18,7 +18,7 @@ class Agreement(NamedTuple):
     """Comparison of two samplings up to the first token that differs in each sequence; ``p99`` and ``largest`` are of
     absolute differences of log-probabilities (nats), infinite if no token could be compared."""
 
-    words: str
+    summary: str
     tokens: int
     parted: int
     parted_per_token: float
@@ -39,8 +39,8 @@ def agreement(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Acti
     tokens = len(gaps_N)
     p99, largest = (float(np.quantile(gaps_N, 0.99)), float(gaps_N.max())) if tokens else (math.inf, math.inf)
     exactly = ", bit for bit" if not parted and largest == 0 else ""
-    words = f"{len(gaps) - parted} of {len(gaps)} sequences equal{exactly}"
-    return Agreement(words, tokens, parted, parted / max(1, tokens), p99, largest)
+    summary = f"{len(gaps) - parted} of {len(gaps)} sequences equal{exactly}"
+    return Agreement(summary, tokens, parted, parted / max(1, tokens), p99, largest)
 
 
 def graph_equals_eager(subject: DoctorModel) -> Result:
@@ -60,7 +60,7 @@ def graph_equals_eager(subject: DoctorModel) -> Result:
     with patch.object(engine, "graphs", None):
         agreed = agreement(with_graphs, engine.sample(requests))
     values = {"captures": captures, "graph_parted": agreed.parted_per_token, "graph_gap": agreed.largest}
-    return judged(subject.kinds, values, agreed.words, messages=list(subject.messages))
+    return judged(subject.kinds, values, agreed.summary, messages=list(subject.messages))
 
 
 def sampler_against_trainer(subject: DoctorModel) -> Result:
@@ -96,4 +96,4 @@ def lane_alone(subject: DoctorModel) -> Result:
     agreed = agreement(in_batch, separate)
     values = {"lane_parted": agreed.parted_per_token, "lane_p99": agreed.p99}
     facts = {"tokens": agreed.tokens, "parted": agreed.parted, "largest": agreed.largest}
-    return judged(subject.kinds, values, f"{LANES} lanes, {agreed.words}", **facts)
+    return judged(subject.kinds, values, f"{LANES} lanes, {agreed.summary}", **facts)

@@ -19,7 +19,6 @@ from retrain.serving.refusal import ServingError
 from retrain.serving.schema import ChatBody, plain_text, read
 from retrain.serving.service import CompletionTokens, GenerationSet, Service
 from retrain.serving.streams import Events, unless_gone
-from retrain.serving.text import Writer
 from retrain.types import Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -124,7 +123,7 @@ async def _full_response(
 ) -> Response:
     drawn, choices = await drawing.all(), []
     for index, completion in enumerate(drawn):
-        text = _writer(service, body).add(completion.token_ids, completion.stop_reason, last=True)
+        text = service.writer(body).add(completion.token_ids, completion.stop_reason, last=True)
         message, called = message_of(text, body.offered)
         choice: dict[str, Any] = {
             "index": index,
@@ -150,7 +149,7 @@ async def _chunks(
     service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
     top = head("chat.completion.chunk", new_id("chatcmpl"), drawing.served.name)
-    writers = [_writer(service, body) for _ in drawing.generations]
+    writers = [service.writer(body) for _ in drawing.generations]
     drawn = [CompletionTokens() for _ in drawing.generations]
     held = [""] * len(drawn)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
@@ -200,10 +199,6 @@ def message_of(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str,
         for call in calls
     ]
     return {"content": content or None, "tool_calls": made}, True
-
-
-def _writer(service: Service, body: ChatBody) -> Writer:
-    return Writer(service.base.text, body.stops, bool(body.include_stop_str_in_output))
 
 
 async def _logprobs(

@@ -24,6 +24,7 @@ from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece, 
 from retrain.serving.refusal import ServingError
 from retrain.serving.schema import SamplingBody
 from retrain.serving.scoring import Tops, score
+from retrain.serving.text import Writer
 from retrain.types import PolicyRef
 
 T = TypeVar("T")
@@ -162,6 +163,9 @@ class Service:
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
         )
+
+    def writer(self, body: SamplingBody) -> Writer:
+        return Writer(self.base.text, body.stops, bool(body.include_stop_str_in_output))
 
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
         """Return ``task(tokenizer)``, run in a separate thread: a long text takes seconds, in which the event loop

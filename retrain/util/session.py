@@ -332,7 +332,7 @@ def _runs_here(lease: dict[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """How the program ends after a signal: exit status, reason in the manifest, and whether a second signal ends it at
+    """End of the program after a signal: exit status, reason in the manifest, and whether a second signal ends it at
     once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
 
     status: int

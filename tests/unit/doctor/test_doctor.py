@@ -285,8 +285,8 @@ def test_agreement_compares_up_to_where_sequences_part():
     ours = [[action([1, 2, 3], [-1, -2, -3]), action([4], [-1])], [action([5, 6], [-1, -1])]]
     theirs = [[action([1, 9, 3], [-1.5, 0, 0]), action([4, 4], [-1, -1])], [action([5, 6], [-1, -1])]]
     found = agreement(ours, theirs)
-    assert (found.words, found.parted, found.tokens, found.largest) == ("1 of 3 sequences equal", 2, 4, 0.5)
-    assert agreement(ours, ours).words == "3 of 3 sequences equal, bit for bit"
+    assert (found.summary, found.parted, found.tokens, found.largest) == ("1 of 3 sequences equal", 2, 4, 0.5)
+    assert agreement(ours, ours).summary == "3 of 3 sequences equal, bit for bit"
     nothing = agreement([[action([1], [0])]], [[action([2], [0])]])
     assert (nothing.p99, nothing.parted_per_token) == (float("inf"), 1.0)
 
