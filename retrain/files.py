@@ -20,7 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON allows unescaped, but that some readers treat as line ends and terminals as commands."""
-ASIDE = ".retrain-tmp"  # Suffix of what is being written; useless before it is renamed
+ASIDE = ".retrain-tmp"  # Suffix of temporaries; incomplete until they are renamed
 
 
 def jsonable(value: Any) -> Any:
@@ -46,7 +46,7 @@ def dumps(value: object, indent: int | None = None) -> str:
     """Return ``value`` as strict JSON text, with ``_ESCAPED`` characters escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # something in it is not plain, or not a number
+    except (TypeError, ValueError):  # contains a value that is not plain or finite
         text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
     plain = text.isascii() and "\x7f" not in text
     return text if plain else _SURROGATES.sub("?", text).translate(_ESCAPED)
@@ -158,7 +158,7 @@ def append_bytes(path: Path, data: bytes) -> int:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError:
-            with contextlib.suppress(OSError):  # the failed write is the error to report
+            with contextlib.suppress(OSError):  # report the failed write itself
                 file.truncate(begin)
             raise
     return begin

@@ -159,7 +159,7 @@ def install(source: Path, target: Path, owner: Owner | None) -> None:
     check_publish(target, names, owner)
     mark = mark_of(target)
     before = mark.files or () if mark else ()
-    if owner is not None:  # before the files: what is there after a kill is the owner's
+    if owner is not None:  # before the files: after a kill they belong to the owner
         _write_mark(target, owner, sorted({*before, *names}))
     for name in names:
         write_bytes(target / name, (source / name).read_bytes())
@@ -181,7 +181,7 @@ def remove(directory: Path, owner: Owner | None) -> bool:
                 (directory / name).unlink(missing_ok=True)
         (directory / MARK).unlink()
         for folder in sorted({Path(name).parent for name in mark.files}, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # somebody's files are in it
+            with suppress(OSError):  # others' files are in it
                 (directory / folder).rmdir()
     return True
 
@@ -226,7 +226,7 @@ def refuse_links(directory: Path) -> None:
 
 def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
     for folder, folders, files in os.walk(top):
-        if os.path.basename(folder) == "wandb":  # its client makes links of its own, at any depth
+        if os.path.basename(folder) == "wandb":  # wandb creates its own links, at any depth
             folders.clear()
         else:
             yield folder, [*folders, *files]
@@ -264,7 +264,7 @@ def process_start(pid: int) -> str | None:
         if Path("/proc/self/stat").exists():
             return None
         try:
-            os.kill(pid, 0)  # no /proc: alive or not is all there is to know
+            os.kill(pid, 0)  # no /proc: only whether the process lives is known
         except ProcessLookupError:
             return None
         except PermissionError:

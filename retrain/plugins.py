@@ -29,7 +29,7 @@ def load_file(path: Path, name: str) -> ModuleType:
         raise PluginMissing(f"{path} is not a Python file")
     _look_in([path.parent])
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up the module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -73,7 +73,7 @@ def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, C
         places = ", ".join(map(str, folders))
         fix = f"; type: {install_line(error.name)}" if error.name in EXTRA_OF else ""
         raise PluginMissing(f"{subject}: no module {error.name!r} here or in {places}{fix}") from None
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         raise PluginMissing(f"{subject}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
@@ -121,7 +121,7 @@ def described(error: BaseException) -> str:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file == __file__:
-            where, is_package = "", True  # what called the loader did not raise it
+            where, is_package = "", True  # the loader's caller did not raise it
         elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
             in_package = "site-packages" in file
             if is_package or not in_package:

@@ -37,14 +37,14 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
     if not ((target / PLAN).is_file() and (compressed / ADAPTER_CONFIG).is_file()):
-        compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
+        compress_adapter(adapter, rank, compressed)  # a repeated call uses the adapter that the run began with
     settings = spec.config.to_dict()
     settings["model"]["lora_rank"] = rank
     settings["lora"] |= {"alpha": read_json(compressed / ADAPTER_CONFIG)["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
     settings["resume"]["from"] = str(compressed.absolute())
     settings["squeeze"] |= {"compress_to": None, "target_ranks": None}
-    settings["backend"]["adapter_path"] = None  # there lies the adapter that this one comes from
+    settings["backend"]["adapter_path"] = None  # the directory that contains the original adapter
     settings["logging"]["wandb_run_name"] = None
     if settings["logging"]["wandb_group"] == spec.label:
         settings["logging"]["wandb_group"] = None

@@ -63,7 +63,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     with _published(out) as aside:
         _save(merged, base.tokenizer, aside)
         tokenizer = base.tokenizer
-        del base, model, merged  # one model at a time is enough memory
+        del base, model, merged  # keep only one model in memory
         gc.collect()
         own_code = source.config.model.trust_remote_code
         again = load_base(str(aside), trust_remote_code=own_code, devices="cpu", dtype="float32")
@@ -91,7 +91,7 @@ def _with_adapter(model: Any, source: Provenance) -> Any:
     with AdapterFile(source.adapter) as file:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peft goes on with a warning where a factor has no layer
+                warnings.simplefilter("ignore")  # peft only warns about a factor without a layer
                 adapted: Any = PeftModel.from_pretrained(model, str(source.adapter))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"{source.adapter} does not fit {source.base}: {str(error).splitlines()[0]}") from error
@@ -177,7 +177,7 @@ def _published(out: Path) -> Iterator[Path]:
         yield aside
         if out.exists():
             try:
-                out.rmdir()  # only an empty one goes: whoever has written there meanwhile keeps it
+                out.rmdir()  # removes an empty directory only
             except OSError:
                 raise UsageError(f"{out} is no longer empty: give a new directory with --out") from None
         publish_directory(aside, out)
@@ -192,11 +192,11 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
         try:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-        except SafetensorError as error:  # how a full disk reads there
+        except SafetensorError as error:  # the error text of a full disk
             raise StorageError(directory, str(error)) from error
         mode = (directory / "config.json").stat().st_mode
         for path in directory.iterdir():
-            path.chmod(mode)  # safetensors makes files that their owner alone reads, and a server is another user
+            path.chmod(mode)  # safetensors creates files readable by their owner only, and a server may be another user
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ def _recorded(adapter: Path) -> Provenance:
     for folder in (adapter, *list(adapter.parents)[:4]):
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
-            continue  # not of a run or campaign of ours: a model's
+            continue  # not a run or campaign of retrain: a model's config
         try:
             config = parse_dict(without_removed({key: content[key] for key in SECTIONS if key in content}))
         except ConfigError as error:

@@ -171,7 +171,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
     """Return the verification of an adapter in its run's or campaign's directory; None if there is none."""
     run = adapter.absolute().parent
-    for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
+    for home in (run, run.parent.parent):  # for logs/<campaign>/runs/<run>/final
         for path in verification_files(home):
             if verified := read_verification(path, adapter):
                 return verified
@@ -180,7 +180,7 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 
 def _settings(adapter: Path) -> Squeeze:
     """Return the run's own [squeeze] settings, else the defaults."""
-    for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
+    for folder in (adapter.parent, adapter.parent.parent):  # for final/ and checkpoints/step_…/
         if (folder / CONFIG).is_file():
             stored = RunReader(folder).config().get("squeeze") or {}
             keys = ("min_variance_retention", "min_layer_retention", "target_ranks")

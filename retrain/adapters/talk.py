@@ -68,7 +68,7 @@ def answers(
             file.require_plain()
             lanes = Lanes(base, _layers(file, base))
             stack.callback(lanes.detach)
-            adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # one of zeros is the base
+            adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # an adapter of zeros equals the base
         engine = _engine(config, base, lanes, stack, tell)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
@@ -149,7 +149,7 @@ def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
 
 
 WAITS = ("rollout", "score")
-PATIENCE_S = 30.0  # Seconds spent on grading without one grade, after which the rest is not tried
+PATIENCE_S = 30.0  # Seconds without a single grade after which the remaining answers are skipped
 POOLED = ("math", "judge", "custom")  # Rewards that grade several answers at once, `[reward] workers` of them
 
 
@@ -244,7 +244,7 @@ def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence
             try:
                 text = CompletionText(completion.text, completion.token_ids)
                 (result,) = grader.grade([(prompt.problem, text)])
-            except Exception as error:  # in training it would end the run
+            except Exception as error:  # in training this error would end the run
                 result = failed(described(error))
             seconds.append(time.perf_counter() - begin)
             spent += seconds[-1]

@@ -38,7 +38,7 @@ from retrain.training.bases import Bases
 from retrain.training.evaluation import Evaluator, Subject
 from retrain.types import PolicyRef, Problem
 
-TOLERANCE = 0.02  # Largest loss of accuracy that is called small
+TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 
 
 def verify_ranks(

@@ -96,7 +96,7 @@ def execute(
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
     with ExitStack() as stack:
         stack.enter_context(lock)
-        if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
+        if url := plan.specs[0].config.logging.mirror:  # exits last, after the manifest was written
             stack.enter_context(uploading(Mirror(url, plan.directory), observer.message, lock.lose))
         stack.enter_context(restored_when_refused(plan.directory, plan.specs))
         adopting = plan.specs[0].is_campaign and can_adopt_workers(plan)
@@ -254,8 +254,8 @@ class Controller:
         hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
         runner = JobsHere(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
-        # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
-        # not be trained; with lanes = "auto" that is given out after it only.
+        # Workers may continue waiting tasks without a controller, but not runs that the interim analysis may drop;
+        # with lanes = "auto" those are published after it.
         may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
         room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
         self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
@@ -267,7 +267,7 @@ class Controller:
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
             observer.plan(planned)
         if self.interim is not None:
-            self.interim.update()  # killed between the last run of the interim analysis and the analysis
+            self.interim.update()  # a process may have been killed between its last run and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer.message):
@@ -279,7 +279,7 @@ class Controller:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
         states = {run["state"] for run in manifest.content["runs"]}
         if len(specs) > 1 and "done" in states:
-            manifest.files.flush()  # read from there, as by everybody later
+            manifest.files.flush()  # the same input as for later readers
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
@@ -319,7 +319,7 @@ class Controller:
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
                 works.append(CohortWork(self, failed, again=True))
-        manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
+        manifest.files.flush()  # the manifest fixes what trains, also after a kill
         return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
@@ -353,7 +353,7 @@ class Controller:
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
-            more = [item]  # the interim analysis may have had it stopped, and then says what becomes of the rest
+            more = [item]  # the interim analysis may have stopped it, and then decides about the rest
         if end.status == "too_large":
             more = self._in_parts(item, end)
         return [*more, *self._after_interim()]
@@ -391,7 +391,7 @@ class Controller:
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
-                # else a backend of the user's that trains something else than a LoRA adapter
+                # a plug-in backend may train something else than a LoRA adapter
                 self._squeezed[subfolder] = spec
                 works.append(SqueezeWork(self, spec, subfolder))
         return works
@@ -448,6 +448,6 @@ def _report(manifest: Manifest, observer: Observer) -> None:
         manifest.files.flush()
         write_report(manifest.directory)
         manifest.note(report=REPORT)
-    except Exception as error:  # whatever it is, all results are on the disk already
+    except Exception as error:  # any error: the results are already on disk
         message = f"no {REPORT}: {type(error).__name__}: {error}; type: retrain report {manifest.directory}"
         observer.message(message, "warning")

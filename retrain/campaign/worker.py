@@ -147,7 +147,7 @@ class Worker:
             task, content = claimed
             try:
                 self._do(trainer, task, self._here(job_from_json(content)))
-            except RetrainError as error:  # no fault of a run: the next task would meet it too
+            except RetrainError as error:  # not a run's fault: the next task would fail too
                 self.send(task, WorkerFault(type(error).__name__, str(error)))
                 return error.exit_status
         trainer.close()
@@ -186,7 +186,7 @@ class Worker:
         places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]
         with leases_of(places) as locks:
             analysed = [job.directory / job.place] if isinstance(job, SqueezeJob) else []
-            for directory in [*locks, *analysed]:  # what a killed worker left half-written
+            for directory in [*locks, *analysed]:  # left half-written by a killed worker
                 remove_leftovers(directory)
 
             def stop() -> bool:
@@ -196,7 +196,7 @@ class Worker:
 
             trainer.guard = lambda directory: locks[directory].check
             end = trainer.do(job, EventSender(partial(self.send, task)), stop)
-            stop()  # runs that another process has taken over have not ended here
+            stop()  # runs that another process has taken over did not end here
         # After the leases: the controller may have the runs trained on elsewhere.
         self.send(task, replace(end, job=task))
 
@@ -219,13 +219,13 @@ class Worker:
 
 
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
-"""Signal that Slurm sends before the time limit. It may reach every process of the task; blocked before any thread
-starts, it does not kill graders and tools, which inherit the mask, and one thread receives it."""
+"""Signal that Slurm sends before the time limit, possibly to every process of the task. It is blocked before any thread
+starts: graders and tools inherit the mask and survive, and one thread waits for it."""
 
 
 def listen(worker: Worker, options: Options) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop_after_step())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # signals of a terminal: the controller decides what to do
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
 

@@ -127,7 +127,7 @@ def require_directory(directory: Path) -> None:
     from retrain.config.legacy import removed_note
     from retrain.records.reader import RunReader
 
-    with suppress(OSError, ValueError):  # a damaged record is told by what needs it
+    with suppress(OSError, ValueError):  # other code reports a damaged record
         recorded = RunReader(directory).config()
         if isinstance(recorded, dict) and (ignored := removed_note(recorded)):
             print(f"note: {ignored}", file=sys.stderr)

@@ -399,7 +399,7 @@ class LastingStream:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # The descriptor itself, so that what is still buffered has somewhere to go when the process ends.
+            # The descriptor itself, so that buffered output can be flushed when the process ends.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             with suppress(OSError, ValueError):
                 os.dup2(nowhere, self._stream.fileno())

@@ -297,7 +297,7 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
                 ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // len(groups)}')
             lines.append(f"{idle}: there are no more than {plural(len(specs), 'run')}; set {', or '.join(ways)}")
     if config.backend.shard != "none" and campaign.executor == "inprocess":
-        return lines  # one process has all of them
+        return lines  # one process uses all of them
     used = -(-workers // share) * config.gpus_per_worker
     if gpus > used:
         if not config.is_campaign:

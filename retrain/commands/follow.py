@@ -82,7 +82,7 @@ class Follower:
         if replaced:
             run.last_step = -1
         if run.last_step < 0:
-            rows = rows[-1:]  # what happened before is history
+            rows = rows[-1:]  # earlier events are not reported
         if _has_started(run, entry.state, replaced):
             if entry.worker:
                 self.observer.placed(run, entry.worker)
@@ -90,7 +90,7 @@ class Follower:
             run.state = "running"
         for row in evaluations:
             name, step = str(row.get("name", HELDOUT)), row.get("step", 0)
-            if step >= run.next_evaluation.get(name, 0):  # after a cut the earlier ones come again
+            if step >= run.next_evaluation.get(name, 0):  # after a truncation, earlier rows are reported again
                 run.next_evaluation[name] = step + 1
                 self.observer.evaluated(run, name, row)
         for row in rows:

@@ -62,7 +62,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     assumed = f"not measured, {ASSUMED_PROMPT_TOKENS} tokens are assumed"
     try:
         data = data_of(config, folder)
-    except Exception as error:  # RetrainError, or what a function of the user's that makes problems raises
+    except Exception as error:  # RetrainError, or any exception of a user's data function
         reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
         hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
         return Problems(

@@ -45,7 +45,7 @@ def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: 
     from retrain.util.session import ENDINGS
 
     started = time.time()
-    with lasting_streams():  # a closed terminal ends no training
+    with lasting_streams():  # a closed terminal does not end the training
         observer = make_console(plain=plain, verbose=verbose)
         try:
             outcome = action(observer)

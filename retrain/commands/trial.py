@@ -138,7 +138,6 @@ def verdict_words(verdict: dict[str, Any]) -> str:
 
 
 def advice_of(report: dict[str, Any]) -> list[str]:
-    """Return advice about the trial's results."""
     grading, verdict, lines = report["grading"], report["verdict"], []
     if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
         lines.append(

@@ -128,7 +128,7 @@ class AlgorithmSection(_Parameters):
     """Advantage, token credit and loss. Each name refers to its paper."""
 
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
-    """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
+    """Lower bound of the objective for a token with a negative advantage A: dual_clip·A, however large its ratio."""
     correction: Literal["none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"] | None = None
     """Correction of the loss for the difference between sampler and trainer: none; importance sampling of each token,
     truncated (`tis`) or masked (`mis`) at `tis_cap`; IcePop (`icepop_band`); the unbounded weight π_trainer/π_sampler

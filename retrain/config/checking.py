@@ -78,7 +78,7 @@ class KeyLocations:
                 line = self.lines[path[:length]]
                 return line, f"{self.name}:{line}"
         if any(given[: len(path)] == path for given in self.sets):
-            return LAST, "--set"  # a section that only --set speaks of
+            return LAST, "--set"  # a section that only --set names
         return (1, f"{self.name}:1") if self.lines or self.sets else (0, self.name)
 
 

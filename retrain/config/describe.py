@@ -109,7 +109,7 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
     if origin in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         parts = [part for part in parts if not (part is int and float in parts)]
-        # Bounds on a union are those of its numbers.
+        # Bounds on a union apply to its numbers.
         return ", or ".join(expected(part, metadata, plural, limits) for part in reversed(parts))
     if origin is Literal:
         values = [f'"{value}"' for value in get_args(annotation)]

@@ -42,7 +42,7 @@ PART = "~part"
 """Suffix, in files and metrics, of the part of a set that is evaluated for the curve only; set names may not end in
 it."""
 PART_EVERY = 8
-"""The part has one of every so many problems."""
+"""Interval of the problems in that part."""
 
 
 def _set_name(value: str) -> str:

@@ -86,7 +86,7 @@ def group_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report groups that are too small for the advantage."""
     size, mode = config.training.group_size, config.algorithm.advantage_mode
     if config.distillation.teacher_only:
-        return  # nothing is compared
+        return  # only the teacher gives advantages
     if size == 1 and Need.GROUP in advantage_of(mode).needs:
         yield ConfigIssue(
             ("training.group_size", "algorithm.advantage_mode"),
@@ -280,7 +280,7 @@ def lambda_stays_zero(config: Config) -> bool:
     if not credit_of(config.algorithm.transform_mode).pooled:
         return False
     sepa, steps = config.sepa, config.training.max_steps
-    observed = steps - 1 - sepa.warmup_steps  # batches that the last step's running variance has beyond its reference
+    observed = steps - 1 - sepa.warmup_steps  # updates of the running variance after its warm-up
     falls = sepa.schedule == "auto" and observed >= 0 and sepa.ema_decay**observed < sepa.threshold
     return steps <= _flat_steps(config) and not (falls and steps > sepa.delay_steps)
 

@@ -152,7 +152,7 @@ def _apply_sets(
         places.replace(parts)
         _put(data, parts, _set_value(value.strip()))
         if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
-            # A file's [campaign] max_steps would otherwise win over what was just typed.
+            # A file's [campaign] max_steps would otherwise override this setting.
             data["campaign"].pop("max_steps", None)
     return wrong
 
@@ -213,7 +213,7 @@ def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
         may_be_directory = key == "reward_model" or (key != "custom_module" and value not in SOURCES)
         is_file = value.endswith((".py", *FILE_ENDINGS)) and candidate.is_file()
         if is_file or (may_be_directory and candidate.is_dir()):
-            table[key] = os.path.abspath(candidate)  # a link keeps its own name, which says what it is
+            table[key] = os.path.abspath(candidate)  # not resolved: a link may have a more meaningful name
 
 
 def _rows(table: object, key: str) -> list[object]:
@@ -234,7 +234,7 @@ def key_lines(text: str) -> dict[Path, int]:
 def find_repeat(text: str) -> Repeat | None:
     """Return the key or table that ``text``, valid TOML up to its last line, writes twice; None for other faults."""
     walk = _Walk(text.replace("\r\n", "\n"))
-    with suppress(ValueError, IndexError):  # where the text stops to be TOML
+    with suppress(ValueError, IndexError):  # the scan fails where the text is no longer TOML
         walk.document()
     return walk.repeat
 
@@ -330,7 +330,7 @@ class _Walk:
     def _pair(self, table: Path) -> None:
         line = self._line()
         path = (*table, *self._names())
-        for length in range(len(table) + 1, len(path)):  # a dotted key writes the tables that it goes through
+        for length in range(len(table) + 1, len(path)):  # a dotted key also defines the tables in it
             self.written.setdefault(path[:length], line)
         self.position += 1  # the equals sign
         self._write(path, line, is_table=False)

@@ -209,7 +209,7 @@ def data_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def audit_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a reward component with the reserved name of the audit."""
+    """Report a reward component named `audit`, which is reserved for [audit]."""
     if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
         yield ConfigIssue(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
@@ -315,7 +315,7 @@ def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
         tables.append(("evaluation", evaluation))
     tables += [
         (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # sets may be unnamed
         if held_out.sampling.temperature == 0
     ]
     for path, table in tables:

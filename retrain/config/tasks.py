@@ -109,8 +109,8 @@ class Data(Section):
     chat_template_kwargs: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template, such as `{ enable_thinking = false }`."""
     max_prompt_tokens: OptionalCount = None
-    """Most tokens of a prompt, chat markup included. Unset or too large is what the model's context leaves beside the
-    largest `max_tokens`."""
+    """Most tokens of a prompt, chat markup included. The default and largest value is what the model's context leaves
+    beside the largest `max_tokens`."""
     long_prompts: Literal["error", "skip"] = "error"
     """Treatment of longer prompts: `error` reports them before training; `skip` removes such problems from training and
     evaluation and reports their number."""

@@ -14,7 +14,7 @@ from retrain.doctor.results import FAIL, Result
 from retrain.doctor.subject import DoctorModel
 from retrain.records.environment import code_version, environment_facts, package_versions
 
-KIND = "retrain doctor"  # Marks a report file as ours
+KIND = "retrain doctor"  # Identifies a report file of retrain
 MACHINE_FACTS = ("platform", "machine", "processor", "cpu_count", "cpus_usable", "memory_gib", "gpus", "python")
 """Facts in a report that may be published: no paths, no command line."""
 

@@ -74,7 +74,7 @@ def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[i
     policy.workers, policy.budget = Workers(), Budget(1 << 30)
     noise = generator("doctor", "memory", tokens)
     samples = []
-    for _ in range(sequences):  # with a prompt of its own, so that nothing is shared
+    for _ in range(sequences):  # distinct prompts, so that nothing is shared
         ids = noise.integers(0, subject.base.vocab_size, tokens + 1).tolist()
         samples.append(Sample.single_turn(ids[:1], ids[1:], np.zeros(tokens), noise.normal(size=tokens)))
     weights = {policy.adapter.flat.untyped_storage().data_ptr()}
@@ -154,7 +154,7 @@ def _drill(
             sampled = engine.sample(requests)
         rows, engine.fitting = engine.fitting, None
         agreed = None if rows is None else agreement(sampled, engine.sample(requests, max_rows=rows))
-    del subject.messages[messages:]  # about shortages that are not the user's
+    del subject.messages[messages:]  # suppresses messages about shortages that the check causes
     return agreed
 
 

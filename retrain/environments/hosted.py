@@ -24,8 +24,8 @@ from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
-START_SECONDS = 180.0  # For a process to load its environment, which may import much
-PROBLEMS_SECONDS = 600.0  # For an environment to make its problems
+START_SECONDS = 180.0  # Time limit for loading an environment, which may import much
+PROBLEMS_SECONDS = 600.0  # Time limit for generating problems
 BEGINNING = 4  # Factor on `timeout_s` for the start of an episode, which may start a server
 PAGE = 1000  # Problems per request
 RANGE_SLACK = 1e-6  # Rounding tolerance for declared reward ranges
@@ -210,7 +210,7 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:
         arguments = {"id": section.id, **section.args}
-        if section.provider == "openenv":  # records the fields of observations that it is told to
+        if section.provider == "openenv":  # records the fields of observations that the configuration names
             wanted = arguments.get("metrics", [])
             if isinstance(wanted, list):
                 arguments["metrics"] = [*wanted, section.correct_metric or "correct"]

@@ -109,7 +109,7 @@ class ToolEpisode:
         begun = time.perf_counter()
         try:
             text = self._called(call)
-        except (Exception, SystemExit) as error:  # whatever a tool raises is the model's to read, exit() too
+        except (Exception, SystemExit) as error:  # any exception of a tool becomes its answer, including SystemExit
             self.errors += 1
             text = f"Error: {_reason(error)}"
         self.seconds += time.perf_counter() - begun
@@ -155,5 +155,5 @@ def _reason(error: BaseException) -> str:
         return f"{name}: the tool tried to exit"
     try:
         return f"{name}: {error}"
-    except Exception:  # an exception of the user's whose text cannot be made
+    except Exception:  # the user's exception cannot be converted to text
         return name

@@ -59,7 +59,7 @@ def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape])
                 weights.B[name].copy_(b)
     except ModelError:
         raise
-    except Exception as error:  # of whatever kind, from files that somebody else has written
+    except Exception as error:  # any error: the files are somebody else's
         raise ModelError(f"{directory} is no LoRA adapter: {type(error).__name__}: {error}") from error
     if not torch.isfinite(flat).all():
         raise ModelError(f"{directory} holds numbers that are not finite")

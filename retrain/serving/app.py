@@ -119,7 +119,7 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -93,11 +93,11 @@ class Batcher:
 
     def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
-        # What is not kept from piece to piece would be computed again for each.
+        # Entries that are dropped between pieces would have to be computed again.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
-        self.failure: str = ""  # Why the engine's thread has ended, if it has
+        self.failure: str = ""  # Error that ended the engine's thread, if any
         self._waiting: deque[GenerationState] = deque()
         self._active: list[GenerationState] = []
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -188,7 +188,7 @@ class Batcher:
             while self._waiting and len(self._active) < self.max_rows:
                 self._active.append(self._waiting.popleft())
         for task, future in tasks:
-            if not future.set_running_or_notify_cancel():  # whoever asked has left; from here on it cannot
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled; after this call it cannot
                 continue
             try:
                 future.set_result(task())
@@ -199,7 +199,7 @@ class Batcher:
     def _drop(self) -> None:
         """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
-        with self._changed:  # also of those that have not begun
+        with self._changed:  # includes generations that have not begun
             late = [each for each in self._waiting if each.cancelled or each.deadline < now]
             if late:
                 self._waiting = deque(each for each in self._waiting if not (each.cancelled or each.deadline < now))
@@ -242,7 +242,7 @@ class Batcher:
                 for generation, action in zip(generations, actions, strict=True):
                     try:
                         piece = self._piece(generation, action)
-                    except Exception:  # of this one; the others go on
+                    except Exception:  # affects this generation only
                         traceback.print_exc()
                         piece = Piece((), (), "error", failed=ServingError(500, "reading this completion has failed"))
                     if piece.finish_reason is not None:

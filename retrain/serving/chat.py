@@ -161,7 +161,7 @@ async def _chunks(
         completion.add(piece)
         text = writers[number].add(piece.token_ids, piece.stop_reason, last)
         reason, message = piece.finish_reason, {"content": text}
-        if body.offered:  # what is a call shows at the end
+        if body.offered:  # calls can only be recognised at the end
             held[number] += text
             message = {}
             if last:

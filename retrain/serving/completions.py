@@ -41,7 +41,7 @@ async def answer(service: Service, request: Request) -> Response:
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)
     how = service.sampling(body, max_tokens)
-    if not max_tokens:  # the prompts alone
+    if not max_tokens:  # only echoes the prompts
         choices = ChoiceBuilder(service, body, inputs, prompts, service.find(body.model))
         return await unless_gone(request, choices.response(None))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)

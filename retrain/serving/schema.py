@@ -26,7 +26,7 @@ NOT_SUPPORTED = {
     "structured_outputs": [{}],
     "use_beam_search": [False],
     "logprob_token_ids": [[]],
-    "prompt_logprobs": [],  # 0 asks for something
+    "prompt_logprobs": [],  # 0 is a request for prompt log-probabilities
     "truncate_prompt_tokens": [],
     "suffix": [""],
     "chat_template": [""],
@@ -199,7 +199,7 @@ def read(kind: type[Model], raw: bytes) -> Model:
     """Parse and validate a request body. Raises ServingError (400)."""
     try:
         content = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
+    except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8, and for endless numbers
         raise ServingError(400, f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(content, dict):
         raise ServingError(400, f"the body must be a JSON object, not {type(content).__name__}")
@@ -219,7 +219,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def plain_text(text: str, param: str) -> str:
-    """Return the text. Raises ServingError for text that tokenizers reject: half of a surrogate pair."""
+    """Return the text. Raises ServingError for a lone surrogate, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

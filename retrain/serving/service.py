@@ -105,7 +105,7 @@ class Service:
             weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
             raise ServingError(400, str(error), "lora_path" if files is None else "files") from error
-        self._check_new(name, load_inplace)  # there may be one of this name by now
+        self._check_new(name, load_inplace)  # another request may have loaded one with this name
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
@@ -208,7 +208,7 @@ class Service:
         """
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
-        served = self.find(model)  # and submitted at once: what is found is not retired in between
+        served = self.find(model)  # submitted without awaiting: the weights are not retired in between
         drawing = GenerationSet(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -217,7 +217,7 @@ class Service:
                 number = len(drawing.generations)
 
                 def tell(piece: Piece, number: int = number) -> None:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
                         loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
 
                 drawing.generations.append(GenerationState(served, prompt_ids, how, (*stream, k), tell, deadline))

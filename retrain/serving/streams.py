@@ -52,6 +52,6 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     try:
         async for chunk in chunks:
             yield event(chunk)
-    except ServingError as refusal:  # too late for a status
+    except ServingError as refusal:  # the status has already been sent
         yield event(refusal.body())
     yield END

@@ -124,7 +124,7 @@ def answer_text(completion: str, reference: str, solution: str, strict: bool = T
 
 def same_text(answer: str | None, reference: str) -> bool:
     """Return whether both are equal after ``normalise``; an empty text equals nothing."""
-    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
+    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes fewer characters than that
         return False
     given = normalise(answer)
     return bool(given) and given == normalise(reference)

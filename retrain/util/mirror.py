@@ -28,7 +28,8 @@ from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)
-OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")  # they replace files at once
+# They replace files atomically.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")
 
 
 class Mirror:
@@ -43,7 +44,7 @@ class Mirror:
             raise UsageError(f'[logging] mirror = "{url}" cannot be opened: {error}') from error
         self.store: Any = DirFileSystem(root, store)
         self._uploaded: dict[str, list[int]] = {}  # size and modification time (ns) of the local files
-        self._indexed: dict[str, list[int]] = {}  # what the index in the store says
+        self._indexed: dict[str, list[int]] = {}  # content of the index in the store
         self._manifest = b""
 
     def claim(self) -> None:
@@ -61,10 +62,10 @@ class Mirror:
         with self._storage_errors():
             if self.index()["token"] != self.token:
                 raise LeaseLost(f"another process writes {self.url} now: this one stops without writing there")
-            path = self.directory / MANIFEST  # read before the runs, which may be ahead of it
+            path = self.directory / MANIFEST  # read before the runs, which may be newer
             manifest = path.read_bytes() if path.is_file() else b""
             listed = sorted(self._groups(self.directory), key=len)  # records come before checkpoints
-            groups = [self._facts(names) for names in listed]  # after the listing: records as long as checkpoints need
+            groups = [self._facts(names) for names in listed]  # after the listing: records may then only be longer
             facts = {name: each for group in groups for name, each in group.items()}
             changed = [list(group) for group in groups if not group.items() <= self._uploaded.items()]
             replaced = {name for names in changed if len(names) > 1 for name in names}
@@ -162,7 +163,7 @@ class Mirror:
     def _storage_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each store has its own
+        except Exception as error:  # every store raises other errors
             if isinstance(error, RetrainError):
                 raise
             raise StorageError(self.url, first_line(error)) from error

@@ -112,7 +112,7 @@ class DirectoryLock:
         prepare_directory(self.directory)
         self._lock()
         try:
-            # First of all: a process that is killed here leaves a directory that is known.
+            # First: a directory that a killed process leaves must be marked.
             claim(self.directory, self.owner)
             self._identity = DirectoryIdentity(self.directory)
             self._take_lease()
@@ -171,7 +171,7 @@ class DirectoryLock:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise StorageError(path, error) from error
-        for attempt in range(LOCK_TRIES):  # ``status`` looks at the lock for a moment
+        for attempt in range(LOCK_TRIES):  # ``status`` takes the lock for a moment
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -192,7 +192,7 @@ class DirectoryLock:
             )
         self._write()
         if lease is not None and not is_here(lease):
-            self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
+            self._ended.wait(self.beat / 5)  # if two processes take over at once, the later writer wins
         if (lease_of(self.directory) or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
         if os.fstat(self._file).st_size == 0 or _last_holder(self.directory / LOCK):  # not a file of somebody else
@@ -236,9 +236,9 @@ class DirectoryLock:
             try:
                 self.check()
                 self._write()
-            except LeaseLost:  # whoever writes next finds the same and says so
+            except LeaseLost:  # the next write finds and reports it
                 return
-            except StorageError:  # a full disk, say: the records' own writes report it
+            except StorageError:  # such as a full disk, which the records' own writes report
                 continue
 
 
@@ -280,7 +280,7 @@ def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, Direc
             except UsageError as error:
                 if isinstance(error, NotOurs):
                     raise
-                time.sleep(LOOK_SECONDS)  # taken in this moment
+                time.sleep(LOOK_SECONDS)  # another process has just taken it
                 continue
             yield locks
             return
@@ -299,7 +299,7 @@ class LeaseWatch:
         now = time.monotonic()
         try:
             lease = lease_of(self.directory)
-        except NotReadable:  # a network file system that does not answer at the moment
+        except NotReadable:  # a network file system may fail to answer for a moment
             return now - self._seen < self.patience
         if lease is not None and is_here(lease):
             return _runs_here(lease)
@@ -413,7 +413,7 @@ class StopRequest:
                 return
             if not announced and any(number in ENDINGS for number in received):
                 announced = True
-                with suppress(OSError, ValueError):  # nobody may be there to read it
+                with suppress(OSError, ValueError):  # nobody may read the output
                     message("finishing the step and saving; once more to stop without saving", "warning")
             urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
             now = time.monotonic()

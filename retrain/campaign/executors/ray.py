@@ -33,8 +33,8 @@ from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
-END_SECONDS = 5.0  # Seconds that workers which have let go of their leases may take to end
-NAMESPACE = "retrain"  # Of the names of detached actors
+END_SECONDS = 5.0  # Seconds within which workers that released their leases must end
+NAMESPACE = "retrain"  # Prefix of the names of detached actors
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class WorkerHost:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
         device_info = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
         more = ["--folder", str(folder if folder.is_dir() else self.copy), "--parent", str(os.getpid())]
-        own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
+        own = str(Path(ray.__file__).parent)  # excludes packages that belong to Ray's own processes
         path = [entry or os.getcwd() for entry in sys.path if not entry.startswith(own)]
         environment = device_info.environment | {
             "OMP_NUM_THREADS": request.threads,
@@ -108,7 +108,7 @@ class WorkerActor:
 
 
 class RayExecutor:
-    """Starts an actor with ``gpus`` and ``cpus`` for each worker. With ``ours`` it opened the connection to the
+    """Starts an actor with ``gpus`` and ``cpus`` for each worker. ``ours``: this process opened the connection to the
     cluster, and closes it."""
 
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):

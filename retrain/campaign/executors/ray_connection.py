@@ -29,7 +29,7 @@ def ray_module() -> Any:
     if not is_installed("ray"):
         raise missing('[campaign] executor = "ray"', "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else what a lost node logged last is printed here
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise the last logs of a lost node are printed here
     import ray
 
     return ray
@@ -82,7 +82,7 @@ def _init(address: str, runtime_env: dict[str, Any]) -> None:
         raise UsageError(f'the Ray cluster at address "{address}" cannot be used: {first_line(error)}') from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+            signal.signal(signal.SIGTERM, handler)  # Ray installs its own handler
 
 
 def first_line(error: Exception) -> str:

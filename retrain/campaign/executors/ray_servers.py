@@ -147,7 +147,7 @@ class RayFleet:
         for actor in actors:
             with suppress(ray.exceptions.RayError):
                 ray.kill(actor)
-        for slot in self._places:  # what one that was lost with its node has left
+        for slot in self._places:  # left by a server that was lost with its node
             identity_of(Path(self.directory), slot.name).unlink(missing_ok=True)
 
     def _begin(self, slot: ServerSlot) -> None:

@@ -61,7 +61,7 @@ class SlurmExecutor:
 
     def __init__(self, plan: Plan, cores: int):
         self.plan, self.config, self.directory = plan, plan.specs[0].config, plan.directory
-        assert self.config.campaign.workers != "auto"  # a rule of the configuration
+        assert self.config.campaign.workers != "auto"  # guaranteed by a rule of the configuration
         self.slots, self.cores = self.config.campaign.workers, cores
         self.is_slurm = self.config.slurm.cluster == "slurm"
         self._tasks: dict[int, SlurmTask] = {}

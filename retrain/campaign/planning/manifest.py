@@ -42,7 +42,7 @@ CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
 """Facts of a campaign that become invalid when one of its runs continues."""
 RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
 """Files of a campaign or run that are written before its first run begins."""
-CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
+CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
@@ -114,7 +114,7 @@ def freeze(
     """
     if begun(before):
         planned = declaration(specs)
-        planned.pop("settings", None)  # what an earlier release has begun may have had others
+        planned.pop("settings", None)  # runs of an earlier release may have had other declarations
         content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
     else:
         content["declared"] = declaration(specs)
@@ -122,7 +122,7 @@ def freeze(
 
 def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
-    defaults = CampaignSection(sequential="off")  # the oldest records know no analysis before the end
+    defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
     return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
@@ -181,7 +181,7 @@ class Manifest:
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
         entries = {run["run_id"]: run for run in content["runs"]}
         for run in content["runs"]:
-            run.pop("worker", None)  # of a process that is no more
+            run.pop("worker", None)  # left by a process that has ended
         for spec in specs:
             digest, run = fingerprint(spec), entries.get(spec.run_id)
             if run is not None:
@@ -319,7 +319,7 @@ class CampaignObserver(NullObserver):
         changes: dict[str, Any] = {"state": status, "reason": message or None}
         if status == "failed":
             changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
-        if status == "done" and self.manifest.is_registered:  # before the manifest says so: a kill repeats it
+        if status == "done" and self.manifest.is_registered:  # first: after a kill it is repeated
             entry = RunEntry.from_row(self.manifest.run(spec.run_id))
             self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
@@ -379,7 +379,7 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
     """Return the plan in ``plan.json``, with ``section.key=value`` settings applied to each run. Raises UsageError if
     the directory has no plan, or planned runs cannot take a setting."""
     if not (directory / PLAN).is_file():
-        campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
+        campaign = directory.absolute().parent.parent  # for a run in logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
     content = read_plan_file(directory)

@@ -99,7 +99,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
     name = logging["wandb_run_name"] or run_id
-    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # planned again it is the same
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # the same if planned again
     logging["wandb_group"] = logging["wandb_group"] or label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
@@ -137,8 +137,8 @@ def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     """Return the number of runs that step together. ``auto`` keeps whole seeds together, so that pairs share their
-    batches, and makes at least as many cohorts as ``slots``: with fewer seeds each, or, with fewer seeds than slots,
-    equal parts of a seed."""
+    batches, and makes at least ``slots`` cohorts: of fewer seeds each, or, with fewer seeds than slots, of parts of a
+    seed."""
     asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
@@ -146,7 +146,7 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     seeds = len(seeds_before_interim(specs)) or len({spec.seed for spec in specs})
     if seeds < slots:
         return min(most, -(-conditions // (slots // seeds)))
-    share = -(-seeds // slots) if slots > 1 else most  # whole seeds of a slot
+    share = -(-seeds // slots) if slots > 1 else most  # number of whole seeds per slot
     return min(share, most // conditions) * conditions if conditions <= most else most
 
 

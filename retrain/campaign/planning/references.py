@@ -87,7 +87,7 @@ def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Itera
         backend = (spec.config.backend.backend, spec.config.backend.devices)
         sizes = (model.lora_rank, *completion_lengths(spec.config))
         wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets, sizes))
-        if wanted not in examined:  # one look at files for all runs that want them
+        if wanted not in examined:  # one read of the files for all runs with this key
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
         teacher = spec.config.distillation.teacher if spec.config.distillation.active else None
@@ -143,7 +143,7 @@ def _model_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProb
         )
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_file(model.model, "config.json", model.revision)
-    layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them
+    layers = None if path is None else dense_layers(read_json(path))  # None if only the loaded model knows them
     for message, fix in target_mistakes(targets, layers, "lm_head") if layers is not None else ():
         yield _problem_at(loaded, key, targets, message, fix)
     context = context_length(config)
@@ -245,7 +245,7 @@ def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> 
 
 def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: CustomRewards) -> ConfigProblem | None:
     sources, folder = sources_of(config), plan.folder
-    absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # reported separately
     asked = {key: value for key, value in sources.items() if value != "arithmetic"}
     remote = {key for key, value in asked.items() if is_plugin(value) or on_hub(value, folder)}
     local = [key for key in sources if key not in absent | remote]
@@ -256,7 +256,7 @@ def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: Cus
             return _column_problem(loaded, config, data, rewards) or _prompt_problem(loaded, config, data, plan.longest)
     except DataError as error:
         fault = error
-    for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
+    for key in local:  # find the source at fault; some sources may be read only in training
         try:
             load_data(_single_source(config, key), 0, base_dir=folder)
         except DataError as error:
@@ -282,7 +282,7 @@ def _prompt_problem(
     None if the tokenizer is not local: training then measures prompts before it loads weights."""
     context = context_length(config)
     if context and max((longest.training, *longest.heldout.values())) >= context:
-        return None  # a problem of its own
+        return None  # reported separately
     try:
         tokenizer = tokenizer_of(config)
     except ModelError:
@@ -379,7 +379,7 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
         content = read_manifest(directory)
     entries = {entry["run_id"]: entry for entry in content.get("runs", ())}
     known = [(entries[spec.run_id]["path"], run_place(spec)) for spec in specs if spec.run_id in entries]
-    # Other runs are another campaign's; so are runs that have their files elsewhere in the directory.
+    # Other runs belong to another campaign, or have their files elsewhere in the directory.
     if entries and (not known or any(there != here for there, here in known)):
         others = listed(list(entries), 3)
         raise NotOurs(f"{directory} holds other runs ({others}; here {specs[0].run_id}): {ELSEWHERE}")

@@ -60,7 +60,7 @@ class InProcess:
             return self._squeeze(job, observer)
         except (Exception, KeyboardInterrupt) as error:
             if gone := lost(error):
-                self._bases = None  # nothing on the device can be undone any more
+                self._bases = None  # the state on the device is undefined
                 raise gone from error
             raise
 
@@ -110,7 +110,7 @@ class InProcess:
         analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)
         try:
             if bases.ranks is not None:
-                bases.load(spec.config)  # while all ranks are at it
+                bases.load(spec.config)  # all ranks are computing
             analysis = bases.from_first("squeeze analysis", analyse)
             observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
         except RetrainError as error:
@@ -134,18 +134,18 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
     try:
         with closing(cohort.train()) as pauses:
             for _ in pauses:
-                stop()  # what it raises in a pause has the cohort end without saving
+                stop()  # an exception of the caller ends the cohort without saving
     except RunInterrupted as end:
         return JobEnded(status="stopped", reason=str(end))
     except (StorageError, LeaseLost):
         raise
-    except ServerFailed as error:  # they go on once there is a server
+    except ServerFailed as error:  # they can continue once a server answers
         for run in cohort.runs:
             if run.active:
                 run.recorder.record_server(run.step, str(error), "error")
         raise
-    except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
-        if lost(error):  # but a new process can go on with them
+    except Exception as error:  # the shared part failed (engine, base): none of these runs can continue
+        if lost(error):  # but a new process can continue them
             raise
         active = [run for run in cohort.runs if run.active]
         if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
@@ -218,7 +218,7 @@ class Scheduler:
     ):
         self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
         self.max_restarts, self.room = max_restarts, room or executor.slots
-        self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
+        self.lost_steps = False  # Whether a job died after all were asked to stop: not everything has been saved
         self._waiting: deque[WorkItem] = deque()
         self._under_way: dict[str, tuple[WorkItem, Handle]] = {}
         self._busy = set[str]()

@@ -171,7 +171,7 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
 
 
 class Handle(Protocol):
-    id: str  # What ``JobEnded.job`` says
+    id: str  # Value of ``JobEnded.job``
 
     def stop(self) -> None:
         """Request an end after the current step, with everything saved; does not wait."""

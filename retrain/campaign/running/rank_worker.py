@@ -59,7 +59,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
                 process.do(_on_device(job, devices[rank]), NullObserver(), lambda: False)
             except DeviceLost:
                 raise
-            except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
+            except Exception as error:  # also raised on rank 0, which decides what follows; without it the ranks part
                 ranks.note = f" after {failure_text(error)}"
     except RanksEnded:
         return 0

@@ -72,7 +72,7 @@ class Tasks:
             claimed = self.folder / f"{number}.{worker}.claimed"
             with suppress(FileNotFoundError):
                 os.rename(self.folder / f"{number}.todo", claimed)
-            if claimed.exists():  # NFS may say that a rename failed which it has done
+            if claimed.exists():  # NFS may report that a rename failed although it succeeded
                 return number, read_json(claimed)
         return None
 

@@ -37,7 +37,7 @@ JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they imp
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
 DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
 WATCH_SECONDS = 0.5
-STUCK_SECONDS = 20.0  # Seconds after a rank's death in which this process has to notice it by itself
+STUCK_SECONDS = 20.0  # Seconds after a rank's death within which this process must notice it by itself
 
 
 class Team:
@@ -71,7 +71,7 @@ class Team:
         self._closed.set()
         ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
         if ranks is None and count > 1:
-            ranks = joined(0, count, "cpu")  # they wait to be told that there is nothing to do
+            ranks = joined(0, count, "cpu")  # they wait for a message that no job is left
         if ranks is not None:
             ranks.end()
             ranks.leave()
@@ -126,16 +126,16 @@ class Team:
         import torch
         from torch.distributed import TCPStore
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not lead to it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve to it
         store = self._store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
         environment = dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        environment.pop(OWN_GPU, None)  # theirs is the one that they are told
+        environment.pop(OWN_GPU, None)  # ranks receive the store's port
         for rank in range(1, count):
             words = [str(rank), str(count), str(store.port), json.dumps(sys.path)]
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *words],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what rank 0 prints may be read by a program
+                stdout=2,  # a program may read rank 0's output
                 env=environment,
                 start_new_session=True,
             )

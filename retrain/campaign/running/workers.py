@@ -42,7 +42,7 @@ from retrain.util.session import LeaseWatch, is_here, lease_of
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
 PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed
 REPORT_SECONDS = 3.0  # Seconds after a worker's death in which its executor or its host may report how it died
-SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stand still
+SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stay unchanged
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class WorkerSlot:
     pid: int = 0
     reported_end: WorkerEnd | None = None
     fault: str = ""
-    dead_since: float = 0.0  # When its lease was first seen dead, 0 while it lives
+    dead_since: float = 0.0  # When its lease was first found expired, 0 while it lives
     lease: LeaseWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ class CampaignWorkers:
         """Yield events; see ``JobRunner.events``. After an error that is not a run's own, the other workers finish
         their step and save before it is raised."""
         try:
-            for name in self._adoptable:  # no job of this controller asks for these
+            for name in self._adoptable:  # this controller has no job for them
                 self.tasks.stop(name)
             while True:
                 yield from self._withdraw_stopped()
@@ -265,7 +265,7 @@ class CampaignWorkers:
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
         """Yield a worker's new events, and the end of its tasks if it has ended."""
-        # Both are read before the events: a worker that has ended by now writes none after these.
+        # Both are read before the events: a worker that has ended writes no more of them.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
         if slot.events is None and process > slot.process:
@@ -320,7 +320,7 @@ class CampaignWorkers:
         if issubclass(kind, DeviceLost):
             slot.fault = fault.text
             return
-        error = kind.__new__(kind)  # some errors take more than their text
+        error = kind.__new__(kind)  # some errors take more arguments than their text
         error.args = (fault.text,)
         self._forget(name, slot.label)
         self._error = self._error or error
@@ -349,13 +349,13 @@ class CampaignWorkers:
         self.executor.kill(slot.number)
         with suppress(NotReadable, OSError):
             lease = lease_of(slot.home)
-            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # of an earlier controller
+            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # left by an earlier controller
                 os.kill(lease["pid"], signal.SIGKILL)
 
     def _is_running(self, slot: WorkerSlot) -> bool:
         if not slot.is_occupied or slot.reported_end is not None or self.executor.look(slot.number) is not None:
             return False
-        # One that has not written anything yet will find that there is nothing to do.
+        # A worker that has not written anything yet will find no task.
         is_starting = slot.events is None and newest(slot.home) <= slot.process
         return is_starting or has_living_worker(slot.home)
 

@@ -62,7 +62,7 @@ class ChatLoop(Harness[ChatLoopConfig]):
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.status_code != 200:
-                    ends = "maximum context length" in reply.text  # a limit, and no fault
+                    ends = "maximum context length" in reply.text  # a limit, not a fault
                     return ProgramResult(exit_code=0 if ends else 1, stdout="", stderr=reply.text)
                 message = reply.json()["choices"][0]["message"]
                 messages.append(message)

@@ -79,7 +79,7 @@ class Endpoint:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         spared = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
-        if LOOPBACK not in spared.split(","):  # clients that a harness makes must not ask a proxy for this machine
+        if LOOPBACK not in spared.split(","):  # clients of a harness must not use a proxy for this machine
             os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{spared},{LOOPBACK}".lstrip(",")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{channel}/v1/chat/completions", self._chat)

@@ -31,7 +31,7 @@ from retrain.types import Action, Message, RewardResult
 
 T = TypeVar("T")
 KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
-MAX_REFUSALS = 16  # A harness that still asks after so many refusals is stopped
+MAX_REFUSALS = 16  # Number of refusals after which a harness that continues is stopped
 
 
 class HarnessResult(NamedTuple):
@@ -107,7 +107,7 @@ class InvertedEpisode:
         self._inversion, self._opening = inversion, opening
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
-        self._request: Request | None  # as _advance finds it
+        self._request: Request | None  # set by _advance
         self._failure: str | None = None
         self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[tuple[Any, ...], str] = {}
@@ -176,14 +176,14 @@ class InvertedEpisode:
     def _answer(self, request: Request, action: Action) -> None:
         content, found = read_calls(action.text, request.tools) if request.tools else (action.text, [])
         calls = [(f"call{self._calls + index:05d}", call) for index, call in enumerate(found)]
-        # A server never sends an empty message, and some harnesses take one for a failure of the server.
+        # Servers never send an empty message, and some harnesses take one for a server failure.
         answer = completion(action, self._actions, content if content or calls else " ", calls)
         self._calls += len(calls)
         self._actions += 1
         key = message_key(answer["choices"][0]["message"])
         self._texts[key] = action.text
         self._seen.append(key)
-        if not request.completion.done():  # the harness has given it up meanwhile
+        if not request.completion.done():  # the harness has cancelled it meanwhile
             request.completion.set_result(answer)
 
     def _next(self, request: Request) -> Step:

@@ -166,7 +166,7 @@ class OpenEnvEpisode:
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
         limit = environment.arguments.step_seconds
-        # An action is over when the server has answered it, so the client's own limit is that of a step.
+        # An action ends with the server's answer, so the client's own limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
         self.numbers: dict[str, float] = {}
@@ -207,7 +207,7 @@ class OpenEnvEpisode:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
         messages = messages_of(reply.observation, self.environment.arguments.message_field)
-        if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # all that was said, again
+        if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # the conversation again
             begun = list(self.observe().messages)
             messages = [*begun, *messages[len(begun) :]]
             return Step(done=False, reward=reward, metrics=metrics, conversation=messages)
@@ -252,7 +252,7 @@ class OpenEnvEpisode:
         return RewardResult(math.fsum(self.rewards), metrics)
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # a session that is gone already
+        with contextlib.suppress(Exception):  # the session has already ended
             self._client.close()
 
     def _reward(self, reply: Any) -> float | None:
@@ -286,12 +286,12 @@ class OpenEnvEpisode:
         except TimeoutError as error:
             limit = self.environment.arguments.step_seconds
             raise PluginError(f"{OWNER}: {self.url} did not answer within {limit:g} s (step_seconds)") from error
-        except Exception as error:  # the client raises whatever its sockets do
+        except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
             code = re.search(r"\(code: (\w+)\)$", text)
             if refusal is not None and code is not None and code[1] == INVALID_ACTION:
                 return refusal
-            # A full server says so and closes; whether that is read before is a race.
+            # A full server reports it and closes; whether the report is read before is a race.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""

@@ -31,7 +31,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
         if not isinstance(observation, Mapping):
             return _as_messages(observation)
         text = next(filter(None, (observation.get(name) for name in MESSAGE_FIELDS)), None)
-        # Every observation has the field ``metadata``, most of them an empty one.
+        # Every observation has the field ``metadata``, which is usually empty.
         fields = {name: value for name, value in observation.items() if name != "metadata" or value}
         return _as_messages(text or fields)
     value = observation

@@ -16,7 +16,7 @@ import httpx
 from retrain.errors import PluginError, printable
 
 HOST = "127.0.0.1"
-# On Linux the kernel kills the server when whoever started it is gone, also by SIGKILL. PR_SET_PDEATHSIG is 1.
+# On Linux the kernel kills the server when its parent ends, also by SIGKILL. PR_SET_PDEATHSIG is 1.
 _GUARD = (
     "import ctypes, os, sys\n"
     "if sys.platform == 'linux':\n"
@@ -35,7 +35,7 @@ class OpenEnvServer:
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
         arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
-        # A file, not a pipe: nobody reads along, and a full pipe would stop the server.
+        # A file, not a pipe: a pipe that is not read fills up and blocks the server.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", _GUARD, str(os.getpid()), *arguments],

@@ -26,7 +26,7 @@ from retrain.types import Action, Problem, RewardResult
 
 OWNER = "environment reasoning-gym"
 OURS = ("seed", "size")  # Keys of a data set's config that the environment sets itself
-CHECK_SECONDS = 120.0  # How long the check of one task may take before training
+CHECK_SECONDS = 120.0  # Time limit for the check of one task before training
 
 
 class Numbers(BaseModel):

@@ -27,7 +27,7 @@ INSTANCES = 8  # Problems of each task that a check makes, twice
 FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
-ENTRIES_SECONDS = 600.0  # How long the entries of a job may take
+ENTRIES_SECONDS = 600.0  # Time limit for the entries of a job
 PAGE = 200  # Entries per job
 
 

@@ -103,7 +103,7 @@ class CookbookEpisode:
 
     def _begin(self) -> None:
         self.seen = self.run(self.made.initial_observation())
-        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # with where to stop, which is the engine's here
+        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # the stop condition is the engine's
             self.seen = self.seen[0]
         if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
             question = {"role": "user", "content": self.made.get_question()}
@@ -125,7 +125,7 @@ class CookbookEpisode:
             raise PluginError(f"{self.owner}: step() gave a reward of {reward}")
         metrics, logs = getattr(answer, "metrics", None) or {}, getattr(answer, "logs", None) or {}
         sampled = SimpleNamespace(tokens=list(action.token_ids), maybe_logprobs=action.logprobs_T.tolist())
-        transition = SimpleNamespace(  # as compute_group_rewards finds it
+        transition = SimpleNamespace(  # read by compute_group_rewards
             ob=self.seen, ac=sampled, reward=reward, episode_done=done, metrics=metrics, logs=logs
         )
         self.transitions.append(transition)

@@ -74,7 +74,7 @@ class GradedEnvironment(AdaptedEnvironment):
     def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):
         super().__init__(made, owner, run)
         self.made, self.heldout = made, heldout
-        if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states ask for it
+        if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states read the name
             made._name = type(made).__name__
         self._samples: list[Any] = []
 
@@ -139,7 +139,7 @@ class GradedEpisode:
     def step(self, action: Action) -> Step:
         """End the episode; with several turns, return the reply of ``env_response`` until ``is_done``."""
         answer: Message = {"role": "assistant", "content": action.text}
-        turn = SimpleNamespace(  # as compute_reward finds it in state.trajectory
+        turn = SimpleNamespace(  # read by compute_reward in state.trajectory
             prompt=list(self.conversation),
             completion=[answer],
             completion_token_ids=list(action.token_ids),

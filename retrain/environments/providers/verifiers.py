@@ -134,7 +134,7 @@ def load(
         return Classic(id, args, env, inversion)
     except RetrainError:
         raise
-    except Exception as error:  # whatever the environment's own code raises
+    except Exception as error:  # any exception of the environment's code
         cause = error.__cause__
         hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
         raise DataError(f"environment {id} cannot be loaded: {described(error)}{hidden}") from error

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends: what has run until then counts
+LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends; runs before that count
 
 
 class _Silence:
@@ -34,7 +34,7 @@ class _SilentAgent:
         self._vf, self.config, self._counted = vf, config, counted
 
     async def _trace(self, task: Any) -> Any:
-        await asyncio.sleep(0)  # the rehearsal can end here, also where the environment asks again and again
+        await asyncio.sleep(0)  # lets the rehearsal end here even if the environment keeps asking
         if len(self._counted) == MOST_RUNS:
             raise RuntimeError("enough has been seen")
         self._counted.append(task)

@@ -47,7 +47,7 @@ def is_taskset(id: str) -> bool:
         absent = getattr(error.__cause__, "name", None) or error.name or ""
         if absent.rpartition(".")[2] == _module(id):
             return False
-        raise (error.__cause__ or error) from None  # the module is there, and what it imports is not
+        raise (error.__cause__ or error) from None  # the module exists, but one of its imports does not
     except (AttributeError, TypeError):  # no __all__, or no taskset in it
         return False
     return True
@@ -108,7 +108,7 @@ class Tasksets:
 
             def begun(trace: Any) -> None:
                 current.append(trace.id)
-                if len(current) > 1:  # a retry has given up the run before
+                if len(current) > 1:  # a retry has replaced the run
                     raise RuntimeError(self._several_runs("a second time"))
                 names.append(trace.id)
                 channels[trace.id] = channel
@@ -210,7 +210,7 @@ def _tolerant(hook: Any) -> Any:
         except Exception as error:
             if (failed := _failed.get()) is not None:
                 failed.append(f"{hook.__name__}: {described(error)}")
-            return {}  # scores by name, and none of them
+            return {}  # an empty mapping of scores by name
 
     return tolerant
 

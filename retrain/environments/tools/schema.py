@@ -169,7 +169,7 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
     """Return the fields of a pydantic model. The arguments are aliases: they may have any names."""
     try:
         hints = get_type_hints(function, include_extras=True)
-    except Exception as error:  # a name that is not there, or whatever evaluating an annotation raises
+    except Exception as error:  # a name that does not exist, or any error in evaluating an annotation
         raise PluginError(f"the annotations of {name} cannot be resolved: {described(error)}") from None
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name == "self" and parameters[0].name not in hints:

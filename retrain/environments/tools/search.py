@@ -98,7 +98,7 @@ class CorpusIndex:
             return []
         scores = self.scores.get_scores(indexed)
         hits = np.flatnonzero(scores > 0)
-        if len(hits) > k:  # only those not below the k-th best are sorted
+        if len(hits) > k:  # sort only documents that reach the k-th best score
             hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
         order = np.argsort(-scores[hits], kind="stable")[:k]
         return [self.documents[place] for place in hits[order]]
@@ -194,7 +194,7 @@ def passage(text: str, query_words: list[str], characters: int) -> str:
     places = [(match.start(), word) for match in WORD.finditer(text) if (word := match.group().lower()) in looked_for]
     within: Counter[str] = Counter()
     best, most, end = 0, 0, 0
-    for start, word in places:  # a window from each wanted word on
+    for start, word in places:  # a window that begins at each query word
         while end < len(places) and places[end][0] < start + characters:
             within[places[end][1]] += 1
             end += 1
@@ -203,6 +203,6 @@ def passage(text: str, query_words: list[str], characters: int) -> str:
             best, most = start, count
         within[word] -= 1
     if best > len(text) - characters and (near := BEGINNING.search(text, len(text) - characters)):
-        best = min(best, near.start())  # more before it, rather than less than there is room for
+        best = min(best, near.start())  # extend to the left if the text ends before the window is full
     part = text[best : best + characters].strip()
     return f"{'… ' if best else ''}{part}{' …' if best + characters < len(text) else ''}"
