@@ -198,6 +198,7 @@ test-all: test-system test-servers test-serving test-ui test-environments test-r
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
 	$(BIN)/python -m retrain.records docs
+	$(BIN)/python docs/list_messages.py docs/records/messages.md
 
 site: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
