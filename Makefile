@@ -121,7 +121,7 @@ golden: $(VENV)/.dev
 
 models/smollm2/config.json: $(VENV)/.core
 	@$(PIP) --editable '.[real]'
-	$(BIN)/python scripts/real_model.py --out models/smollm2
+	$(BIN)/python docs/examples/models/real_model.py --out models/smollm2
 
 real-model: models/smollm2/config.json
 
@@ -132,8 +132,8 @@ test-real: $(VENV)/.dev models/smollm2/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_real_model.py
 
 reasoner: $(VENV)/.core
-	$(BIN)/python scripts/make_reasoner.py
-	$(BIN)/python scripts/make_tool_user.py
+	$(BIN)/python docs/examples/models/make_reasoner.py
+	$(BIN)/python docs/examples/models/make_tool_user.py
 
 # Packages that do not go together with each other, or with ours, each over our own environment.
 ENVIRONMENTS := openenv verifiers verifiers-classic s3

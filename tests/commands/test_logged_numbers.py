@@ -68,7 +68,7 @@ devices = "cpu"
 
 def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
     """λ follows its ramp, pooling shrinks the variance of execution weights by (1 − λ)², planning weights stay."""
-    script = load_file(Path(__file__).parents[2] / "scripts" / "sepa_in_the_logs.py", "sepa_in_the_logs")
+    script = load_file(Path(__file__).parents[2] / "benchmarks" / "sepa.py", "sepa")
     train_quietly(tmp_path, SEPA)
     rows = script.read(tmp_path / "out")
     assert [row["sepa_lambda"] for row in rows] == [0.0, 0.5, 1.0]

@@ -1,4 +1,4 @@
-"""Two batches that TRL's own PPOTrainer trained on (scripts/trl_ppo_numbers.py): our functions give its numbers.
+"""Two batches that TRL's own PPOTrainer trained on (tests/programs/trl_ppo_numbers.py): our functions give its numbers.
 
 TRL puts the score one place after the last token where there is room, and has a value there; we put it on the last
 token. With that place in the mask our functions give TRL's advantages. TRL averages some statistics over the padding,

@@ -4,7 +4,7 @@ It needs a virtual environment of its own: TRL 1.12.0 is the last release that h
 
 python3.11 -m venv build/trl-ppo
 build/trl-ppo/bin/pip install trl==1.12.0 transformers==5.23.0 accelerate==1.15.0 datasets==5.2.0 torch==2.13.0
-build/trl-ppo/bin/python scripts/trl_ppo_numbers.py tests/data/trl_ppo.json
+build/trl-ppo/bin/python tests/programs/trl_ppo_numbers.py tests/data/trl_ppo.json
 
 ``PPOTrainer.train`` runs unchanged on the CPU, in float32, on random models of two layers. Where it calls out (to
 whiten, to accumulate gradients, to log) its local variables are copied; none is altered. Two batches: ``ragged``, whose

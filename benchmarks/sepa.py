@@ -1,6 +1,6 @@
 """What SEPA did in a run, from its metrics.jsonl alone: λ, the gate, variances, weights, and what pooling changed.
 
-python scripts/sepa_in_the_logs.py logs/five_conditions/runs/maxrl+gtpo_sepa_s1
+python benchmarks/sepa.py logs/five_conditions/runs/maxrl+gtpo_sepa_s1
 """
 
 import json

@@ -4,7 +4,7 @@
     retrain train FILE --out logs/noise_init --set campaign.vary=init
     retrain train FILE --out logs/noise_data --set campaign.vary=data
     retrain train FILE --out logs/noise_sampling --set campaign.vary=sampling
-    python scripts/noise.py logs/noise_all logs/noise_init logs/noise_data logs/noise_sampling
+    python benchmarks/noise.py logs/noise_all logs/noise_init logs/noise_data logs/noise_sampling
 
 For each directory the standard deviation over seeds of the primary metric (within conditions, pooled over them) with
 its 95 % interval by chi-squared, which takes the values as normal; and its variance as a share of that of the directory
@@ -79,7 +79,7 @@ def table(spreads: list[Spread]) -> list[str]:
 
 def main() -> int:
     """Read, print a table."""
-    parser = argparse.ArgumentParser(prog="python scripts/noise.py", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python benchmarks/noise.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="of finished campaigns")
     directories: list[Path] = parser.parse_args().directories
     try:
