@@ -131,7 +131,7 @@ library_name: transformers
 
 `tiny-reasoner`, shown {steps} batches of conversations in which a pupil works out expressions such as `38*47-128`,
 which it cannot do in its head: seldom by calling a calculator, and then often with a slip. It exists to learn by
-reinforcement that calling pays (`campaigns/calculator.toml`). A call looks like this:
+reinforcement that calling pays (`campaigns/turn_credit.toml`). A call looks like this:
 
     ```tool
     calculator(expression="38*47")
