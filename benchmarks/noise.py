@@ -2,9 +2,7 @@
 
     retrain train FILE --out logs/noise_all
     retrain train FILE --out logs/noise_init --set campaign.vary=init
-    retrain train FILE --out logs/noise_data --set campaign.vary=data
-    retrain train FILE --out logs/noise_sampling --set campaign.vary=sampling
-    python benchmarks/noise.py logs/noise_all logs/noise_init logs/noise_data logs/noise_sampling
+    python benchmarks/noise.py logs/noise_all logs/noise_init
 
 For each directory the standard deviation over seeds of the primary metric (within conditions, pooled over them) with
 its 95 % interval by chi-squared, which takes the values as normal; and its variance as a share of that of the directory
@@ -16,81 +14,73 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.stats import chi2, f
 
 
 class Spread(NamedTuple):
-    """What seeds of one campaign differ by: ``vary`` of its file, standard deviation with its 95 % interval, degrees of
-    freedom."""
+    """``vary`` of a campaign, the standard deviation over its seeds, degrees of freedom, the metric."""
 
     vary: str
     sd: float
-    low: float
-    high: float
     freedom: int
+    metric: str
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % interval of the standard deviation: s²·f / χ²(f)."""
+        low, high = (self.sd * np.sqrt(self.freedom / chi2.ppf(share, self.freedom)) for share in (0.975, 0.025))
+        return float(low), float(high)
 
 
-def spread_of(vary: str, values: list[list[float]]) -> Spread:
-    """Of values [conditions][seeds], pooled within conditions: s² = Σ (x − mean)² / (n − conditions), and its interval
-    s²·f / χ²(f). Raises ValueError where no condition has two values."""
-    rows = [np.asarray(row, dtype=np.float64) for row in values if row]
-    freedom = sum(len(row) - 1 for row in rows)
-    if freedom < 1:
-        raise ValueError("no condition has two finished runs")
-    total = float(sum(((row - row.mean()) ** 2).sum() for row in rows))
-    ends = [np.sqrt(total / chi2.ppf(share, freedom)) for share in (0.975, 0.025)]
-    return Spread(vary, float(np.sqrt(total / freedom)), float(ends[0]), float(ends[1]), freedom)
-
-
-def read(directory: Path) -> tuple[Spread, str]:
-    """The spread of a campaign's directory, and the metric it is of. Raises ValueError for one without results."""
+def read(directory: Path) -> Spread:
+    """Return the spread of a campaign's directory. Raises ValueError for one without results."""
     try:
-        manifest: dict[str, Any] = json.loads((directory / "manifest.json").read_text())
-        first = directory / manifest["runs"][0]["path"]
-        campaign = json.loads((first / "config.json").read_text())["campaign"]
+        manifest = json.loads((directory / "manifest.json").read_text())
+        campaign = json.loads((directory / manifest["runs"][0]["path"] / "config.json").read_text())["campaign"]
     except (OSError, KeyError, IndexError) as error:
         raise ValueError(f"{directory} is no directory of a campaign that has begun ({error})") from error
     comparison = manifest.get("comparison")
     if not comparison:
         raise ValueError(f"{directory} has no comparison yet; type: retrain resume {directory}")
-    values = [condition["after_values"] for condition in comparison["conditions"]]
-    try:
-        return spread_of(campaign.get("vary", "all"), values), comparison["metric"]
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from error
+    values = [np.array(condition["after_values"]) for condition in comparison["conditions"]]
+    freedom = sum(max(0, len(row) - 1) for row in values)
+    if freedom < 1:
+        raise ValueError(f"{directory}: no condition has two finished runs")
+    total = sum(float(((row - row.mean()) ** 2).sum()) for row in values if len(row))
+    return Spread(campaign.get("vary", "all"), (total / freedom) ** 0.5, freedom, comparison["metric"])
 
 
-def table(spreads: list[Spread]) -> list[str]:
-    """The lines to print, in points."""
-    whole = next((each for each in spreads if each.vary == "all" and each.sd), None)
+def report(spreads: list[Spread]) -> str:
+    """Return the table, in points."""
+    reference = next((spread for spread in spreads if spread.vary == "all" and spread.sd), None)
     lines = [f"{'varies':<10} {'degrees of freedom':>18}  {'standard deviation, points':<28} share of all variance"]
-    for each in spreads:
-        interval = f"{100 * each.sd:.2f} [{100 * each.low:.2f}, {100 * each.high:.2f}]"
-        share = f"{(each.sd / whole.sd) ** 2:.2f}" if whole else "-"
-        if whole and each is not whole:
-            ends = [(each.sd / whole.sd) ** 2 / f.ppf(at, each.freedom, whole.freedom) for at in (0.975, 0.025)]
-            share += f" [{ends[0]:.2f}, {ends[1]:.1f}]"
-        lines.append(f"{each.vary:<10} {each.freedom:>18}  {interval:<28} {share}")
-    return lines
+    for spread in spreads:
+        low, high = spread.interval()
+        interval = f"{100 * spread.sd:.2f} [{100 * low:.2f}, {100 * high:.2f}]"
+        ratio = (spread.sd / reference.sd) ** 2 if reference else None
+        share = "-" if ratio is None else f"{ratio:.2f}"
+        if reference and ratio is not None and spread is not reference:
+            low, high = (ratio / f.ppf(at, spread.freedom, reference.freedom) for at in (0.975, 0.025))
+            share += f" [{low:.2f}, {high:.1f}]"
+        lines.append(f"{spread.vary:<10} {spread.freedom:>18}  {interval:<28} {share}")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    """Read, print a table."""
     parser = argparse.ArgumentParser(prog="python benchmarks/noise.py", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="of finished campaigns")
-    directories: list[Path] = parser.parse_args().directories
     try:
-        found = [read(directory) for directory in directories]
+        spreads = [read(directory) for directory in parser.parse_args().directories]
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if len({metric for _, metric in found}) > 1:
-        print(f"they measure different things: {', '.join(sorted({metric for _, metric in found}))}", file=sys.stderr)
+    metrics = sorted({spread.metric for spread in spreads})
+    if len(metrics) > 1:
+        print(f"the campaigns have different metrics: {', '.join(metrics)}", file=sys.stderr)
         return 2
-    print("\n".join(table([spread for spread, _ in found])))
+    print(report(spreads))
     return 0
 
 
