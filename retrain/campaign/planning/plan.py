@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
+"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (docs/records/performance.md)."""
 
 
 @dataclass(frozen=True)
