@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -135,15 +136,16 @@ def main() -> None:
         serve_trackio(options.campaign)
         return
 
-    from commandline import table
     from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
+    from shared import table
     from ui import serving
-    from ui_browser import CHROMIUM
+
+    chromium = os.environ.get("RETRAIN_CHROMIUM") or shutil.which("chromium")
 
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright, contextlib.ExitStack() as servers:
         ours = servers.enter_context(serving(Path(folder) / "cache", options.campaign))[1]
         theirs = servers.enter_context(trackio_of(options.campaign.resolve(), Path(folder) / "trackio"))
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         found = [
             measure(browser, url, tool, options.pictures) for tool, url in (("retrain", ours), ("trackio", theirs))
         ]
