@@ -56,11 +56,7 @@ $(VENV)/.dev: $(VENV)/.core
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
-$(VENV)/.pictures: build/browser/.ready
-	rm -rf build/pictures
-	build/browser/bin/python benchmarks/pictures.py
-
-docs: $(VENV)/.core
+$(VENV)/.docs: $(VENV)/.core
 	@echo 'Installing the documentation tools into $(VENV)'
 	@$(PIP) --editable '.[docs]'
 	@touch $@
