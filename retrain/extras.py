@@ -32,7 +32,7 @@ EXTRAS = {
     "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),
     "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
-    "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
+    "real": Extra({"gguf": "gguf"}, "docs/examples/models/real_model.py: a real open model from the package index"),
     "quantize": Extra({"bitsandbytes": "bitsandbytes"}, 'model quantize = "nf4": a base in 4 bits'),
 }
 """Extras by their name in ``pip install '.[name]'``. Of these, wandb is always installed."""

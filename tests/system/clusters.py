@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from helpers.campaigns import eventually
 
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import JobEnded, Message, StepDone, Tick
@@ -21,6 +20,7 @@ from retrain.config import parse_dict
 from retrain.environments.build import CompletionLengths
 from retrain.files import read_json, read_jsonl
 from retrain.training.inputs import CohortJob
+from tests.helpers.campaigns import eventually
 
 TESTS = Path(__file__).parents[1]
 STUB = (str(TESTS / "programs/stubworker.py"),)

@@ -24,7 +24,7 @@ from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: larger batches gain little speed (``benchmarks/decode.py``)."""
+"""Most runs of a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)."""
 
 
 @dataclass(frozen=True)
