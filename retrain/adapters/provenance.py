@@ -127,5 +127,5 @@ def _base_path(name: str, record: Path | None) -> str:
     if bundled := bundled_model_path(bundled_name(name) or ""):
         return str(bundled.resolve())
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
-        raise ModelError(f"the adapter's base {name!r} is not a directory here: type --base and where it lies now")
+        raise ModelError(f"the adapter's base {name!r} is not a directory here: give its present path with --base")
     return name

@@ -229,7 +229,7 @@ def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn
     thread = Thread("tracker wandb", limit=1)
     thread.put(lambda: log_squeeze_analysis(context, directory, analysis, warn))
     if not thread.wait(FINISH_SECONDS):
-        warn(f"wandb has not taken the squeeze analysis after {FINISH_SECONDS:g} s and is not waited for")
+        warn(f"wandb has not received the squeeze analysis within {FINISH_SECONDS:g} s: continuing without it")
         return
     thread.close()
     if thread.error is not None:

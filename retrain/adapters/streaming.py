@@ -40,5 +40,5 @@ def write_streamed(
                 file.seek(start + begins[key])
                 file.write(data_of(tensor))
         if missing:
-            raise ModelError(f"{next(iter(missing))} was announced and never came")
+            raise ModelError(f"{next(iter(missing))} was declared in the header and not written")
     write_json(directory / ADAPTER_CONFIG, absolute_base(config))

@@ -334,7 +334,7 @@ class Controller:
                     with suppress(StorageError):
                         self.manifest.update(entry["run_id"], state="interrupted", reason=str(error))
             raise RetrainError(
-                f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume "
+                f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
 

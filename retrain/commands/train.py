@@ -170,7 +170,7 @@ def resume(
         Mirror(directory, path).fetch()
         print(f"{directory} is in {path} now")
     elif out is not None:
-        raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
+        raise UsageError(f"{directory} continues in place: leave out --out, which is for the copy at a URL")
     require_directory(path)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
     finish(

@@ -123,7 +123,7 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _answer(ServingError(500, "the server has made a mistake; its log says which"))
+    return _answer(ServingError(500, "internal error: see the server's log"))
 
 
 async def health(service: Service, request: Request) -> Response:

@@ -233,7 +233,7 @@ class Batcher:
                 traceback.print_exc()
                 for generation in batch:
                     generation.tell(
-                        Piece((), (), failed=ServingError(500, "drawing this batch of completions has failed"))
+                        Piece((), (), failed=ServingError(500, "sampling this batch failed: see the server's log"))
                     )
                 self._leave(batch)
                 continue
@@ -244,7 +244,9 @@ class Batcher:
                         piece = self._piece(generation, action)
                     except Exception:  # affects this generation only
                         traceback.print_exc()
-                        piece = Piece((), (), "error", failed=ServingError(500, "reading this completion has failed"))
+                        piece = Piece(
+                            (), (), "error", failed=ServingError(500, "decoding this completion failed: see the log")
+                        )
                     if piece.finish_reason is not None:
                         ended.append(generation)
                     generation.tell(piece)

@@ -223,5 +223,5 @@ def plain_text(text: str, param: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ServingError(400, f"{param} holds half of a surrogate pair", param) from error
+        raise ServingError(400, f"{param} contains a lone surrogate: send valid Unicode", param) from error
     return text
