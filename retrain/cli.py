@@ -29,8 +29,7 @@ class Door(TyperGroup):
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; exit with ``error.exit_status``, 2 on a usage error or PermissionError, 130 on
-        Ctrl-C."""
+        """Run the command; exit with ``error.exit_status``, 2 on a usage or permission error, 130 on Ctrl-C."""
         try:
             with plain_usage_errors():
                 return super().invoke(ctx)

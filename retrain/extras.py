@@ -1,5 +1,4 @@
-"""Map optional packages to the extras that install them, and build the error for a missing one. Imports none of
-them."""
+"""Map optional packages to extras, and build the error for a missing one. Imports none of them."""
 
 import importlib.util
 import sys
@@ -52,8 +51,7 @@ def package_of(module: str) -> str:
 
 
 def install_line(module: str, extra: str | None = None) -> str:
-    """Return the command that installs the package with this module; ``extra`` selects one of several extras with
-    it."""
+    """Return the command that installs the package with this module; ``extra`` selects one of several."""
     return f"pip install '.[{extra or EXTRA_OF[module]}]'"
 
 

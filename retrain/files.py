@@ -150,8 +150,7 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append without Python's buffering; return the offset of the data. Raises OSError on failure (disk full) and
-    leaves the file as it was."""
+    """Append unbuffered; return the offset of the data. Raises OSError and restores the file on failure."""
     with open(path, "ab", buffering=0) as file:
         begin, rest = file.tell(), memoryview(data)
         try:
@@ -206,8 +205,7 @@ def read_jsonl(path: Path) -> list[Any]:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Remove atomically the rows for which ``keep`` returns False, and a torn last line; return the number of rows
-    kept."""
+    """Keep the rows for which ``keep`` is true, atomically, without a torn last line; return their number."""
     if not path.exists():
         return 0
     rows = [row for row in read_jsonl(path) if keep(row)]

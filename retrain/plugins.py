@@ -42,8 +42,7 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
-    """Import the module ``name``; a file in one of ``folders`` takes precedence over an installed module. Exceptions of
-    the import pass through."""
+    """Import a module; a file in ``folders`` takes precedence over an installed one. Import errors pass through."""
     _look_in(folders)
     importlib.invalidate_caches()
     file = next((path for folder in folders if (path := folder / f"{name}.py").is_file()), None)

@@ -84,8 +84,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
 
 
 def _with_adapter(model: Any, source: Provenance) -> Any:
-    """Return the model with the adapter, through peft. Raises ModelError unless every factor of the file belongs to a
-    layer."""
+    """Return the model with the adapter. Raises ModelError unless every factor belongs to a layer."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with AdapterFile(source.adapter) as file:
@@ -201,8 +200,7 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
 
 @torch.no_grad()
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return logits [rows, tokens, vocabulary] minus their mean over the vocabulary, on which no probability
-    depends."""
+    """Return logits [rows, tokens, vocabulary] minus their vocabulary mean, which affects no probability."""
     logits = model(input_ids=tokens, use_cache=False).logits.double()
     return logits - logits.mean(-1, keepdim=True)
 

@@ -49,8 +49,7 @@ class Provenance:
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)
 
     def other_weights(self, base: BaseModel) -> str:
-        """Return the warning that the base is not the one that the adapter was trained on; "" if it is, or cannot be
-        compared."""
+        """Return the warning that the adapter was trained on another base; "" if not, or unknown."""
         same_format = self.dtype == str(base.dtype).removeprefix("torch.")
         if not self.fingerprint or not same_format or self.fingerprint == base.fingerprint:
             return ""

@@ -104,8 +104,7 @@ def answers(
 def _engine(
     config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, tell: Callable[[str], None]
 ) -> LocalEngine | ServerEngine:
-    """Return the run's engine: its servers if they are reachable, else this process, which also replaces launched
-    servers."""
+    """Return the run's engine: its servers if reachable, else this process, as for launched servers."""
     if config.inference.url:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
         try:

@@ -286,8 +286,7 @@ class Controller:
         return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
-        """Report the runs that will be trained, and those that will not. Raises MissingExtra for a package that they
-        need."""
+        """Report which runs will be trained. Raises MissingExtra for a package that they need."""
         failed = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
         if failed and not retry_failed:
             self.observer.message(
@@ -433,8 +432,7 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:
-    """Return the condition whose adapter ``squeeze`` describes; records of earlier releases contain the adapter's path
-    only."""
+    """Return the condition that ``squeeze`` describes; older records contain the adapter's path only."""
     report = content.get("squeeze")
     if not report:
         return None

@@ -29,8 +29,7 @@ Sets = Annotated[
 
 
 def output_path(text: str) -> Path:
-    """Return the path of a command's output. Raises UsageError for an empty one, which to Path is the current
-    directory."""
+    """Return the path of an output. Raises UsageError for an empty one, which Path reads as "."."""
     if not text.strip():
         raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
     return Path(text)

@@ -355,8 +355,7 @@ def _grid(header_style: str = "bold", style: str = "") -> Table:
 
 
 def status_view(status: Row, width: int = 80) -> RenderableType:
-    """Return the runs of ``read_status`` in the layout of the live view, with the age of the last row and reasons of
-    failures."""
+    """Return the runs of ``read_status`` as in the live view, with ages of last rows and reasons of failures."""
     board = Board()
     for run in status["runs"]:
         board.runs[run["run_id"]] = RunView(

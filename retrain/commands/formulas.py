@@ -1,5 +1,4 @@
-"""Describe a configuration's computation in words and formulas, for ``explain``; those of modes are in
-``config.modes``."""
+"""Describe a configuration's computation for ``explain``; formulas of modes are in ``config.modes``."""
 
 import math
 
@@ -59,8 +58,7 @@ def critic_words(config: Config) -> str:
 
 
 def distillation_words(config: Config) -> str:
-    """Return how a teacher changes the advantage of tokens, and the remaining weight of the reward; "" without a
-    teacher."""
+    """Return how a teacher changes advantages, and the weight of the reward; "" without a teacher."""
     distillation = config.distillation
     if not distillation.active:
         return ""

@@ -1,5 +1,4 @@
-"""Measure how long earlier runs took on this machine, from their records, so that ``explain`` can estimate a
-duration."""
+"""Measure from records how long earlier runs took on this machine, for the estimate of ``explain``."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

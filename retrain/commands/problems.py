@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from retrain.types import Problem
 
 MEASURED = 500
-"""Most prompts that are rendered and counted, evenly over the data; all prompts of a large data set would take
-minutes."""
+"""Most prompts that are rendered and counted, evenly over the data; all might take minutes."""
 EXAMPLE_CHARACTERS = 300
 
 

@@ -121,8 +121,7 @@ def secondary_rows(report: Values) -> list[list[str]]:
 
 
 def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tuple[str, str]:
-    """Return before → after, and the typical difference to the baseline with its interval, in points if the metric is a
-    share."""
+    """Return before → after, and the typical difference with its interval, in points for a share."""
     level, amount = (rate, points) if share else (plain_number, plain_number)
     difference = amount(condition["typical_difference"])
     if condition["difference_interval"]:

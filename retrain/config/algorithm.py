@@ -102,8 +102,7 @@ class _Modes(Section):
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
     ] = "surprisal"
-    """Uncertainty of a token: −logprob of the sampled token, p(1−p), the full-vocabulary entropy, or a
-    `module:function` of your own."""
+    """Uncertainty of a token: −logprob, p(1−p), full-vocabulary entropy, or a `module:function` of your own."""
     loss: _Loss | Plugin = "ppo"
     """Policy loss: a name, or a `module:function` of your own. On-policy with one update per batch, all have the same
     gradient."""
@@ -330,8 +329,7 @@ class Planning(Section):
     role: ClassVar[Role] = Role.LEARNS
 
     detector: Annotated[Literal["regex"] | Plugin, UnsupportedValues({"semantic": NO_SEMANTIC})] = "regex"
-    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. Or a `module:function` of your
-    own."""
+    """`regex` matches the phrases of `[logging] strategic_grams` in the decoded text; or a `module:function`."""
 
 
 OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight")
@@ -375,8 +373,7 @@ class Distillation(Section):
     """Divergence: 0 is forward KL(teacher ‖ student), 1 reverse KL(student ‖ teacher), values between them the
     generalised Jensen-Shannon divergence."""
     top_tokens: Annotated[Natural, _WHOLE] = 0
-    """Compare only the student's most probable tokens, this many, and the sum of all others (SDPO: 100); 0 compares
-    all."""
+    """Compare this many of the student's most probable tokens, and the sum of the others (SDPO: 100); 0 is all."""
     clamp: Annotated[OptionalPositive, _SAMPLED] = None
     """Bound on |ln π_teacher − ln π| of a token, before the weight (verl: 10); unset is none."""
     student: Annotated[Literal["sampler", "trainer"], _SAMPLED] = "sampler"
@@ -391,8 +388,7 @@ class Distillation(Section):
     """Text of the privileged context, with `{context}` where the answer or completion goes; unset is `The correct
     answer is {context}.`, or a similar sentence for a sibling."""
     url: Annotated[OptionalText, Role.NAMES] = None
-    """Address of a server that holds the teacher, such as `http://gpu1:8000`; it must return log-probabilities of
-    prompts."""
+    """Address of a server with the teacher, such as `http://gpu1:8000`; it must return prompt log-probabilities."""
     server: Annotated[Literal["vllm", "sglang", "openai"], Role.NAMES] = "vllm"
     """Kind of that server, as in `[inference] engine`. `retrain serve` is a `vllm`."""
     api_key_env: Annotated[OptionalText, Role.NAMES] = None

@@ -69,8 +69,7 @@ class Section(BaseModel):
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
-        """Return the section itself, which is frozen: pydantic copies the default of every section that a file leaves
-        out."""
+        """Return the frozen section itself: pydantic copies the default of every section that a file omits."""
         return self
 
 
@@ -118,8 +117,7 @@ def is_plugin(value: object) -> bool:
 
 
 def fault(message: str, fix: str = "") -> PydanticCustomError:
-    """Return the error that a field validator raises; ``message`` names the value and what is wrong, ``fix`` is what to
-    type."""
+    """Return the error of a field validator; ``message`` names value and fault, ``fix`` is what to type."""
     return PydanticCustomError("fault", "{message}", {"message": message, "fix": fix})
 
 
@@ -153,8 +151,7 @@ def _exclusive(value: list[str]) -> list[str]:
 
 
 def _split_phrases(value: object) -> object:
-    """Return phrases as a list; accepts a JSON list in a string or comma-separated text. Empty text means the
-    default."""
+    """Return phrases as a list; accepts a JSON list or commas in a string. Empty text means the default."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value) or None

@@ -188,8 +188,7 @@ def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
 
 
 def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
-    """Report what a comparison lacks. ``is_run``: this is one resolved run of a campaign, which compares nothing
-    itself."""
+    """Report what a comparison lacks. ``is_run``: one resolved run of a campaign, which compares nothing."""
     if not is_run:
         yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)

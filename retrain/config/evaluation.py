@@ -64,8 +64,7 @@ class EvaluationSet(Section):
     name: Annotated[Text, AfterValidator(_set_name)]
     """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
     source: OptionalSource = None
-    """Source of the problems, as in [data]; all problems of a file are in the set. Unset uses what `[data]` holds
-    out."""
+    """Source of problems, as in [data]; all problems of a file are used. Unset is what `[data]` holds out."""
     subset: OptionalText = None
     """Configuration of a data set that has several."""
     split: OptionalText = None
@@ -260,8 +259,7 @@ class Backpressure(Section):
     enabled: bool = False
     """Measure throughput and adapt."""
     target: Literal["concurrency", "batch_size"] = "concurrency"
-    """Load that is adapted. `concurrency` is the number of prompts that decode at once, which changes speed and memory
-    only."""
+    """Load that is adapted. `concurrency`: number of prompts that decode at once, which changes speed and memory."""
     warmup_steps: Natural = 10
     """Steps of measuring before the first decision."""
     throttle_margin: PositiveShare = 0.85
@@ -349,8 +347,7 @@ class Logging(Section):
     `wandb_project` adds wandb. `all` are the supported ones that are installed; `none` is none, even with a
     `wandb_project`."""
     logging_dir: OptionalText = None
-    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. In a campaign every run has a
-    subdirectory."""
+    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. Runs get subdirectories."""
     wandb_project: OptionalText = None
     """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
     output directory."""

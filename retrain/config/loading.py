@@ -195,8 +195,7 @@ def _set_value(text: str) -> object:
 
 
 def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
-    """Replace paths of problems and rewards that lie beside the TOML file by absolute paths, so that a resume finds
-    them."""
+    """Make paths of problems and rewards beside the TOML file absolute, so that a resume finds them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
     named += [(table, "source") for table in _rows(data.get("evaluation"), "sets")]

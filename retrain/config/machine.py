@@ -103,8 +103,7 @@ def _addresses(value: object) -> object:
 
 
 class Inference(Section):
-    """Sampling of completions: by the model that is trained, or by servers that hold the same base and load the
-    adapters."""
+    """Engine of completions: the trained model, or servers that hold the same base and load the adapters."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
@@ -141,8 +140,7 @@ class Inference(Section):
     """Directory through which adapters reach the servers; both sides must see it under the same path. Unset is
     `adapters/` in the directory of the run or campaign, for servers on this machine or on the same file system."""
     upload: Annotated[bool, Role.NAMES, ActiveIf("inference.engine", ("vllm", "openai"))] = False
-    """Send adapters in the request that loads them, for servers without a shared directory; `retrain serve` accepts
-    that, vLLM does not."""
+    """Send adapters in the load request, for servers without a shared directory: `retrain serve`, not vLLM."""
     timeout_s: Annotated[Positive, Role.SPEED, _OF_SERVERS] = 600.0
     """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED, _OF_SERVERS] = 600.0
@@ -311,8 +309,7 @@ class Slurm(Section):
     """Time limit of a worker as sbatch takes it (`4:00:00`, `2-12:00:00`, or a text of minutes). Training may take
     longer: a worker that reaches the limit saves, requeues itself, and continues."""
     notice_s: Count = 90
-    """Seconds before the time limit at which Slurm sends a worker SIGUSR1: enough for the current step and for
-    saving."""
+    """Seconds before the time limit at which a worker gets SIGUSR1: enough for the current step and for saving."""
     account: OptionalText = None
     """Account that is charged."""
     qos: OptionalText = None

@@ -257,8 +257,7 @@ def _elsewhere(dotted: str, section: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], value: object = None) -> str:
-    """Return ``did you mean …`` with the most similar candidate and the value, or all candidates when none is
-    similar."""
+    """Return ``did you mean …`` with the most similar candidate and the value, or all candidates."""
     names = list(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     given = "" if value is None or isinstance(value, Mapping) else f" = {show(value)}"

@@ -149,8 +149,7 @@ class Config(Section):
 
     @property
     def published_versions(self) -> int:
-        """Versions of a run's adapter that are kept for sampling. Servers keep one more, so that a stale server is
-        recognised."""
+        """Versions of an adapter that are kept for sampling; servers keep one more, to detect stale ones."""
         return self.training.max_off_policy_steps + 1 + self.inference.served
 
     def to_dict(self) -> dict[str, Any]:

@@ -274,8 +274,7 @@ def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
-    """Report keys of [slurm] with another executor. Not applied to planned runs, which may continue without Slurm and
-    return to it."""
+    """Report keys of [slurm] with another executor. Planned runs are exempt: they may return to Slurm."""
     if config.campaign.executor == "slurm":
         return
     for name, field in Slurm.model_fields.items():

@@ -93,8 +93,7 @@ def tells_apart(key: str) -> bool:
 
 
 def condition_hash(config: Mapping[str, Any]) -> str:
-    """Return the hash of the settings that the runs of one condition share: all that differ from the defaults, except
-    steps and training seed."""
+    """Return the hash of a condition's settings: all but the defaults, steps and training seed."""
     settings = {
         key: value
         for key, value in flat(config)

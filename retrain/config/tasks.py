@@ -87,8 +87,7 @@ class Data(Section):
     split: Text = "train"
     """Split of a data set to train on."""
     eval_source: OptionalSource = None
-    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of it where there is no
-    such split."""
+    """Source of the held-out problems; unset is the evaluation split of `source`, or a part of `source`."""
     eval_split: Text = "test"
     """Split of a data set to hold out."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
@@ -268,8 +267,7 @@ class RewardSection(GraderKeys):
     against weighted criteria; `custom`: your function; `reward_model`: the score of a model that runs here; `weighted`:
     a sum of `[[reward.components]]`."""
     correct_above: float = 0.5
-    """An answer counts as correct when its total reward is above this, unless the reward or the environment itself
-    decides correctness."""
+    """Total reward above which an answer is correct, unless the reward or environment itself decides."""
     timeout_s: Annotated[Positive, Role.SPEED] = 10.0
     """Longest time for grading one completion, in seconds; after that its reward is null and the run continues.
     `reward_model` has no such limit."""

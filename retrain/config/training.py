@@ -50,8 +50,7 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """Parameters as sent to engines: greedy sampling is not truncated, and the bound on the kept set is
-        explicit."""
+        """Parameters for engines: greedy sampling is not truncated; the bound on the kept set is explicit."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
@@ -152,8 +151,7 @@ class Training(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(low, high) distances from ratio 1 at which to clip; (1, inf), which no ratio reaches, when clipping is
-        off."""
+        """(low, high) distances from ratio 1 at which to clip; (1, inf) when clipping is off."""
         if self.clip_eps == 0:
             return 1.0, math.inf
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high

@@ -238,8 +238,7 @@ class DoctorModel:
         return refs
 
     def requests(self, refs: Sequence[PolicyRef], step: int = 0, sizes: Sizes | None = None) -> list[SampleRequest]:
-        """Return the requests of each lane in turn; every other prompt may have a third fewer tokens, so that rows
-        leave the batch."""
+        """Return each lane's requests in turn; every other prompt has a lower limit, so that rows leave the batch."""
         sizes = sizes or self.sizes
         tokens = max(1, min(sizes.tokens, self.base.context_length - max(map(len, self.prompts))))
         requests = []

@@ -1,5 +1,4 @@
-"""Check training: the gradient against plain formulas in higher precision, and a resumed run against an uninterrupted
-one."""
+"""Check the gradient against plain formulas in higher precision, and a resumed run against an uninterrupted one."""
 
 import copy
 import hashlib

@@ -1,5 +1,4 @@
-"""Build the problems and environments of a configuration, for training and every held-out set. Torch is not
-imported."""
+"""Build problems and environments of a configuration, for training and held-out sets, without torch."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,8 +75,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
 
 
 def check_rubrics(data: Dataset, config: Config) -> None:
-    """Raise DataError for the first problem whose criteria are missing or malformed although a grader reads them from
-    the data."""
+    """Raise DataError for the first problem whose criteria, which a grader reads, are missing or malformed."""
     for table, grader in config.graders:
         if grader.rubric_column is None:
             continue
@@ -137,8 +135,7 @@ class CompletionLengths:
 
 
 def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
-    """Return the longest completions over all runs of a plan, so that all runs get the same problems, whatever their
-    cohort."""
+    """Return the longest completions over all runs of a plan, so that all get the same problems."""
     training, heldout = 0, dict[str, int]()
     for config in configs:
         training = max(training, config.training.max_tokens)

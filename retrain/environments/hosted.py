@@ -34,8 +34,7 @@ TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
 class HostedEnvironment:
-    """Environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing if it cannot be
-    created."""
+    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing on failure."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section

@@ -19,8 +19,7 @@ from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
-"""Most characters of all messages of one step. Models read a fraction of that; the rest would only cost
-tokenisation."""
+"""Most characters of all messages of one step; models read a fraction of that."""
 LOST = "lost"  # Value for an episode that began before this process was started
 
 

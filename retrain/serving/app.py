@@ -24,8 +24,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """Return the application. ``api_key`` is the required Bearer token; None accepts requests from this machine
-    only."""
+    """Return the application. ``api_key`` is the Bearer token; None accepts this machine only."""
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:

@@ -121,8 +121,7 @@ class Batcher:
         return len(self._active), len(self._waiting)
 
     def submit(self, generations: Sequence[GenerationState]) -> None:
-        """Queue generations, all or none. Raises ServingError: 400 if they can never fit, 503 when too many wait or the
-        server stops."""
+        """Queue generations, all or none. Raises ServingError: 400 if they never fit, 503 when full or stopping."""
         if len(generations) > self.max_waiting:
             raise ServingError(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"

@@ -16,8 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from retrain.errors import UsageError
 
 KEEP_ALIVE_S = 75
-"""Seconds that a connection may be idle: longer than clients keep one, so that no client sends into a closing
-connection."""
+"""Seconds that a connection may be idle: longer than clients keep one, so that they close it first."""
 ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
 """Seconds within which a request must arrive, plus one second per ``ARRIVAL_RATE`` bytes."""
 

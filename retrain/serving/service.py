@@ -168,8 +168,7 @@ class Service:
         return Writer(self.base.text, body.stops, bool(body.include_stop_str_in_output))
 
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
-        """Return ``task(tokenizer)``, run in a separate thread: a long text takes seconds, in which the event loop
-        answers other requests."""
+        """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
 
     @property

@@ -174,8 +174,7 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread, every ``period`` seconds and at the end; the last upload is retried after each of ``pauses``
-    (seconds)."""
+    """Upload in a thread every ``period`` seconds and at the end, then with retries after ``pauses``."""
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

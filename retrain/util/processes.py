@@ -33,8 +33,7 @@ def end_words(status: int) -> str:
 
 
 def start_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that Ctrl-C in the terminal does not reach; its output is appended to ``log``. Raises
-    StorageError."""
+    """Start a process out of reach of Ctrl-C, with its output appended to ``log``. Raises StorageError."""
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:

@@ -195,8 +195,7 @@ class RayFleet:
         slot.question = slot.actor.look.remote()
 
     def _give_up(self, slot: ServerSlot, why: str) -> None:
-        """Stop restarting a server, and report that while others continue. If none does, the waiting caller reports
-        it."""
+        """Stop restarting a server; report that, unless the waiting caller will because none is left."""
         slot.url, slot.question, slot.gave_up = "", None, why
         if not self.gave_up:
             self.tell(f"server {slot.number} is given up: {why}", "warning")

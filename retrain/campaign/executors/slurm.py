@@ -74,8 +74,7 @@ class SlurmExecutor:
         return self.config.backend.devices != "cpu"
 
     def start(self, slots: Sequence[int]) -> None:
-        """Submit workers for these slots; the first call submits one array for all of them. Raises UsageError when
-        Slurm rejects the job."""
+        """Submit workers, on the first call as one array. Raises UsageError if Slurm rejects the job."""
         if not self._begun:
             self._cancel_leftovers()
             living = [slot for slot in range(1, self.slots + 1) if slot not in slots]

@@ -214,8 +214,7 @@ class Manifest:
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Store the seal of a run's evaluations, which the next event writes; a condition's first seal declares the
-        hash of its problems."""
+        """Store the seal of a run's evaluations; a condition's first seal declares the hash of its problems."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}

@@ -107,8 +107,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Return consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only with
-    ``across_seeds``."""
+    """Return consecutive runs with one base, at most ``lanes`` together; of several seeds only ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []
@@ -121,15 +120,13 @@ def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> 
 
 
 def base_key(spec: RunSpec) -> str:
-    """Return a key that is equal for runs that can share one base model, its wrapped layers and the held-out
-    problems."""
+    """Return a key that is equal for runs that can share base, wrapped layers and held-out problems."""
     sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
     return repr((sampled, spec.config.held_out))
 
 
 def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
-    """Return the seeds that train before the interim analysis; empty without one, and with a fixed number of lanes,
-    which ignores it."""
+    """Return the seeds that train before the interim analysis; empty without one or with fixed lanes."""
     campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
     count = interim_seeds(len(seeds)) if len({spec.label for spec in specs}) > 1 else None
     return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []

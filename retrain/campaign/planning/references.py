@@ -173,8 +173,7 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
 
 
 class CustomCode(NamedTuple):
-    """Report of a worker on a custom reward's functions: required data columns, or the fault that makes them
-    unusable."""
+    """Report on a custom reward's functions: required data columns, or the fault that makes them unusable."""
 
     columns: tuple[str, ...] = ()
     fault: str = ""

@@ -128,8 +128,7 @@ class InProcess:
 
 
 def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises errors that are not a run's own fault: the runs can be
-    resumed."""
+    """Train the runs of a cohort to their end. Raises errors that are no run's own fault."""
 
     try:
         with closing(cohort.train()) as pauses:

@@ -74,8 +74,7 @@ class Cookbook(AdaptedEnvironment):
         self.source = source
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for any other name the held-out ones; only an episode knows its
-        question."""
+        """Return the problems of ``train``, or for other names the held-out ones."""
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})

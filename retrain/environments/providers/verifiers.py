@@ -64,8 +64,7 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for any other name the held-out ones. Raises DataError if there are
-        none."""
+        """Return the problems of ``train``, or for other names the held-out ones. Raises DataError."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"

@@ -152,8 +152,7 @@ class Tasksets:
         )
 
     def _seat(self, vf: Any, config: dict[str, Any]) -> None:
-        """Assign the policy to one of the environment's agents, and programs of this process to agents that have
-        none."""
+        """Assign the policy to an agent of the environment, and local programs to agents without one."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
             name: field.default
