@@ -197,7 +197,7 @@ test-all: test-system test-servers test-serving test-ui test-environments test-r
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
-	$(BIN)/python -m retrain.records docs
+	$(BIN)/python scripts/record_docs.py docs
 
 site: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
