@@ -29,8 +29,8 @@ from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
 from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
-from retrain.records.text import percent, points
 from retrain.types import Problem
+from retrain.util.text import percent, points
 
 if TYPE_CHECKING:
     from retrain.training.bases import Bases

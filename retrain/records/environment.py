@@ -32,7 +32,7 @@ from retrain.files import sha256, write_bytes, write_json
 from retrain.models.directory import files_digest, find_file, local_directory
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT, MANIFEST, PLAN
-from retrain.records.text import without_keys
+from retrain.util.text import without_keys
 
 # fmt: off
 PACKAGES = (

@@ -18,7 +18,6 @@ from retrain.records.measure import mean
 from retrain.records.schema.base import Row
 from retrain.records.schema.rows import Generation, HeldOutCompletion, TrajectorySummary
 from retrain.records.scores import answer_of
-from retrain.records.text import escape, without_keys
 from retrain.tokenizer import Offsets
 from retrain.types import (
     CreditedGroup,
@@ -31,6 +30,7 @@ from retrain.types import (
     Rollout,
     StepRecord,
 )
+from retrain.util.text import escape, without_keys
 
 TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
 """Text of sampled token ids and the characters [start, end) of each of its tokens."""

@@ -4,7 +4,7 @@ import math
 
 from retrain.config.evaluation import HELDOUT
 from retrain.records.schema.base import Values
-from retrain.records.text import NOTHING, percent, points, visible
+from retrain.util.text import NOTHING, percent, points, visible
 
 SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-out", "vs full", "")
 
