@@ -18,7 +18,6 @@ over T one for every token that it sampled; the rollout ``i`` has ``offsets[i] :
 from __future__ import annotations
 
 import json
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
+from safetensors import SafetensorError, safe_open
 
 from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
@@ -40,11 +40,9 @@ from retrain.types import CreditedRollout, Group, Turn
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")
 INDICES = ("offsets", "sampled", "prompt_at", "rollout_at")
-_LARGEST_HEADER = 1 << 24
 _DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
-_NEEDED = dict.fromkeys(INDICES, np.int64) | dict.fromkeys(LINES, np.uint8)
-_NEEDED |= {"ids": np.int32, "action": np.uint8, "logprobs": np.float32, "ends": np.int32}
-_NONE = (None, 0, 0)
+_REQUIRED = dict.fromkeys(INDICES, "I64") | dict.fromkeys(LINES, "U8")
+_REQUIRED |= {"ids": "I32", "action": "U8", "logprobs": "F32", "ends": "I32"}
 _LINES: Mapping[str, FieldKinds] = {
     "prompt": {kinds.is_text: "problem_id", kinds.are_texts: "tags", kinds.are_objects: "messages"},
     "rollout": {
@@ -225,46 +223,41 @@ class TokenFile:
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
     Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
-    as ``label``. Raises OSError as ``open`` does. Use it in a ``with`` block.
+    as ``label``. Raises OSError for a file that cannot be opened. Use it in a ``with`` block.
     """
 
     def __init__(self, path: Path, label: str | None = None):
         self.path = path
         self.label = str(path) if label is None else label
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115
         try:
-            size = os.fstat(self._file.fileno()).st_size
-            length = int.from_bytes(self._file.read(8), "little")
-            if not 0 < length <= min(size, _LARGEST_HEADER):
-                raise ValueError("no safetensors header")
-            header = json.loads(os.pread(self._file.fileno(), length, 8))
-            header.pop("__metadata__", None)
-            self._locations = {name: _location(entry, 8 + length, size) for name, entry in header.items()}
-            if missing := [name for name, dtype in _NEEDED.items() if self._locations.get(name, _NONE)[0] is not dtype]:
-                raise ValueError(f"it has no {missing[0]}")
+            self._file = safe_open(path, "np")
+            self._arrays = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
+            for name, array in self._arrays.items():
+                if len(array.get_shape()) != 1 or array.get_dtype() not in _DTYPES:
+                    raise ValueError(f"{name} is no list of numbers")
+            for name, dtype in _REQUIRED.items():
+                if name not in self._arrays or self._arrays[name].get_dtype() != dtype:
+                    raise ValueError(f"it has no {name}")
             self._index = {name: self._read(name) for name in INDICES}
             lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
             if len(lengths) != 1 or 0 in lengths:
                 raise ValueError("its indices are of different lengths")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            self._file.close()
+        except (ValueError, SafetensorError) as error:
             raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
-        except BaseException:
-            self._file.close()
-            raise
 
     def __enter__(self) -> TokenFile:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, *error: object) -> None:
+        self._arrays = {}
+        self._file.__exit__(None, None, None)
 
     def __len__(self) -> int:
         return len(self._index["rollout_at"]) - 1
 
     @property
     def names(self) -> list[str]:
-        return [name for name in self._locations if name not in (*LINES, *INDICES)]
+        return [name for name in self._arrays if name not in (*LINES, *INDICES)]
 
     def lines(self, first: int = 0, last: int | None = None) -> Iterator[Row]:
         """Yield the lines of the rollouts [first, last), without their tokens."""
@@ -314,25 +307,12 @@ class TokenFile:
         return row
 
     def _read(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        dtype, begin, count = self._locations[name]
+        array = self._arrays[name]
+        count = array.get_shape()[0]
         last = count if last is None else last
-        width = np.dtype(dtype).itemsize
         if not 0 <= first <= last <= count:
             raise self._damaged(f"{name} is shorter than its index says")
-        data = os.pread(self._file.fileno(), (last - first) * width, begin + first * width)
-        if len(data) != (last - first) * width:
-            raise self._damaged(f"{name} is cut short")
-        return np.frombuffer(data, dtype)
+        return array[first:last] if first < last else np.zeros(0, _DTYPES[array.get_dtype()])
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self.label} is damaged: {how}")
-
-
-def _location(entry: Values, base: int, size: int) -> tuple[DTypeLike, int, int]:
-    """Return type, first byte and number of entries of a tensor."""
-    begin, end = entry["data_offsets"]
-    dtype = _DTYPES.get(entry["dtype"])
-    are_integers = isinstance(begin, int) and isinstance(end, int)
-    if dtype is None or not are_integers or not 0 <= begin <= end or base + end > size:
-        raise ValueError("a tensor lies outside of it")
-    return dtype, base + begin, (end - begin) // np.dtype(dtype).itemsize
