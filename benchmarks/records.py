@@ -21,7 +21,7 @@ from commandline import bar, opened, parser_of, publish, table, with_verdicts
 from workload import Setting
 
 from retrain.records.recorder import RunRecorder
-from retrain.records.writer import Thread
+from retrain.threads import Thread
 
 BAR = 0.02
 

@@ -27,7 +27,7 @@ from retrain.records.schema.layout import (
     VERIFICATION,
 )
 from retrain.records.trackers import Warn, log_squeeze_analysis
-from retrain.records.writer import Thread
+from retrain.threads import Thread
 
 if TYPE_CHECKING:
     from retrain.training.bases import Bases

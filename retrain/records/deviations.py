@@ -5,11 +5,11 @@ from pathlib import Path
 
 from retrain.config.runs import condition_hash
 from retrain.errors import listed
-from retrain.records.reader import last_row
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry, Seal
 from retrain.records.schema.layout import EVALS, METRICS
 from retrain.records.seals import contradictions
+from retrain.util.jsonl import last_row
 
 NAMED_RUNS = 4
 UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change of their evaluations would not be seen."

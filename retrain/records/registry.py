@@ -16,11 +16,12 @@ from retrain.errors import NotOurs, StorageError, listed, plural
 from retrain.files import append_jsonl, dumps, writing
 from retrain.ownership import owner_of
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader, json_lines
+from retrain.records.reader import RunReader
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import REGISTRY
 from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
+from retrain.util.jsonl import json_lines
 
 OFF, ON = "off", "on"
 """``registry`` in the manifest of a campaign that is not registered, and of one before it declares. Afterwards it is
