@@ -77,7 +77,7 @@ class _Rows:
         self.last = row
 
     def column(self, key: str) -> np.ndarray:
-        """float32 [rows], NaN where a row has no such number."""
+        """Return float32 [rows], NaN where a row has no such number."""
         numbers = np.full(self._count, np.nan, np.float32)
         if key not in self._text_keys:
             known = self._columns.get(key, array("f"))

@@ -47,11 +47,11 @@ def deviations(
 
     ``configs`` are the contents of the runs' ``config.json``, by run id.
     """
-    found: dict[str, list[str]] = {}
+    runs_of: dict[str, list[str]] = {}
     for entry in map(RunEntry.from_row, entries):
         for clause in _run_deviations(directory, entry, declared, configs.get(entry.run_id) or {}):
-            found.setdefault(clause, []).append(entry.run_id)
-    return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in found.items()]
+            runs_of.setdefault(clause, []).append(entry.run_id)
+    return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in runs_of.items()]
 
 
 def is_sealed(manifest: Values) -> bool:

@@ -59,7 +59,7 @@ _TURN: FieldKinds = {kinds.is_text: "text", kinds.is_count: "tokens", kinds.are_
 
 
 def tokens_name(split: str, iteration: int) -> str:
-    """File name of a split ("train" or "eval/<name>") at an iteration."""
+    """Return the file name of a split ("train" or "eval/<name>") at an iteration."""
     stem, _, number = batch_name(split, iteration).rpartition("_iteration_")
     return f"tokens_{number}.safetensors" if split == TRAIN else f"tokens_{stem}_{number}.safetensors"
 
