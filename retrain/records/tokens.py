@@ -40,7 +40,6 @@ from retrain.types import CreditedRollout, Group, Turn
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")
 INDICES = ("offsets", "sampled", "prompt_at", "rollout_at")
-_DTYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64, "U8": np.uint8}
 _REQUIRED = dict.fromkeys(INDICES, "I64") | dict.fromkeys(LINES, "U8")
 _REQUIRED |= {"ids": "I32", "action": "U8", "logprobs": "F32", "ends": "I32"}
 _LINES: Mapping[str, FieldKinds] = {
@@ -231,13 +230,13 @@ class TokenFile:
         self.label = str(path) if label is None else label
         try:
             self._file = safe_open(path, "np")
-            self._arrays = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
-            for name, array in self._arrays.items():
-                if len(array.get_shape()) != 1 or array.get_dtype() not in _DTYPES:
-                    raise ValueError(f"{name} is no list of numbers")
+            slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
             for name, dtype in _REQUIRED.items():
-                if name not in self._arrays or self._arrays[name].get_dtype() != dtype:
+                if name not in slices or slices[name].get_dtype() != dtype:
                     raise ValueError(f"it has no {name}")
+            if odd := [name for name, array in slices.items() if len(array.get_shape()) != 1]:
+                raise ValueError(f"{odd[0]} is no list")
+            self._arrays = {name: (array, array.get_shape()[0]) for name, array in slices.items()}
             self._index = {name: self._read(name) for name in INDICES}
             lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
             if len(lengths) != 1 or 0 in lengths:
@@ -307,12 +306,11 @@ class TokenFile:
         return row
 
     def _read(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        array = self._arrays[name]
-        count = array.get_shape()[0]
+        array, count = self._arrays[name]
         last = count if last is None else last
         if not 0 <= first <= last <= count:
             raise self._damaged(f"{name} is shorter than its index says")
-        return array[first:last] if first < last else np.zeros(0, _DTYPES[array.get_dtype()])
+        return array[first:last] if first < last else np.zeros(0)
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self.label} is damaged: {how}")
