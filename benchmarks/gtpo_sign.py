@@ -10,6 +10,7 @@ above 0 with the paper's normalisation (`[gtpo] centred = true`); with `centred 
 import argparse
 
 import torch
+from shared import table
 
 from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 
@@ -42,21 +43,16 @@ def positive_share(correct: int, length: float, groups: int, generator: torch.Ge
 
 
 def main() -> None:
-    """Simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     generator = torch.Generator().manual_seed(args.seed)
-    print(
-        "| length of correct answers | "
-        + " | ".join(f"{round(rate * SIZE)} of {SIZE} correct" for rate in RATES)
-        + " |"
-    )
-    print("|---|" + "--:|" * len(RATES))
+    rows = []
     for length in LENGTHS:
         cells = [positive_share(round(rate * SIZE), length, args.groups, generator) for rate in RATES]
-        print(f"| {length:g} of wrong ones | " + " | ".join(f"{100 * cell:.0f} %" for cell in cells) + " |", flush=True)
+        rows.append([f"{length:g} of wrong ones", *(f"{100 * cell:.0f} %" for cell in cells)])
+    print(table(["length of correct answers", *(f"{round(rate * SIZE)} of {SIZE} correct" for rate in RATES)], rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
 """Do the intervals of evaluations hold what they promise?
 
-    python benchmarks/intervals.py [--simulations 4000] [--only kept scores problems]
+    python benchmarks/intervals.py [--simulations 4000] [--only kept problems]
 
 - ``kept``: how often a compressed adapter that loses exactly 2 points is called good enough, by Tango's score interval
   and by that of Agresti and Min, with whole problems lost, gains beside losses, single samples lost.
-- ``scores``: coverage and width of the interval of pass@k within one evaluation, from the spread of the problems and as
-  if every problem were right or wrong.
 - ``problems``: how often the interval for new problems misses, and how often the one over seeds covers when it is read
   as if it were that.
 
@@ -20,7 +18,7 @@ import numpy as np
 
 from retrain.maths.bounded import smallest_room
 from retrain.maths.crossed import new_problems_interval
-from retrain.maths.statistics import Interval, _t_quantile, accuracy_interval, paired_interval, pass_at_k
+from retrain.maths.statistics import Interval, _t_quantile, paired_interval
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
@@ -77,30 +75,6 @@ def _independent(random: np.random.Generator, size: tuple[int, ...]) -> np.ndarr
     return (random.binomial(4, rate - 0.02) - random.binomial(4, rate)) / 4
 
 
-def scores(count: int) -> Iterator[str]:
-    """pass@k of one evaluation: problems of unequal difficulty, Beta(a, b)."""
-    yield f"{'':<48}{'spread of problems':>22}{'as right or wrong':>22}"
-    for problems, n, k, a, b in (
-        (128, 8, 2, 50, 50), (128, 8, 2, 2, 2), (128, 8, 4, 2, 2), (32, 8, 4, 2, 2), (128, 8, 4, 0.2, 0.2),
-        (128, 16, 4, 0.5, 3), (32, 4, 2, 9, 0.5), (128, 8, 8, 2, 2),
-    ):  # fmt: skip
-        random = np.random.default_rng(problems)
-        table = np.array([pass_at_k(n, c, k) for c in range(n + 1)])
-        values = table[random.binomial(n, random.beta(a, b, (count, problems)))]
-        truth = float((1.0 - (1.0 - random.beta(a, b, 2_000_000)) ** k).mean())
-        support = np.unique(table)
-        shares = np.stack([(values == each).mean(axis=1) for each in support], axis=1)
-        quantile = _t_quantile(0.95, problems - 1)
-        low = smallest_room(support[None], shares, problems - 1, quantile)
-        high = 1.0 - smallest_room((1.0 - support)[None], shares, problems - 1, quantile)
-        old = [accuracy_interval(row, range(problems)) for row in values[: count // 8]]
-        words = f"pass@{k} of {n}, {problems} problems, Beta({a:g}, {b:g})"
-        ours = 100 * np.mean((low <= truth) & (truth <= high)), 100 * np.mean(high - low)
-        widths = [high - low for low, high in map(ends, old)]
-        theirs = 100 * np.mean([covers(each, truth) for each in old]), 100 * np.mean(widths)
-        yield f"{words:<48}" + "".join(f"{c:>12.1f} ±{w / 2:>5.1f} pts" for c, w in (ours, theirs))
-
-
 def problems(count: int) -> Iterator[str]:
     """Equal conditions on average; spreads of seeds, of a problem's own effect, of the cell, in points."""
     yield f"{'seeds problems samples   seed  problem  cell':<48}{'new problems miss':>20}{'over seeds covers':>20}"
@@ -119,7 +93,7 @@ def problems(count: int) -> Iterator[str]:
             yield f"{words:<48}{100 * missed / count:>20.1f}{100 * read / count:>20.1f}"
 
 
-PARTS = {each.__name__: each for each in (kept, scores, problems)}
+PARTS = {each.__name__: each for each in (kept, problems)}
 
 
 def main() -> None:

@@ -1,34 +1,27 @@
-"""The limit: one RL step as plain matrix products, without trainer, engine, cache classes or model library.
+"""The limit as one side of ``step.py``: an RL step as plain matrix products, without trainer, engine or model library.
 
-    python benchmarks/limit.py --hidden 256 --layers 4 --vocab 512 --new 64 [--repeats 5] [--threads 2]
-
-What the hardware allows for this work, written down by hand for one architecture (Qwen3) and one kind of batch (all
-prompts of one length, all completions of one length):
+It shows what the hardware allows for this work, written by hand for one architecture (Qwen3) and one kind of batch
+(all prompts of one length, all completions of one length):
 
 - sampling: adapters merged into the weights, q/k/v and gate/up as one product each, prompts prefilled once per
   group, a static cache, one inverse-CDF draw per token with its log-probability;
 - update: base frozen, each prompt computed once for its group, adapters merged for the forward and the input gradient
   too (so that LoRA costs four thin products in the backward and nothing else), logits for completion tokens only,
   gradients of output layer, norms and SwiGLU by hand, micro-batches that fit the caches, AdamW on one flat buffer.
-
-In fp32 or bf16, whichever this processor multiplies faster, or as ``--dtype`` says. The printed ``ratio`` is the
-largest |π_trainer/π_sampler − 1| of the last step: both halves compute the same distribution.
 """
 
-import argparse
 import math
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shared
 import torch
-import workload
 from safetensors import safe_open
+from shared import ALPHA, LR, RANK, SHAPES, Setting, Shape
 from torch.nn import functional as F
-from workload import ALPHA, LR, RANK, SHAPES, Measured, Setting, Shape
 
 PARTS = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",)}
 PARTS |= {"gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}
@@ -124,8 +117,8 @@ class Linear:
 class Limit:
     """A Qwen3 with one adapter, read from a model directory of the harness, and both halves of a step."""
 
-    def __init__(self, directory: Path, shape: Shape, dtype: torch.dtype, device: str = "cpu", micro: int = 0):
-        self.shape, self.dtype, self.device, self.micro = shape, dtype, device, micro
+    def __init__(self, directory: Path, shape: Shape, dtype: torch.dtype, device: str = "cpu"):
+        self.shape, self.dtype, self.device = shape, dtype, device
         self.pool: ThreadPoolExecutor | None = None
         tensors: dict[str, torch.Tensor] = {}
         for path in sorted(directory.glob("*.safetensors")):
@@ -152,7 +145,6 @@ class Limit:
         angles = torch.outer(torch.arange(4096, dtype=torch.float32), inverse).repeat(1, 2)
         self.cos, self.sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
         self.sin[:, : shape.head_dim // 2] *= -1  # the sign of rotate_half
-        self.worst_ratio = 0.0
 
     def _adapter(self, weights: list[dict[str, list[torch.Tensor]]]) -> None:
         """One flat fp32 buffer for all A and B, with gradient; A uniform, B zero as in peft."""
@@ -221,8 +213,8 @@ class Limit:
             if completions is not None:
                 q, k_own, v_own = self._heads(qkv[split:], norms, width, rows)
                 k, v = (
-                    torch.cat([shared.repeat_interleave(rows // count, 0), own], dim=2)
-                    for shared, own in ((k, k_own), (v, v_own))
+                    torch.cat([prompt.repeat_interleave(rows // count, 0), own], dim=2)
+                    for prompt, own in ((k, k_own), (v, v_own))
                 )
                 own = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
                 mixed = torch.cat([mixed, own.transpose(1, 2).reshape(rows * length, -1)])
@@ -240,7 +232,7 @@ class Limit:
             for layer in self.layers:
                 for product in layer.values():
                     product.merge()
-            prompts = torch.tensor(workload.prompt_ids(setting), device=self.device)
+            prompts = torch.tensor(shared.prompt_ids(setting), device=self.device)
             stream = torch.Generator().manual_seed(seed)
             draws = torch.rand(setting.rows, setting.new_tokens, generator=stream).to(self.device)
             shares = len(self._split(prompts))
@@ -297,8 +289,8 @@ class Limit:
 
     def update(self, setting: Setting, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
         """One policy-gradient step on all rows: mean over all tokens of −ratio·advantage."""
-        advantage = torch.tensor(workload.advantages(setting), device=self.device) / (setting.rows * setting.new_tokens)
-        groups = self.micro or max(1, workload.MICRO_TOKENS // (setting.samples * setting.new_tokens))
+        advantage = torch.tensor(shared.advantages(setting), device=self.device) / (setting.rows * setting.new_tokens)
+        groups = max(1, shared.MICRO_TOKENS // (setting.samples * setting.new_tokens))
         shares = self._split(range(setting.prompts))
         pieces = []
         for share in shares:
@@ -306,7 +298,6 @@ class Limit:
                 part = slice(setting.samples * start, setting.samples * min(start + groups, share.stop))
                 pieces.append((tokens[part], logprobs[part], advantage[part]))
         grads = self._map(lambda own: self._gradient(own, setting), self._split(pieces))
-        self.worst_ratio = max(ratio for _, ratio in grads)
         torch.sum(torch.stack([flat for flat, _ in grads]), 0, out=self.flat.grad)
         torch.nn.utils.clip_grad_norm_([self.flat], 1.0)
         self.optimizer.step()
@@ -358,53 +349,23 @@ def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--split", choices=("auto", "products", "rows"), default="auto", help="what the cores divide")
-    parser.add_argument("--micro", type=int, default=0, help="groups per micro-batch; 0: about 1,536 tokens")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--models", type=Path, help="keep the model directory here")
-    parser.add_argument("--serve", metavar="SETTING", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        if options.serve:
-            setting, shape = Setting.parse(options.serve), None
-        else:
-            setting = Setting("asked", options.new)
-            SHAPES["asked"] = workload.small_shape(options.hidden, options.layers, options.vocab)
-        shape = SHAPES[setting.shape]
-        directory = workload.model_directory(options.models or Path(temporary), setting.shape)
-        dtype = workload.faster_dtype(shape.hidden, options.device) if options.dtype == "auto" else options.dtype
-        limit = Limit(directory, shape, getattr(torch, dtype), options.device, options.micro)
-        # A model whose weights fit the caches gains from rows divided over the cores, a larger one from products.
-        small = sum(w.frozen.numel() for layer in limit.layers for w in layer.values()) * 4 <= 32 << 20
-        limit.use_threads(options.threads, options.split == "products" or (options.split == "auto" and not small))
-        seed = iter(range(1 << 30))
-
-        def step() -> Measured:
-            return workload.measure(
-                lambda: limit.sample(setting, next(seed)),
-                lambda sampled: limit.update(setting, *sampled),
-                lambda sampled: sampled[1].numel(),
-            )
-
-        if options.serve:
-            sys.stdout = sys.stderr
-            workload.serve(step)
-            return
-        measured = [step() for _ in range(options.repeats + 1)][1:]
-        for name in ("sampling", "update"):
-            wall, cpu = (
-                workload.median([getattr(m, f"{name}{suffix}") for m in measured]) for suffix in ("_s", "_cpu_s")
-            )
-            print(f"{name:<9} {wall:8.3f} s   processor time {cpu:8.3f} s")
-        print(f"tokens {measured[-1].tokens}   peak {measured[-1].peak_mib:.0f} MiB   ratio {limit.worst_ratio:.1e}")
+    options = shared.side_parser(__doc__).parse_args()
+    sys.stdout = sys.stderr
+    setting = Setting.parse(options.serve)
+    shape = SHAPES[setting.shape]
+    directory = shared.model_directory(options.models, setting.shape)
+    limit = Limit(directory, shape, getattr(torch, options.dtype), options.device)
+    # A model whose weights fit the caches gains from rows divided over the cores, a larger one from products.
+    small = sum(w.frozen.numel() for layer in limit.layers for w in layer.values()) * 4 <= 32 << 20
+    limit.use_threads(options.threads, split=not small)
+    seed = iter(range(1 << 30))
+    shared.serve(
+        lambda: shared.measure(
+            lambda: limit.sample(setting, next(seed)),
+            lambda sampled: limit.update(setting, *sampled),
+            lambda sampled: sampled[1].numel(),
+        )
+    )
 
 
 if __name__ == "__main__":

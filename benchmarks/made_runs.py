@@ -10,7 +10,6 @@ import argparse
 import json
 import random
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,6 @@ import numpy as np
 from retrain.files import write_json
 from retrain.records.catalogue import METRICS
 from retrain.records.columns import ColumnWriter
-from retrain.records.context import RunContext
-from retrain.records.recorder import RunRecorder
-from retrain.types import Action, CreditedBatch, CreditedGroup, Problem, Prompt, RewardResult, StepRecord, single_turn
 
 CONDITIONS = ("grpo+none", "maxrl+none", "maxrl+gtpo", "maxrl+gtpo_sepa")
 TEXTS = {"condition", "advantage_mode", "transform_mode", "uncertainty_kind", "bp_action", "bp_regime"}
@@ -49,21 +45,6 @@ def make(out: Path, runs: int, steps: int, columns: bool = True) -> None:
     _rollouts(first, range(0, steps, max(1, steps // 20)))
     content = {"format": 1, "name": out.name, "created": BEGAN, "updated": BEGAN + 5.0 * steps, "runs": entries}
     write_json(out / "manifest.json", content)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of a benchmark over such a campaign: which one, or how large it is to be."""
-    parser.add_argument("--directory", type=Path, help="a campaign that was made before")
-    parser.add_argument("--runs", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=10_000)
-
-
-def campaign_of(options: argparse.Namespace, temporary: Path) -> Path:
-    """The campaign that these options name, made below ``temporary`` where there is none; a small one if ``quick``."""
-    directory = options.directory or temporary / "large"
-    if not directory.is_dir():
-        make(directory, *((4, 300) if options.quick else (options.runs, options.steps)))
-    return directory
 
 
 def _shared(steps: int) -> Iterator[str]:
@@ -97,9 +78,8 @@ def _run(folder: Path, run_id: str, label: str, seed: int, shared: list[str]) ->
             file.write(f"{json.dumps(row)[:-1]}, {rest}}}\n")
     with open(folder / "evals.jsonl", "w") as file:
         for step in range(0, steps + 1, min(EVAL_EVERY, steps)):
-            rate = (
-                round(float(np.clip(correct[min(step, steps - 1)] + draw.normal(0, 0.01), 0, 1)) * PROBLEMS) / PROBLEMS
-            )
+            rate = float(np.clip(correct[min(step, steps - 1)] + draw.normal(0, 0.01), 0, 1))
+            rate = round(rate * PROBLEMS) / PROBLEMS
             row = {"name": "heldout", "step": step, "samples": 1, "eval/heldout/step": step,
                    "eval/heldout/correct_rate": rate, "eval/heldout/reward_mean": rate,
                    "eval/heldout/problems": PROBLEMS}  # fmt: skip
@@ -107,13 +87,7 @@ def _run(folder: Path, run_id: str, label: str, seed: int, shared: list[str]) ->
     training = {"seed": seed, "max_steps": steps, "eval_every": EVAL_EVERY}
     write_json(folder / "config.json", {"run_id": run_id, "condition": label, "training": training,
                                         "campaign": {"seed": 0}, "evaluation": {"problems": PROBLEMS}})  # fmt: skip
-    note = {
-        "step": 2,
-        "key": "nothing_clipped",
-        "level": "info",
-        "text": "no token is clipped",
-        "remedy": "nothing to do",
-    }
+    note = {"step": 2, "key": "nothing_clipped", "level": "info", "text": "no token is clipped", "remedy": ""}
     (folder / "notes.jsonl").write_text(json.dumps(note) + "\n")
     (folder / "run.log").write_text(f"2026-09-21 12:00:00 info    start {run_id}\n")
 
@@ -139,29 +113,6 @@ def _rollouts(folder: Path, steps: range) -> None:
                            "stop_reason": "stop", "discarded": None, "trajectory_metrics": {"match": reward},
                            "steps": [{"ob_len": 50, "ac_len": draw.randrange(10, 600)}]}  # fmt: skip
                     file.write(json.dumps(row) + "\n")
-
-
-def long_answers(folder: Path, samples: int, tokens: int) -> None:
-    """A run with one step of groups of two, whose answers have so many tokens each."""
-    from retrain.config import parse_dict
-
-    config = parse_dict({"logging": {"report_to": []}})
-    told = RunContext(condition="grpo+none", run_id=folder.name, seed=1, config=config, max_steps=1)
-    draw = np.random.default_rng(0)
-    groups = []
-    for number in range(samples // 2):
-        problem = Prompt(Problem(f"p{number}", "Count.", "4"), "Count.", (1, 2, 3))
-        acts = [Action(list(range(tokens)), "word " * tokens, draw.normal(-1, 0.3, tokens),
-                       draw.random(tokens).astype("f"), "stop")
-                for _ in range(2)]  # fmt: skip
-        batch = CreditedBatch((CreditedGroup.of(single_turn(problem, acts, [RewardResult(1.0), RewardResult(0.0)])),))
-        groups += batch.with_fields(batch.rollouts, ({"advantage": value} for value in (0.5, -0.5))).groups
-    spans = [(5 * i, 5 * i + 5) for i in range(tokens)]
-    with closing(
-        RunRecorder(folder, told, {}, token_text=lambda ids: ("word " * len(ids), spans[: len(ids)]))
-    ) as recorder:
-        recorder.record_step(StepRecord(0, groups, {}, {}, [("rollout", 0.0, 1.0)], 0.0, 2.0))
-    write_json(folder / "config.json", {"run_id": folder.name, "condition": "grpo+none"})
 
 
 def main() -> None:

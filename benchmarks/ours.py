@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import workload
-from workload import ALPHA, LR, RANK, Measured, Setting
+import shared
+from shared import ALPHA, LR, RANK, Measured, Setting
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
@@ -33,7 +33,7 @@ class Alternating:
     names = ("fixed",)
 
     def grade(self, items: Sequence[Any]) -> list[RewardResult]:
-        return [RewardResult(reward, components={"fixed": reward}) for reward in workload.rewards(len(items))]
+        return [RewardResult(reward, components={"fixed": reward}) for reward in shared.rewards(len(items))]
 
 
 class TimedEngine:
@@ -92,9 +92,9 @@ def cohort(
     """A cohort of one run per condition, ready to step; its run directories go with it."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
-        rows = [{"prompt": text, "answer": "1"} for text in workload.prompt_texts(setting, 8 * setting.prompts)]
+        rows = [{"prompt": text, "answer": "1"} for text in shared.prompt_texts(setting, 8 * setting.prompts)]
         (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        model = workload.model_directory(models, setting.shape)
+        model = shared.model_directory(models, setting.shape)
         (folder / "bench.toml").write_text(toml(setting, model, folder / "data.jsonl", conditions, device, dtype))
         plan = Plan.of(load(folder / "bench.toml"), folder / "out")
         made = assemble(plan.job(plan.specs), NullObserver(), lambda: False, stack)
@@ -112,25 +112,25 @@ def step(made: Any) -> Measured:
     """One step of every run of the cohort. Raises RuntimeError when a run fails or a completion ends early."""
     engine = made.engine
     engine.wall, engine.cpu, engine.tokens = 0.0, 0.0, 0
-    laps = workload.Laps()
+    laps = shared.Laps()
     made.step(made.runs)
     wall, cpu = laps.lap()
     for run in made.runs:
         if run.error is not None:
             raise RuntimeError(run.error)
-    return Measured(engine.wall, wall - engine.wall, engine.cpu, cpu - engine.cpu, engine.tokens, workload.peak_mib())
+    return Measured(engine.wall, wall - engine.wall, engine.cpu, cpu - engine.cpu, engine.tokens, shared.peak_mib())
 
 
 def run_mib(made: Any, setting: Setting) -> float:
     """What each run must hold beside the base: adapter, gradient and Adam's moments (fp32), its keys and values."""
-    shape = workload.SHAPES[setting.shape]
+    shape = shared.SHAPES[setting.shape]
     cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * setting.rows * setting.length
     adapter = sum(a.numel() + b.numel() for a, b in made.runs[0].policy.adapter.tensors().values())
     return (16 * adapter + cache * made.engine.base.dtype.itemsize) / 2**20
 
 
 def main() -> None:
-    parser = workload.side_parser(__doc__)
+    parser = shared.side_parser(__doc__)
     parser.add_argument("--first", type=int, default=0, help="number of the first of the five standard conditions")
     parser.add_argument("--runs", type=int, default=1, help="how many of them step together")
     options = parser.parse_args()
@@ -140,11 +140,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - what every run imports is not memory of the run
 
-    imported = 0.0 if options.device == "cuda" else workload.peak_mib()  # of a GPU only what torch allocates counts
+    imported = 0.0 if options.device == "cuda" else shared.peak_mib()  # of a GPU only what torch allocates counts
     setting, conditions = Setting.parse(options.serve), FIVE[options.first : options.first + options.runs]
     with cohort(setting, options.models, conditions, options.device, options.dtype) as made:
         base = sum(p.numel() * p.element_size() for p in made.engine.base.model.parameters())
-        workload.serve(lambda: step(made), imported_mib=imported, base_mib=base / 2**20, run_mib=run_mib(made, setting))
+        shared.serve(lambda: step(made), imported_mib=imported, base_mib=base / 2**20, run_mib=run_mib(made, setting))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import workload
-from commandline import bar, opened, parser_of, publish, table, with_verdicts
+import shared
 from ours import FIVE, toml
-from sides import HERE
-from workload import Setting
+from shared import HERE, Setting, bar, median, opened, parser_of, publish, table, with_verdicts
 
 TRAINED = FIVE[4]
 """The standard condition with most to do besides the model."""
@@ -45,9 +43,9 @@ def score(completion, answer):
 def campaign_file(folder: Path, setting: Setting, models: Path, steps: int) -> Path:
     """A run of so many steps, with its data and reward; of one step, which has no time for SEPA, with plain GRPO."""
     condition = TRAINED if steps > 1 else FIVE[0]
-    text = toml(setting, workload.model_directory(models, setting.shape), folder / "data.jsonl", (condition,), "cpu")
+    text = toml(setting, shared.model_directory(models, setting.shape), folder / "data.jsonl", (condition,), "cpu")
     text = text.replace("max_steps = 1000000", f"max_steps = {steps}")
-    rows = [{"prompt": prompt, "answer": "1"} for prompt in workload.prompt_texts(setting, 8 * setting.prompts)]
+    rows = [{"prompt": prompt, "answer": "1"} for prompt in shared.prompt_texts(setting, 8 * setting.prompts)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "parity.py").write_text(REWARD)
     (folder / "run.toml").write_text(text + '[reward]\ntype = "custom"\ncustom_module = "parity.py"\n')
@@ -108,8 +106,8 @@ def overhead(options: argparse.Namespace) -> None:
         run, _, _ = train(Path(temporary), setting, options.models, options.steps + 2, options.threads)
         steps = shares(spans(run))
     names = sorted({name for step in steps for name in step} - {"total", "model", "other"})
-    mid = {name: workload.median([step.get(name, 0.0) for step in steps]) for name in ("total", "model", *names)}
-    share = workload.median([step["other"] / step["total"] for step in steps])
+    mid = {name: median([step.get(name, 0.0) for step in steps]) for name in ("total", "model", *names)}
+    share = median([step["other"] / step["total"] for step in steps])
     rest = mid["total"] - mid["model"] - sum(mid[name] for name in names)
     parts = {"sampling and update": mid["model"]} | {name: mid[name] for name in names} | {"between the spans": rest}
     lines = [(part, f"{1e3 * s:.1f}", f"{100 * s / mid['total']:.2f} %") for part, s in parts.items()]
@@ -122,7 +120,7 @@ def startup(options: argparse.Namespace) -> None:
     setting = Setting(options.setting.rpartition("x")[0], 1, prompts=1, samples=2)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        workload.model_directory(options.models, setting.shape)
+        shared.model_directory(options.models, setting.shape)
         for turn in range(1 + options.repeats):  # the first turn fills the file cache
             begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=environment(options.threads))
@@ -131,8 +129,8 @@ def startup(options: argparse.Namespace) -> None:
             first = next(s["wall_end"] for s in spans(run)[0] if s["name"] == "rollout") - began
             if turn:
                 rows.append({"imports_s": imports, "imports_cpu_s": imports_cpu, "first_token_s": first, "cpu_s": cpu})
-    mid = {key: workload.median([row[key] for row in rows]) for key in rows[0]}
-    ratio = workload.median([row["first_token_s"] / row["imports_s"] for row in rows])
+    mid = {key: median([row[key] for row in rows]) for key in rows[0]}
+    ratio = median([row["first_token_s"] / row["imports_s"] for row in rows])
     lines = [
         ("importing torch, transformers and peft", f"{mid['imports_s']:.2f}", f"{mid['imports_cpu_s']:.2f}"),
         ("start to first token of `retrain train`", f"{mid['first_token_s']:.2f}", f"{mid['cpu_s']:.2f} to its end"),

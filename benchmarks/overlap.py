@@ -1,12 +1,11 @@
 """How much wall time rollouts ahead of the policy save, when sampling and training have a processor core each.
 
-    python benchmarks/overlap.py [--steps 12] [--repeats 3] [--model tiny-reasoner] [--engine vllm --url http://…]
+    python benchmarks/overlap.py [--steps 12] [--repeats 3] [--model tiny-reasoner]
 
-Trains on generated arithmetic with ``[training] max_off_policy_steps`` 0, 1 and 2, one after the other and as often as
-asked, in a process on the first core; completions are sampled by a server, which without --url is ``retrain serve`` on
-the second one. Groups without signal go through the trainer too, so that every update costs the same. The first two
-steps, in which kernels warm up and the queue fills, are left out. Prints for each the
-median over the repeats of seconds per step, of which waiting for rollouts and of which sampling went on meanwhile.
+Trains on generated arithmetic with ``[training] max_off_policy_steps`` 0, 1 and 2 in turn, in a process on the first
+core; ``retrain serve`` samples completions on the second one. Groups without signal go through the trainer too, so that
+every update costs the same. The first two steps, in which kernels warm up and the queue fills, do not count. Prints for
+each the median over the repeats of seconds per step, the waiting among them, and the sampling during updates.
 """
 
 import argparse
@@ -32,7 +31,7 @@ transform_mode = "none"
 correction = "tis"
 discard_group_zero_advantage = false
 [inference]
-engine = "{engine}"
+engine = "openai"
 url = "{url}"
 dtype = "float32"
 [training]
@@ -91,31 +90,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", default="tiny-reasoner")
-    parser.add_argument("--engine", default="openai")
-    parser.add_argument("--url", help="of a server that runs on the second core already")
     parser.add_argument("--cores", type=int, nargs=2, default=(0, 1), metavar=("TRAIN", "SAMPLE"))
     parser.add_argument("--batch", type=int, default=8, help="prompts of a step, eight completions each")
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--lr", type=float, default=2e-3)
     options = parser.parse_args()
     steps: dict[int, list[dict[str, float]]] = {bound: [] for bound in BOUNDS}
-
-    def measure(url: str) -> None:
+    keys = {"step": "step_time_s", "waiting": "timing_waiting_for_data", "overlap": "time/overlap"}
+    with served(options.model, options.cores[1]) as url:
         for _ in range(options.repeats):
             for bound in BOUNDS:
-                given = {key: getattr(options, key) for key in ("model", "engine", "steps", "batch", "tokens", "lr")}
+                given = {key: getattr(options, key) for key in ("model", "steps", "batch", "tokens", "lr")}
                 rows = run(TOML.format(url=url, bound=bound, **given), options.cores[0])[LEFT_OUT:]
-                names = {"step": "step_time_s", "waiting": "timing_waiting_for_data", "overlap": "time/overlap"}
                 steps[bound].append(
-                    {name: statistics.fmean(row.get(key) or 0.0 for row in rows) for name, key in names.items()}
+                    {name: statistics.fmean(row.get(key) or 0.0 for row in rows) for name, key in keys.items()}
                 )
-
-    if options.url:
-        measure(options.url)
-    else:
-        with served(options.model, options.cores[1]) as url:
-            measure(url)
-    print(f"{options.model}, {options.batch} × 8 completions of up to {options.tokens} tokens, {options.engine}")
+    print(f"{options.model}, {options.batch} × 8 completions of up to {options.tokens} tokens")
     first = statistics.median(each["step"] for each in steps[0])
     for bound, measured in steps.items():
         middle = {name: statistics.median(each[name] for each in measured) for name in ("step", "waiting", "overlap")}

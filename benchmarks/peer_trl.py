@@ -2,26 +2,27 @@
 
 Its best local setting: no gradient checkpointing, no logging or saving within the measured steps, reference model off
 (β = 0), one update per batch, micro-batches that fit a processor's caches (faster than one batch, in less memory) or
-the whole batch on a GPU, autocast to bf16 only where the device is faster at it. Sampling is the time inside
+the whole batch on a GPU, autocast to bf16 with ``--dtype bfloat16``. Sampling is the time inside
 ``_generate_and_score_completions``; the rest of the step counts as update.
 """
 
 import sys
 import tempfile
+from dataclasses import asdict
 from typing import Any
 
+import shared
 import torch
-import workload
 from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from peft import LoraConfig
+from shared import ALPHA, LR, RANK, Measured, Setting
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
-from workload import ALPHA, LR, RANK, SHAPES, Measured, Setting
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
     """Alternating, as on every side."""
-    return workload.rewards(len(completions))
+    return shared.rewards(len(completions))
 
 
 class Timed(GRPOTrainer):
@@ -31,7 +32,7 @@ class Timed(GRPOTrainer):
     tokens = 0
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        laps = workload.Laps()
+        laps = shared.Laps()
         batch = super()._generate_and_score_completions(inputs)
         self.sampling = laps.lap()
         self.tokens = int(batch["completion_mask"].sum())
@@ -43,19 +44,18 @@ class OneStepAtATime(TrainerCallback):
 
     def __init__(self) -> None:
         self.trainer: Any = None
-        self.laps = workload.Laps()
+        self.laps = shared.Laps()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        workload.answer("{}")
+        shared.answer({})
         self._wait(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         wall, cpu = self.laps.lap()
         sampling, sampling_cpu = self.trainer.sampling
-        measured = Measured(
-            sampling, wall - sampling, sampling_cpu, cpu - sampling_cpu, self.trainer.tokens, workload.peak_mib()
-        )
-        workload.answer(measured.json())
+        times = (sampling, wall - sampling, sampling_cpu, cpu - sampling_cpu)
+        measured = Measured(*times, self.trainer.tokens, shared.peak_mib())
+        shared.answer(asdict(measured))
         self._wait(control)
 
     def _wait(self, control: Any) -> None:
@@ -65,23 +65,18 @@ class OneStepAtATime(TrainerCallback):
 
 
 def main() -> None:
-    parser = workload.side_parser(__doc__)
-    parser.add_argument("--micro", type=int, default=0, help="sequences per micro-batch; 0: the fastest")
-    options = parser.parse_args()
+    options = shared.side_parser(__doc__).parse_args()
     sys.stdout = sys.stderr
     torch.set_num_threads(options.threads)
     setting = Setting.parse(options.serve)
-    precision = options.dtype  # bfloat16: autocast
-    if precision == "auto":
-        precision = workload.faster_dtype(SHAPES[setting.shape].hidden, options.device)
-    micro = options.micro or setting.rows
-    while not options.micro and options.device == "cpu" and micro * setting.length > workload.MICRO_TOKENS:
+    micro = setting.rows
+    while options.device == "cpu" and micro * setting.length > shared.MICRO_TOKENS:
         micro //= 2
     with tempfile.TemporaryDirectory() as out:
         config = GRPOConfig(
             output_dir=out,
             use_cpu=options.device == "cpu",
-            bf16=precision == "bfloat16",
+            bf16=options.dtype == "bfloat16",
             gradient_checkpointing=False,
             per_device_train_batch_size=micro,
             gradient_accumulation_steps=setting.rows // micro,
@@ -100,10 +95,10 @@ def main() -> None:
         )
         callback = OneStepAtATime()
         trainer = Timed(
-            model=str(workload.model_directory(options.models, setting.shape)),
+            model=str(shared.model_directory(options.models, setting.shape)),
             reward_funcs=reward,
             args=config,
-            train_dataset=Dataset.from_dict({"prompt": workload.prompt_texts(setting, 8 * setting.prompts)}),
+            train_dataset=Dataset.from_dict({"prompt": shared.prompt_texts(setting, 8 * setting.prompts)}),
             peft_config=LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"),
             callbacks=[callback],
         )

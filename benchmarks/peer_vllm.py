@@ -8,41 +8,47 @@ import os
 import sys
 from typing import Any
 
-import workload
+import shared
 
-os.environ |= workload.VLLM_SETTINGS
+os.environ |= {
+    "TORCHDYNAMO_DISABLE": "1",  # the first request takes a minute else
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
 
 import torch
+from shared import Measured, Setting
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
-from workload import Measured, Setting
 
 
 def main() -> None:
-    options = workload.side_parser(__doc__).parse_args()
+    options = shared.side_parser(__doc__).parse_args()
     sys.stdout = sys.stderr
     torch.set_num_threads(options.threads)
     setting = Setting.parse(options.serve)
     llm = LLM(
-        str(workload.model_directory(options.models, setting.shape)),
+        str(shared.model_directory(options.models, setting.shape)),
         dtype=options.dtype,
         enforce_eager=options.device == "cpu",
         max_model_len=1024,
         max_num_seqs=setting.rows,
         skip_tokenizer_init=True,
     )
-    prompts: Any = [{"prompt_token_ids": ids} for ids in workload.prompt_ids(setting) for _ in range(setting.samples)]
+    prompts: Any = [{"prompt_token_ids": ids} for ids in shared.prompt_ids(setting) for _ in range(setting.samples)]
     asked = SamplingParams(
         temperature=1.0, max_tokens=setting.new_tokens, ignore_eos=True, logprobs=0, detokenize=False
     )
 
     def step() -> Measured:
-        return workload.measure(
+        return shared.measure(
             lambda: llm.generate(prompts, asked, use_tqdm=False),
             lambda sampled: None,
             lambda sampled: sum(len(each.outputs[0].token_ids) for each in sampled),
         )
 
-    workload.serve(step)
+    shared.serve(step)
 
 
 if __name__ == "__main__":

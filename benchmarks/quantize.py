@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from commandline import opened, parser_of, publish, table
+from shared import opened, parser_of, publish, table
 
 KINDS = ("none", "int8", "nf4")
 PROMPTS, SAMPLES, TOKENS, RANK = 8, 4, 32, 16

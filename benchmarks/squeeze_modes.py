@@ -1,20 +1,20 @@
 """Four ways to a LoRA adapter of rank 1 in the same number of updates (LoRA-Squeeze, arXiv 2602.10993).
 
     python benchmarks/squeeze_modes.py [--seeds 12] [--steps 48] [--last 12] [--out DIR] [--json FILE]
-    python benchmarks/squeeze_modes.py --tune
 
     direct     rank 1 from the first update on
     post       rank 16, then compressed to rank 1, not trained any further
     continue   rank 16, compressed to rank 1 `--last` updates before the end, and trained on
     anneal     rank 16, lowered to 8, 4, 2 and 1 at equal distances, rank 1 for the `--last` updates
 
-Beside them stands `full`, rank 16 to the end. All start from the bundled reasoner, share problems, held-out problems
-and, by seed, the random numbers, and are compared by paired seeds. The paper's table for rank 1 has post 77.3, direct
-90.1, continue 90.1, anneal 90.5. `--tune` trains direct, full and anneal with every rate of a grid on other seeds; post
-and continue come from the runs of `full`, and train on at its rate. `--out` keeps the runs; what is there is only read.
+`full` is rank 16 to the end. All start from the bundled reasoner, share problems, held-out problems and, by seed, the
+random numbers, and are compared by paired seeds. The paper's table for rank 1 has post 77.3, direct 90.1, continue
+90.1, anneal 90.5. Post and continue come from the runs of `full` and have its rate. `--out` keeps the runs; finished
+ones are only read.
 """
 
 import argparse
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -22,112 +22,131 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from windtunnel import accuracies, train
 
+from retrain.adapters.continuing import continuation
+from retrain.adapters.squeeze import compress_adapter
+from retrain.adapters.verify import verify_ranks
+from retrain.campaign.controller import launch
+from retrain.campaign.planning.manifest import read_plan
+from retrain.config import load
+from retrain.config.runs import run_directory
+from retrain.environments.build import longest_completions
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
-from retrain.verdicts.results import RunResult, read_run
+from retrain.records.observer import NullObserver
+from retrain.training.bases import Bases
+from retrain.verdicts.results import Measure, RunResult, read_run
 from retrain.verdicts.rule import judge
 
 STAGES = (8, 4, 2, 1)
 MODES = ("post", "direct", "continue", "anneal")
-GRID = (3e-4, 1e-3, 3e-3, 1e-2)
 RATES = {"direct": 1e-3, "full": 3e-3, "anneal": 3e-3}
-"""The best of ``GRID`` on the seeds of ``--tune``."""
-TUNING_SEEDS = (101, 102, 103)
+"""The best of 3e-4, 1e-3, 3e-3 and 1e-2 on three other seeds."""
 PROBLEMS, SAMPLES = 256, 2
+CAMPAIGN = """
+[campaign]
+seeds = {seeds}
+max_steps = {steps}
+{conditions}
+[model]
+model = "tiny-reasoner"
+lora_rank = 16
+[data]
+source = "arithmetic"
+[reward]
+type = "match"
+[training]
+batch_size = 4
+group_size = 8
+max_tokens = 64
+save_every = {last}
+keep_every = {last}
+[evaluation]
+problems = {problems}
+samples = {samples}
+at_start = false
+[squeeze]
+enabled = false
+"""
 
 
-def condition(mode: str, rate: float, steps: int, last: int) -> dict[str, Any]:
-    """One way to train, as a condition of a campaign."""
-    own = {"direct": {"model.lora_rank": 1}, "full": {}, "anneal": {"lora.anneal": anneal_stages(steps, last)}}[mode]
-    return {"advantage_mode": "grpo", "transform_mode": "none", "training.lr": rate, **own}
+def condition(mode: str, rate: float, steps: int, last: int) -> str:
+    """Return one way to train as a condition of the file."""
+    keys: dict[str, Any] = {"advantage_mode": "grpo", "transform_mode": "none", "training.lr": rate}
+    keys |= {"direct": {"model.lora_rank": 1}, "full": {}, "anneal": {"lora.anneal": anneal_stages(steps, last)}}[mode]
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in keys.items()]
+    return "\n".join(["[[campaign.conditions]]", *lines])
 
 
 def anneal_stages(steps: int, last: int) -> list[list[int]]:
-    """[[step, rank], …]: every rank above 1 lasts as long as the others, rank 1 the ``last`` updates."""
+    """Return [[step, rank], …]: every rank above 1 lasts as long as the others, rank 1 the ``last`` updates."""
     share = (steps - last) / len(STAGES)
     return [[round(share * (i + 1)), rank] for i, rank in enumerate(STAGES)]
 
 
-def runs_of(
-    folder: Path, conditions: Sequence[dict[str, Any]], seeds: Sequence[int], steps: int, last: int
-) -> list[RunResult]:
-    """The runs of these conditions, with a checkpoint where ``continue`` begins; what is there is only read."""
-    sets = [f"training.{key}={last}" for key in ("save_every", "keep_every")]
-    sets += [f"evaluation.problems={PROBLEMS}", f"evaluation.samples={SAMPLES}"]
-    return train(folder, conditions, seeds=seeds, steps=steps, batch_size=4, sets=sets)
+def accuracies(runs: Sequence[RunResult]) -> list[float]:
+    """Return held-out accuracy after the last update; SystemExit for a run without one, whose absence would bias."""
+    values = [run.value(Measure()) for run in runs]
+    for run, value in zip(runs, values, strict=True):
+        if value is None:
+            raise SystemExit(f"{run.run_id} has no held-out accuracy: {run.state}, {run.reason}")
+    return [value for value in values if value is not None]
 
 
 def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
-    """Held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
-    from retrain.adapters.squeeze import compress_adapter
-    from retrain.adapters.verify import verify_ranks
-    from retrain.campaign.planning.manifest import read_plan
-    from retrain.config.runs import run_directory
-    from retrain.environments.build import longest_completions
-    from retrain.training.bases import Bases
-
+    """Return the held-out accuracy of a run's adapter, compressed to rank 1 and not trained on."""
     plan = read_plan(campaign)
     spec = next(spec for spec in plan.specs if run_directory(campaign, spec) == run)
     small = compress_adapter(run / "final", 1, out)
-    longest = longest_completions(each.config for each in plan.specs)
+    longest = longest_completions(spec.config for spec in plan.specs)
     with Bases() as bases:
         report = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"), longest, bases)
     return float(report["ranks"][0]["accuracy"])
 
 
 def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
-    """The run that was compressed to rank 1 ``last`` updates before its end and trained on."""
-    from retrain.adapters.continuing import continuation
-    from retrain.campaign.controller import launch
-    from retrain.records.observer import NullObserver
-
+    """Return the run that was compressed to rank 1 ``last`` updates before its end and trained on."""
     before = run / f"checkpoints/step_{steps - last:06d}"
     outcome = launch(*continuation(before, 1, last, out), NullObserver())
     return read_run(outcome.directory, outcome.summary["runs"][0])
 
 
 def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str, list[float]]:
-    """Held-out accuracy of every mode, by seed."""
-    conditions = [condition(mode, rate, steps, last) for mode, rate in RATES.items()]
-    runs = runs_of(out, conditions, seeds, steps, last)
-    found = dict(zip(RATES, accuracies(runs).tolist(), strict=True))
-    full = runs[list(RATES).index("full")].label
-    sources = [run.path for run in runs if run.label == full]
-    found["post"] = [compressed_accuracy(out / "runs", run, out / "post" / run.name) for run in sources]
-    found["continue"] = accuracies([continued(run, steps, last, out / "continue" / run.name) for run in sources])[
-        0
-    ].tolist()
-    return found
+    """Return the held-out accuracy of every mode, by seed."""
+    out.mkdir(parents=True, exist_ok=True)
+    conditions = "\n".join(condition(mode, rate, steps, last) for mode, rate in RATES.items())
+    keys = {"seeds": list(seeds), "steps": steps, "last": last, "problems": PROBLEMS, "samples": SAMPLES}
+    (out / "campaign.toml").write_text(CAMPAIGN.format(conditions=conditions, **keys))
+    outcome = launch(load(out / "campaign.toml"), out / "runs", NullObserver())
+    by_label: dict[str, list[RunResult]] = {}
+    for entry in outcome.summary["runs"]:
+        run = read_run(outcome.directory, entry)
+        by_label.setdefault(run.label, []).append(run)
+    by_mode = dict(zip(RATES, by_label.values(), strict=True))
+    values = {mode: accuracies(runs) for mode, runs in by_mode.items()}
+    sources = [run.path for run in by_mode["full"]]
+    values["post"] = [compressed_accuracy(out / "runs", run, out / "post" / run.name) for run in sources]
+    values["continue"] = accuracies([continued(run, steps, last, out / "continue" / run.name) for run in sources])
+    return values
 
 
-def tune(out: Path, steps: int, last: int) -> dict[str, list[float]]:
-    """Mean held-out accuracy of each mode that trains from the start, for every rate of ``GRID``."""
-    found = {}
-    for mode in RATES:
-        conditions = [condition(mode, rate, steps, last) for rate in GRID]
-        found[mode] = accuracies(runs_of(out / mode, conditions, TUNING_SEEDS, steps, last)).mean(axis=1).tolist()
-    return found
-
-
-def compare(found: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """Paired differences between all modes, with intervals and p for all of them together."""
+def compare(values: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return paired differences between all modes, with intervals and p for all of them together."""
     pairs = list(combinations(MODES, 2))
-    differences = np.array([np.subtract(found[other], found[one]) for one, other in pairs])
+    differences = np.array([np.subtract(values[other], values[one]) for one, other in pairs])
     return [
         {"difference": f"{other} − {one}", "mean": each.mean, "low": each.low, "high": each.high, "p": each.p}
         for (one, other), each in zip(pairs, judge(differences), strict=True)
     ]
 
 
-def told(found: Mapping[str, Sequence[float]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Both tables, as Markdown."""
+def report(values: Mapping[str, Sequence[float]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return both tables as Markdown."""
     lines = ["| mode | held-out accuracy | 95 % interval | seeds |", "|---|--:|---|--:|"]
     for mode in ("full", *MODES):
-        level = mean_interval(found[mode], share=True, resolution=1.0 / (PROBLEMS * SAMPLES))
+        level = mean_interval(values[mode], share=True, resolution=1.0 / (PROBLEMS * SAMPLES))
         lines.append(f"| {mode} | {_percent(level.estimate)} | {_percent(level.low)} to {_percent(level.high)} | "
-                     f"{len(found[mode])} |")  # fmt: skip
+                     f"{len(values[mode])} |")  # fmt: skip
     lines += ["", "| difference | points | 95 % interval | p |", "|---|--:|---|--:|"]
     for row in rows:
         low, high = (_percent(row[end], "+") for end in ("low", "high"))
@@ -141,26 +160,20 @@ def _percent(value: float | None, sign: str = "") -> str:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=48, help="updates of every mode, all together")
     parser.add_argument("--last", type=int, default=12, help="how many of them are at rank 1 in continue and anneal")
-    parser.add_argument("--tune", action="store_true", help="print the accuracy of every rate instead")
     parser.add_argument("--out", type=Path, help="where the runs are kept; default a temporary directory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         out = args.out or Path(temporary)
-        if args.tune:
-            for mode, accuracies in tune(out, args.steps, args.last).items():
-                print(f"{mode:<8}" + "  ".join(f"{r:g}: {100 * a:.1f}%" for r, a in zip(GRID, accuracies, strict=True)))
-            return
-        found = measure(out, range(1, args.seeds + 1), args.steps, args.last)
-    rows = compare(found)
-    print(told(found, rows))
+        values = measure(out, range(1, args.seeds + 1), args.steps, args.last)
+    rows = compare(values)
+    print(report(values, rows))
     if args.json:
-        write_json(args.json, {"accuracies": found, "differences": rows})
+        write_json(args.json, {"accuracies": values, "differences": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One RL step, side by side: retrain, the limit, TRL's GRPOTrainer and retrain 0.3.0, on equal work.
+"""One RL step, side by side: retrain, the limit, TRL's GRPOTrainer and vLLM, on equal work.
 
     python benchmarks/step.py --only ours,limit
     python benchmarks/step.py --envs ENVS
@@ -18,35 +18,36 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import workload
-from commandline import bar, opened, parser_of, publish, table, with_verdicts
-from sides import HERE, Side, medians, take_turns
-from workload import Measured, Setting
+import shared
+from shared import (
+    HERE,
+    Measured,
+    Setting,
+    Side,
+    bar,
+    medians,
+    opened,
+    parser_of,
+    publish,
+    table,
+    take_turns,
+    with_verdicts,
+)
 
-SIDES = {
-    "ours": "ours.py",
-    "limit": "limit.py",
-    "trl": "peer_trl.py",
-    "retrain03": "peer_retrain03.py",
-    "vllm": "peer_vllm.py",
-}
+SIDES = {"ours": "ours.py", "limit": "limit.py", "trl": "peer_trl.py", "vllm": "peer_vllm.py"}
 SETTINGS = ("256x64", "256x256", "512x64", "512x256")
 GPU_SETTINGS = ("1.7bx256",)
-ENVIRONMENTS = {
-    "ours": ("-c", HERE.parent / "constraints.txt", HERE.parent),
-    "trl": ("trl", "peft"),
-    "retrain03": ("retrain==0.3.0",),
-}
+ENVIRONMENTS = {"ours": ("-c", HERE.parent / "constraints.txt", HERE.parent), "trl": ("trl", "peft")}
 """What is installed for a side, after torch; ours and the limit share one, or run in the one that runs this. That of
 vLLM, which has a build for CPUs of its own, has to be there."""
-BAR_LIMIT, BAR_TRL, BAR_RETRAIN03 = 1.15, 1.2, 3.5
+BAR_LIMIT, BAR_TRL = 1.15, 1.2
 BAR_VLLM = {"float32": 2.5, "bfloat16": 2.0}
 """How many times as fast as vLLM sampling alone has to be."""
 
 
 def run(setting: Setting, pythons: dict[str, Path], options: argparse.Namespace) -> dict[str, list[Measured]]:
     """The measured steps of every side at one setting."""
-    workload.model_directory(options.models, setting.shape)
+    shared.model_directory(options.models, setting.shape)
     sides: list[Side] = []
     common = {key: getattr(options, key) for key in ("models", "threads", "device", "dtype")}
     try:
@@ -86,10 +87,9 @@ def verdicts(results: dict[str, dict[str, list[Measured]]], dtype: str) -> list[
         if "limit" in found:
             ratio = ours["step_s"] / found["limit"]["step_s"]
             lines.append(bar(f"{setting}: {ratio:.2f}× the limit (bar ≤ {BAR_LIMIT})", ratio <= BAR_LIMIT))
-        for peer, least in (("trl", BAR_TRL), ("retrain03", BAR_RETRAIN03)):
-            if peer in found:
-                ratio = found[peer]["step_s"] / ours["step_s"]
-                lines.append(bar(f"{setting}: {ratio:.2f}× as fast as {peer} (bar ≥ {least})", ratio >= least))
+        if "trl" in found:
+            ratio = found["trl"]["step_s"] / ours["step_s"]
+            lines.append(bar(f"{setting}: {ratio:.2f}× as fast as TRL (bar ≥ {BAR_TRL})", ratio >= BAR_TRL))
         if "vllm" in found:
             ratio, least = found["vllm"]["sampling_s"] / ours["sampling_s"], BAR_VLLM[dtype]
             lines.append(bar(f"{setting}: samples {ratio:.2f}× as fast as vllm (bar ≥ {least})", ratio >= least))

@@ -10,14 +10,12 @@ The aim, written down before anything was measured: at most 1.2 times one turn.
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import shared
 import torch
-import workload
-from commandline import opened, parser_of, publish, table
 from ours import cohort
-from workload import SHAPES, Setting
+from shared import SHAPES, Setting, bar, median, opened, parser_of, publish, table, with_verdicts
 
 from retrain.types import SampleRequest
 
@@ -74,7 +72,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for shape in options.shapes:
         setting = Setting(shape, new, prompts=4)
         with cohort(setting, options.models, device=options.device) as made:
-            asked = (made.engine, made.runs[0].policy_ref, workload.prompt_ids(setting), setting.samples, new)
+            asked = (made.engine, made.runs[0].policy_ref, shared.prompt_ids(setting), setting.samples, new)
             ways = {
                 "one": partial(one_turn, *asked),
                 "kept": partial(turns, *asked, True),
@@ -83,10 +81,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             times: dict[str, list[float]] = {name: [] for name in ways}
             for call in range(options.repeats + 1):
                 for name, way in ways.items():  # in turns, so that all see the machine alike
-                    laps = workload.Laps()
+                    laps = shared.Laps()
                     way(call)
                     times[name].append(laps.lap()[0])
-            found[shape] = {name: workload.median(own[1:]) for name, own in times.items()}
+            found[shape] = {name: median(own[1:]) for name, own in times.items()}
     return {"shapes": found}
 
 
@@ -100,12 +98,10 @@ def report(found: dict[str, Any]) -> str:
         rows.append(
             (shape, f"{own['one']:.3g}", f"{own['kept']:.3g}", f"{kept:.2f}×", f"{own['again']:.3g}", f"{again:.2f}×")
         )
-    verdict = "met" if worst <= AIM else "missed"
-    return f"{table(head, rows)}\n\n- {verdict}: at most {AIM}× one turn (at most {worst:.2f}×)"
+    return with_verdicts(table(head, rows), [bar(f"at most {worst:.2f}× one turn (bar ≤ {AIM})", worst <= AIM)])
 
 
 def main() -> None:
-    """Parse the command line, measure, print."""
     parser = parser_of(__doc__, "measure on the first GPU")
     parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), help="default 256 512 smollm2")
     parser.add_argument("--repeats", type=int, default=5)
@@ -114,7 +110,6 @@ def main() -> None:
     options.repeats = 1 if options.quick else options.repeats
     torch.set_num_threads(options.threads)
     with opened(options):
-        options.models = Path(options.models)
         found = measure(options)
     publish(options, "turns", report(found), found)
 

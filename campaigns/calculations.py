@@ -1,4 +1,4 @@
-"""Calculations that a small model cannot do in its head: the data source of ``calculator.toml``.
+"""Calculations that a small model cannot do in its head: the data source of ``turn_credit.toml``.
 
     [data]
     source = "calculations:problems"

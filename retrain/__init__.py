@@ -1,7 +1,5 @@
-"""Reinforcement learning of language models as experiments that end in an answer.
-
-The public names are loaded when they are first used, so that ``import retrain`` costs nothing.
-"""
+"""Reinforcement learning of language models as experiments with a verdict. Public names are loaded on first use, so
+that ``import retrain`` is cheap."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,7 +30,7 @@ _HOMES = {
     "Step": "retrain.environments.protocol",
     "load": "retrain.config",
 }
-"""Public name → the module it lives in."""
+"""Public name → the module that defines it."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,7 +1,7 @@
-"""The door: parse the command line, run one command, turn errors into lines and exit statuses.
+"""Parse the command line, run one command, and convert errors to printed lines and exit statuses.
 
-Nothing heavy is imported here or at the top of ``retrain.commands``: ``retrain --help`` has to answer in less than
-half a second, and ``retrain check`` without torch.
+Imports nothing heavy, nor does the top level of ``retrain.commands``: ``retrain --help`` must answer in less than half
+a second, and ``retrain check`` without torch.
 """
 
 import sys
@@ -21,16 +21,15 @@ CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class Door(TyperGroup):
-    """Says a user's mistake in plain lines, without a traceback; leaves every other exception whole."""
+    """Prints a user's mistakes without a traceback; other exceptions pass through."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        """Parse what stands before the command; exit with status 2 on an unknown option."""
+        """Parse the options before the command; exit with status 2 on an unknown one."""
         with plain_usage_errors():
             return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the chosen command; exit with ``error.exit_status``, 2 on a usage error or PermissionError, 130 on
-        Ctrl-C."""
+        """Run the command; exit with ``error.exit_status``, 2 on a usage or permission error, 130 on Ctrl-C."""
         try:
             with plain_usage_errors():
                 return super().invoke(ctx)
@@ -49,7 +48,7 @@ class Door(TyperGroup):
 
 @contextmanager
 def plain_usage_errors() -> Iterator[None]:
-    """Print an unknown command or option, or a missing or wrong argument, in one line, and exit with status 2."""
+    """Print a usage error (unknown, missing or wrong command, option or argument) in one line; exit with status 2."""
     try:
         yield
     except CommandLineError as error:
@@ -97,9 +96,8 @@ app.command(rich_help_panel=START)(setup.doctor)
 app.command(rich_help_panel=START)(environments.environments)
 
 
-def print_version(wanted: bool) -> None:
-    """Print the version and stop, when ``--version`` was given."""
-    if wanted:
+def print_version(version: bool) -> None:
+    if version:
         print(f"retrain {__version__}")
         raise typer.Exit
 
@@ -110,9 +108,8 @@ def options(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Declare the options that precede the command."""
 
 
 def main() -> None:
-    """Entry point of the ``retrain`` command."""
     app(prog_name="retrain")

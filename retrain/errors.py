@@ -1,5 +1,4 @@
-"""The exception tree, and numbers and lists in messages. Every error a user can cause derives from RetrainError and
-carries its exit status."""
+"""Define the exception tree, and format errors and lists in messages."""
 
 import errno
 from collections.abc import Sequence
@@ -13,13 +12,13 @@ class RetrainError(Exception):
 
 
 class UsageError(RetrainError):
-    """A wrong call: missing file, directory that is not a run, arguments that contradict each other."""
+    """Invalid call: missing file, directory without a run, arguments that contradict each other."""
 
     exit_status = 2
 
 
 class NotReadable(UsageError):
-    """A file exists and the operating system refuses to read it. This says nothing about its content."""
+    """A file that exists but that the operating system refuses to read; nothing is known about its content."""
 
     def __init__(self, path: object, error: OSError):
         reason = (error.strerror or str(error)).lower()
@@ -27,16 +26,13 @@ class NotReadable(UsageError):
 
 
 class NotOurs(UsageError):
-    """Where this run would write there is something that it has not written; it is left as it is."""
+    """A path that the run would write contains files of another origin, which are left unchanged."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One mistake in a configuration file.
-
-    ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path, ``message`` the value and why it
-    cannot be, ``fix`` the line to type instead.
-    """
+class ConfigProblem:
+    """One mistake in a configuration file. ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path,
+    ``message`` the value and why it is invalid, ``fix`` the line to type instead."""
 
     where: str
     key: str
@@ -49,49 +45,46 @@ class Problem:
 
 
 class ConfigError(UsageError):
-    """All mistakes of a configuration at once; ``str()`` has one line for each."""
+    """All mistakes of a configuration; ``str()`` has one line for each."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[ConfigProblem]):
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
 class MissingExtra(UsageError):
-    """An optional package is needed and absent; the message holds the line that installs it (``retrain.extras``)."""
+    """A missing optional package; the message contains the line that installs it (``retrain.extras``)."""
 
 
 class ModelError(RetrainError):
-    """A model, tokenizer or adapter cannot be loaded or does not fit what is asked of it."""
+    """A model, tokenizer or adapter that cannot be loaded, or does not fit its use."""
 
     exit_status = 2
 
 
 class DataError(RetrainError):
-    """A data source is missing, empty or malformed."""
+    """A missing, empty or malformed data source."""
 
     exit_status = 2
 
 
 class PluginError(RetrainError):
-    """A user's module:function is missing or returned something it may not return; names the plug-in."""
+    """A user's module:function that is missing or returned an invalid value; the message names it."""
 
 
 class PluginMissing(PluginError):
-    """A user's module:function cannot be loaded: a mistake of the configuration, reported before training."""
+    """A user's module:function that cannot be loaded: a configuration error, reported before training."""
 
     exit_status = 2
 
 
 class CheckpointError(RetrainError):
-    """A checkpoint or run directory is damaged or does not belong to this run."""
+    """A damaged checkpoint or run directory, or one of another run."""
 
 
 class RunFailed(RetrainError):
-    """A run cannot go on (non-finite loss, every reward failed); its traceback is in the run's log.
-
-    ``shared``: no run can go on, through no fault of theirs. All of them stop, none has failed, and ``advice`` says
-    what helps before they are resumed.
-    """
+    """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
+    no run of the campaign can continue, none has failed, and all stop; ``advice`` says what to do before resuming."""
 
     shared = False
     advice = ""
@@ -102,7 +95,7 @@ OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, 
 
 
 class StorageError(RunFailed):
-    """A file of a run directory cannot be written. ``shared``: disk full, quota, read-only, unmounted."""
+    """A file of a run directory that cannot be written. ``shared``: disk full, quota, read-only, unmounted."""
 
     advice = "Make room, or make the directory writable"
 
@@ -114,54 +107,54 @@ class StorageError(RunFailed):
 
 
 class LeaseLost(RunFailed):
-    """The directory that this process was writing belongs to another process, or another directory is in its place.
-    Nothing more is written."""
+    """The directory that this process wrote belongs to another process, or another directory has replaced it. Nothing
+    more is written."""
 
     shared = True
 
 
 class DeviceLost(RunFailed):
-    """The GPU's context is gone (an assert in a kernel, an illegal access, an ECC error): every later call fails, and
-    what lies in its memory may be wrong. Nothing is saved from it; a new process goes on from the last checkpoint."""
+    """The GPU's context is lost (an assert in a kernel, an illegal access, an ECC error): every later call fails, and
+    its memory may be corrupt. Nothing is saved from it; a new process continues from the last checkpoint."""
 
     shared = True
     advice = "See what nvidia-smi says of the GPU"
 
 
 class RankLost(DeviceLost):
-    """One of the processes that train together is gone, or does not answer any more."""
+    """A rank died or does not respond."""
 
     advice = "See what ended it"
 
 
 class ServerFailed(RunFailed):
-    """The servers that sample do not answer, or answer wrongly time and again. Nothing was learnt from it: the step is
-    given up before its update, and all that was finished before it is saved; in an evaluation, which follows an update,
-    the last checkpoint is what is left."""
+    """Sampling servers do not answer, or repeatedly return wrong results. The step is abandoned before its update and
+    everything finished before it is saved; in an evaluation, which follows an update, only the last checkpoint
+    remains."""
 
     shared = True
     advice = "See what the server's log says"
 
 
 class WorkersLost(RunFailed):
-    """No worker is left, and no other is to be had."""
+    """No worker is left and none can be started."""
 
     shared = True
     advice = "See what ended them"
 
 
 class NonFinite(RunFailed):
-    """Loss or gradient of one update is NaN or infinite; the weights are as they were before it."""
+    """Loss or gradient of an update is NaN or infinite; the weights are unchanged."""
 
 
-class Interrupted(RetrainError):
-    """SIGINT, SIGTERM or SIGHUP: the step is finished and everything is saved."""
+class RunInterrupted(RetrainError):
+    """SIGINT, SIGTERM or SIGHUP; the step is finished and everything is saved."""
 
     exit_status = 130
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, the name of its type where it says nothing."""
+    """Return the first line of an error's text, or the name of its type if the text is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -176,5 +169,5 @@ def plural(number: int, word: str) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first ``most`` of these texts, and how many there are besides."""
+    """Return the first ``most`` texts, and the number of the others."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

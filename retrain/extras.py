@@ -1,4 +1,4 @@
-"""Optional packages: the extra that installs each, and the error when one is missing. None is imported here."""
+"""Map optional packages to extras, and build the error for a missing one. Imports none of them."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from retrain.errors import MissingExtra
 
 
 class Extra(NamedTuple):
-    """Packages by the module that each is imported as, the main one first; and what they are for."""
+    """Purpose, and packages by the module that each is imported as, the main one first."""
 
     packages: Mapping[str, str]
     purpose: str
@@ -31,10 +31,10 @@ EXTRAS = {
     "ray": Extra({"ray": "ray"}, 'executor "ray": a campaign on the nodes of a Ray cluster'),
     "ui": Extra({"jinja2": "jinja2", "starlette": "starlette", "uvicorn": "uvicorn"}, "retrain ui"),
     "serve": Extra({"starlette": "starlette", "uvicorn": "uvicorn"}, "retrain serve"),
-    "real": Extra({"gguf": "gguf"}, "scripts/real_model.py: a real open model from the package index"),
+    "real": Extra({"gguf": "gguf"}, "docs/examples/models/real_model.py: a real open model from the package index"),
     "quantize": Extra({"bitsandbytes": "bitsandbytes"}, 'model quantize = "nf4": a base in 4 bits'),
 }
-"""By the name in ``pip install '.[name]'``. Of these, wandb comes with every installation."""
+"""Extras by their name in ``pip install '.[name]'``. Of these, wandb is always installed."""
 
 EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
 """Module → the extra that installs it, the last one where several do."""
@@ -51,10 +51,10 @@ def package_of(module: str) -> str:
 
 
 def install_line(module: str, extra: str | None = None) -> str:
-    """What to type, in the checkout, for the package with this module; ``extra`` names one of several that have it."""
+    """Return the command that installs the package with this module; ``extra`` selects one of several."""
     return f"pip install '.[{extra or EXTRA_OF[module]}]'"
 
 
 def missing(feature: str, module: str, extra: str | None = None) -> MissingExtra:
-    """The error to raise when ``feature`` needs this module, and it is not there."""
+    """Return the error to raise when ``feature`` needs a module that is not installed."""
     return MissingExtra(f"{feature} needs the package {package_of(module)}: {install_line(module, extra)}")

@@ -1,4 +1,4 @@
-"""Files: where a configuration's paths are, writing so that nothing is lost or half-written, and strict JSON."""
+"""Resolve configured paths, write files atomically, and read and write strict JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from retrain.errors import CheckpointError, NotReadable, RetrainError, StorageEr
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
-"""Characters that JSON may hold as they are, but some readers take for line ends and terminals for commands."""
-ASIDE = ".retrain-tmp"  # Suffix of what is being written; useless before it is renamed
+"""Characters that JSON allows unescaped, but that some readers treat as line ends and terminals as commands."""
+ASIDE = ".retrain-tmp"  # Suffix of temporaries; incomplete until they are renamed
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as strict JSON: numpy scalars and arrays become plain, NaN and infinities become None."""
+    """Return ``value`` as strict JSON: numpy scalars and arrays become plain, NaN and infinities become None."""
     if isinstance(value, bool) or value is None or isinstance(value, int):
         return value
     if isinstance(value, str):
@@ -43,17 +43,17 @@ def jsonable(value: Any) -> Any:
 
 
 def dumps(value: object, indent: int | None = None) -> str:
-    """Strict JSON text of ``value``, with ``_ESCAPED``."""
+    """Return ``value`` as strict JSON text, with ``_ESCAPED`` characters escaped."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError):  # something in it is not plain, or not a number
+    except (TypeError, ValueError):  # contains a value that is not plain or finite
         text = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False, indent=indent)
     plain = text.isascii() and "\x7f" not in text
     return text if plain else _SURROGATES.sub("?", text).translate(_ESCAPED)
 
 
 def fsync(path: Path) -> None:
-    """Make a file's bytes durable, or a directory's renames and new names."""
+    """Make a file's bytes, or a directory's renames and new names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,7 +62,7 @@ def fsync(path: Path) -> None:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make ``directory`` with its parents. Raises UsageError when that, or writing into it, is not possible."""
+    """Create ``directory`` and its parents. Raises UsageError if it cannot be created or written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -74,7 +74,7 @@ def prepare_directory(directory: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the file system refuses inside becomes a StorageError that names ``path``."""
+    """Convert errors of the file system to a StorageError that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -82,17 +82,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Replace ``path`` atomically: a reader sees the old text or the new, also after a power cut.
+    """Replace ``path`` atomically: a reader sees the old text or the new one, also after a power cut.
 
-    ``durable = False`` does not wait for the disk: after a power cut the file may be gone, but no reader sees half of
-    it. The same holds inside a directory that is itself written aside: ``publish_directory`` makes all of it durable.
-    Raises StorageError when it cannot be written; ``path`` is then as it was.
+    ``durable = False`` does not wait for the disk: after a power cut the file may be missing, but never half-written.
+    Use it within a directory that ``publish_directory`` makes durable. Raises StorageError on failure and leaves
+    ``path`` unchanged.
     """
     write_bytes(path, text.encode("utf-8"), durable)
 
 
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
-    """As ``write_text``, of bytes."""
+    """Replace ``path`` atomically with bytes, as ``write_text``."""
     aside = aside_of(path)
     durable = durable and not _is_aside(path.parent.name)
     with writing(path):
@@ -112,7 +112,7 @@ def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
 
 
 def aside_of(path: Path) -> Path:
-    """Where this process writes what is then renamed to ``path``."""
+    """Return the temporary path that is renamed to ``path``."""
     return path.with_name(f".{path.name}.{os.getpid()}{ASIDE}")
 
 
@@ -121,7 +121,7 @@ def _is_aside(name: str) -> bool:
 
 
 def is_aside(name: str) -> bool:
-    """Whether a file or directory of this name was left by another process, killed in the middle of a write."""
+    """Return whether this name is a temporary of another process that was killed while writing."""
     return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
 
 
@@ -131,7 +131,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in ``path``. Raises ValueError where there is none, also for brackets without end."""
+    """Return the JSON value in ``path``. Raises ValueError for invalid JSON, also for nesting that is too deep."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -139,7 +139,7 @@ def read_json(path: Path) -> Any:
 
 
 def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
-    """Append one strict-JSON line for each row (``append_bytes``); return the bytes [begin, end) that they take."""
+    """Append one strict-JSON line per row (``append_bytes``); return the byte range [begin, end) that they occupy."""
     data = "".join(dumps(row) + "\n" for row in rows).encode()
     if not data:
         size = path.stat().st_size if path.exists() else 0
@@ -150,33 +150,30 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append past all of Python's buffers; return where the data begins.
-
-    Raises OSError when that fails (a full disk); the file is then as it was.
-    """
+    """Append unbuffered; return the offset of the data. Raises OSError and restores the file on failure."""
     with open(path, "ab", buffering=0) as file:
         begin, rest = file.tell(), memoryview(data)
         try:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError:
-            with contextlib.suppress(OSError):  # the failed write is the error to report
+            with contextlib.suppress(OSError):  # report the failed write itself
                 file.truncate(begin)
             raise
     return begin
 
 
 class GrowingFile:
-    """Reads the JSON lines that another process has appended to a file since the last time. The file is opened anew for
-    every look, because another machine sees through NFS what was there when its writer last closed it."""
+    """Reads JSON lines that another process has appended to a file since the last call. The file is reopened each time,
+    because NFS shows another machine the state at which the writer last closed it."""
 
     def __init__(self, path: Path, from_end: bool = False):
         self.path = path
         self._offset = path.stat().st_size if from_end and path.exists() else 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines since the last time. Half a line is waited for, and so is one of which the length has
-        arrived and not yet the bytes, which NFS shows as zeros."""
+        """Return the complete lines since the last call. An incomplete line is read later, and so is one whose bytes
+        have not arrived, which NFS shows as zeros."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -189,10 +186,8 @@ class GrowingFile:
 
 
 def iter_jsonl(path: Path) -> Iterator[Any]:
-    """Yield all complete rows; a torn last line (killed while writing) is left out.
-
-    Raises CheckpointError with file and line when another line is no JSON, PermissionError.
-    """
+    """Yield all complete rows; skip a torn last line (killed while writing). Raises CheckpointError with file and line
+    when another line is not JSON, and PermissionError."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -206,13 +201,11 @@ def iter_jsonl(path: Path) -> Iterator[Any]:
 
 
 def read_jsonl(path: Path) -> list[Any]:
-    """Return the rows of ``iter_jsonl``."""
     return list(iter_jsonl(path))
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Remove the rows for which ``keep`` returns False, and a torn last line, atomically; return the number of rows
-    kept."""
+    """Keep the rows for which ``keep`` is true, atomically, without a torn last line; return their number."""
     if not path.exists():
         return 0
     rows = [row for row in read_jsonl(path) if keep(row)]
@@ -228,10 +221,8 @@ def truncate_jsonl(path: Path, before_step: int, key: str = "step") -> int:
 
 
 def read_json_if_present(path: Path) -> Any:
-    """Return the JSON value in ``path``, or None where there is no such file or it holds no JSON.
-
-    Raises NotReadable where there is a file that the operating system refuses to read.
-    """
+    """Return the JSON value in ``path``, or None if the file is missing or not JSON. Raises NotReadable if the
+    operating system refuses to read it."""
     try:
         return read_json(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -241,7 +232,7 @@ def read_json_if_present(path: Path) -> Any:
 
 
 class Stamp(NamedTuple):
-    """What a file is now: with another stamp it may be another file, or have other bytes."""
+    """Identity and version of a file: another stamp may mean another file or other bytes."""
 
     inode: int
     size: int
@@ -249,12 +240,12 @@ class Stamp(NamedTuple):
 
 
 def stamp_of(path: Path | None) -> Stamp | None:
-    """None where there is nothing, or it may not be looked at."""
+    """Return the file's stamp; None if it is missing or not accessible."""
     try:
-        found = path.stat() if path is not None else None
+        status = path.stat() if path is not None else None
     except OSError:
         return None
-    return None if found is None else Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
+    return None if status is None else Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def sha256(path: Path) -> str:
@@ -265,8 +256,7 @@ def sha256(path: Path) -> str:
 def publish_directory(aside: Path, final: Path) -> None:
     """Rename a completely written directory into place, replacing an older one of that name.
 
-    All of it is on the disk before the rename, and the rename before this returns. Raises StorageError when the file
-    system refuses.
+    Its content is on disk before the rename, and the rename is on disk when this returns. Raises StorageError.
     """
     with writing(final):
         for path in (*aside.rglob("*"), aside):
@@ -284,17 +274,17 @@ def publish_directory(aside: Path, final: Path) -> None:
 
 
 def search_folders(base_dir: Path | None) -> list[Path]:
-    """Return where the relative paths of a configuration are looked up: ``base_dir``, the TOML's folder, and the
-    current directory, both absolute."""
+    """Return the folders in which relative paths of a configuration are looked up: ``base_dir`` (the TOML's folder) and
+    the current directory, both absolute."""
     return list(dict.fromkeys(folder.resolve() for folder in (base_dir, Path.cwd()) if folder is not None))
 
 
-def existing_file(path: str, base_dir: Path | None, what: str, error: type[RetrainError]) -> Path:
-    """Return the file that a configuration names, in one of the ``search_folders``. Raises ``error``, which begins with
-    ``what``, when there is none."""
+def existing_file(path: str, base_dir: Path | None, label: str, error: type[RetrainError]) -> Path:
+    """Return the file that a configuration names, from the ``search_folders``. Raises ``error``, whose text begins with
+    ``label``, if it is missing."""
     tried = [folder / Path(path).expanduser() for folder in search_folders(base_dir)]
     for candidate in tried:
         if candidate.is_file():
             return candidate
     places = " and ".join(map(str, dict.fromkeys(tried)))
-    raise error(f"{what} {path!r}: no such file (looked for {places})")
+    raise error(f"{label} {path!r}: no such file (looked for {places})")

@@ -1,4 +1,4 @@
-"""Whose a directory is: nothing that a run did not write itself is ever removed or overwritten.
+"""Mark directories with their owner: a run never removes or overwrites files that it did not write.
 
 Every directory that retrain writes carries a mark, ``retrain.json``: who wrote it (a random id, made at the first start
 of a campaign or run) and as what (its place below that start's directory). Two kinds of directories have one:
@@ -42,26 +42,26 @@ ELSEWHERE = "give another directory with --out"
 
 @dataclass(frozen=True)
 class Owner:
-    """Who writes a directory: the ``id`` of the start that it belongs to, and its ``place`` below that directory."""
+    """Writer of a directory: ``id`` of the first start, and ``place``, the path below that start's directory."""
 
     id: str
     place: str = "."
 
-    def at(self, place: str) -> Owner:
-        """The same owner's directory ``place`` below this one, or this one itself for "."."""
-        return Owner(self.id, (PurePosixPath(self.place) / place).as_posix())
+    def at(self, path: str) -> Owner:
+        """Return the owner of the directory ``path`` below this one; "." is this one."""
+        return Owner(self.id, (PurePosixPath(self.place) / path).as_posix())
 
 
 @dataclass(frozen=True)
 class Mark:
-    """The content of ``retrain.json``; ``files`` is None for a directory that grows."""
+    """Content of ``retrain.json``; ``files`` is None for a directory that grows."""
 
     owner: Owner
     files: tuple[str, ...] | None
 
 
 def mark_of(directory: Path) -> Mark | None:
-    """Return the mark of a directory, or None where there is no valid one. Raises NotReadable."""
+    """Return the mark of a directory, or None if there is no valid one. Raises NotReadable."""
     path = directory / MARK
     try:
         content: Any = None if path.is_symlink() else read_json_if_present(path)
@@ -83,33 +83,31 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 def is_whole(directory: Path, owner: Owner | None) -> bool:
-    """Whether ``directory`` was published by this owner; with None by anybody, marked or not."""
+    """Return whether this owner published ``directory``; for None, whether anybody did, marked or not."""
     mark = None if directory.is_symlink() else mark_of(directory)
     return owner is None or (mark is not None and mark.files is not None and mark.owner == owner)
 
 
 def check_claim(directory: Path, owner: Owner | None = None, advice: str = ELSEWHERE) -> None:
-    """Raise NotOurs unless ``directory`` is the owner's, or none of the names of ``LAYOUT`` is taken in it.
-
-    Without ``owner`` any campaign's or run's own directory will do. Nothing is written.
-    """
+    """Raise NotOurs unless ``directory`` is the owner's, or has none of the names of ``LAYOUT``. Without ``owner``, the
+    directory of any campaign or run is accepted. Nothing is written."""
     mark = mark_of(directory)
     if mark is not None:
         if mark.files is None and (mark.owner.place == "." if owner is None else mark.owner == owner):
             return
         what = f"{mark.owner.place} of another directory" if mark.owner.place != "." else "another run's directory"
         raise NotOurs(f"{directory} is {what} (says its {MARK}), nothing is written there: {advice}")
-    taken = [
+    occupied = [
         path.name
         for path in (sorted(directory.iterdir()) if directory.is_dir() else ())
         if any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and not _is_empty(path)
     ]
-    if taken:
-        raise NotOurs(f"{directory} holds {listed(taken, NAMED_FILES)}, which retrain did not write there: {advice}")
+    if occupied:
+        raise NotOurs(f"{directory} holds {listed(occupied, NAMED_FILES)}, which retrain did not write there: {advice}")
 
 
 def claim(directory: Path, owner: Owner | None = None) -> Owner:
-    """Make ``directory`` the owner's (without one, a new owner's) before anything else is written in it.
+    """Mark ``directory`` as the owner's, or a new owner's, before anything else is written in it.
 
     Raises NotOurs as ``check_claim`` does, StorageError when the mark cannot be written.
     """
@@ -123,25 +121,24 @@ def claim(directory: Path, owner: Owner | None = None) -> Owner:
 
 
 def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advice: str = ELSEWHERE) -> None:
-    """Raise NotOurs when files of these ``names`` would take the place of what is not the owner's in ``target``."""
+    """Raise NotOurs if files with these ``names`` would replace others' files in ``target``."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
         raise NotOurs(f"{target} is a file, no directory: {advice}")
     mark = mark_of(target)
     mine = set(mark.files or ()) if mark is not None and mark.owner == owner else set[str]()
-    taken = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
-    taken += [name for name in names if name not in mine and _taken(target, name)]
-    if taken:
-        raise NotOurs(f"{target} holds {listed(taken, NAMED_FILES)}, which this run did not write: {advice}")
+    occupied = [] if mark is not None and mark.owner == owner else [MARK] * os.path.lexists(target / MARK)
+    occupied += [name for name in names if name not in mine and _is_occupied(target, name)]
+    if occupied:
+        raise NotOurs(f"{target} holds {listed(occupied, NAMED_FILES)}, which this run did not write: {advice}")
 
 
 def publish(aside: Path, target: Path, owner: Owner | None) -> None:
-    """Give the completely written directory ``aside`` its name, with the owner's mark in it (none without owner).
+    """Rename the completely written directory ``aside`` to ``target``, with the owner's mark (none without owner).
 
-    What the owner published there before is replaced, the whole directory at once. Where somebody has put files beside
-    it, they stay, and the files are replaced one by one. Raises NotOurs when one would replace somebody else's,
-    StorageError when the file system refuses.
+    Replaces the owner's earlier directory as a whole, or file by file if it also contains others' files, which stay.
+    Raises NotOurs if a file of others would be replaced, StorageError if the file system refuses.
     """
     target = target.resolve() if target.is_symlink() else target
     names = files_in(aside)
@@ -157,12 +154,12 @@ def publish(aside: Path, target: Path, owner: Owner | None) -> None:
 
 
 def install(source: Path, target: Path, owner: Owner | None) -> None:
-    """Write every file below ``source`` into ``target``, beside what others have there. Raises as ``publish``."""
+    """Write every file below ``source`` into ``target``, beside others' files. Raises as ``publish``."""
     names = files_in(source)
     check_publish(target, names, owner)
     mark = mark_of(target)
     before = mark.files or () if mark else ()
-    if owner is not None:  # before the files: what is there after a kill is the owner's
+    if owner is not None:  # before the files: after a kill they belong to the owner
         _write_mark(target, owner, sorted({*before, *names}))
     for name in names:
         write_bytes(target / name, (source / name).read_bytes())
@@ -173,10 +170,8 @@ def install(source: Path, target: Path, owner: Owner | None) -> None:
 
 
 def remove(directory: Path, owner: Owner | None) -> bool:
-    """Remove what the owner published as ``directory``, the mark last; False, and nothing done, for any other.
-
-    What somebody has put beside it stays.
-    """
+    """Remove what the owner published as ``directory``, the mark last; return False, without changes, for other
+    directories. Others' files in it stay."""
     mark = None if directory.is_symlink() else mark_of(directory)
     if mark is None or owner is None or mark.files is None or mark.owner != owner:
         return False
@@ -186,22 +181,22 @@ def remove(directory: Path, owner: Owner | None) -> bool:
                 (directory / name).unlink(missing_ok=True)
         (directory / MARK).unlink()
         for folder in sorted({Path(name).parent for name in mark.files}, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # somebody's files are in it
+            with suppress(OSError):  # others' files are in it
                 (directory / folder).rmdir()
     return True
 
 
 def files_in(directory: Path) -> list[str]:
-    """Names of everything below a directory that is no directory, in order, without the mark."""
+    """Return the paths of all files below a directory, sorted, without the mark."""
     paths = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return sorted(name for path in paths if (name := path.relative_to(directory).as_posix()) != MARK)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what processes killed in the middle of a write left in an owner's directory and its runs.
+    """Delete temporaries of killed processes in an owner's directory and its runs.
 
-    Directories of other owners below it (a run that continues from a compressed adapter) are left alone: a process may
-    be writing there.
+    Skips directories of other owners below it (a run that continues from a compressed adapter): a process may be
+    writing there.
     """
     owner = owner_of(directory)
     for folder, folders, files in os.walk(directory):
@@ -215,8 +210,8 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def refuse_links(directory: Path) -> None:
-    """Raise UsageError when something that a run writes or reads again is a symbolic link, through which writes could
-    leave ``directory``. The directory itself may be reached through links; wandb makes links of its own."""
+    """Raise UsageError if a path that a run writes or rereads is a symbolic link, through which writes could leave
+    ``directory``. Links above ``directory`` are allowed; wandb makes links of its own."""
     for top in sorted(directory.iterdir()) if directory.is_dir() else ():
         if not any(fnmatchcase(top.name, pattern) for pattern in LAYOUT):
             continue
@@ -231,15 +226,15 @@ def refuse_links(directory: Path) -> None:
 
 def _walked(top: Path) -> Iterable[tuple[str, list[str]]]:
     for folder, folders, files in os.walk(top):
-        if os.path.basename(folder) == "wandb":  # its client makes links of its own, at any depth
+        if os.path.basename(folder) == "wandb":  # wandb creates its own links, at any depth
             folders.clear()
         else:
             yield folder, [*folders, *files]
 
 
 def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
-    """Return the error for a ``manifest.json`` or ``plan.json`` that cannot be used: a file that the operating system
-    refuses to read, a damaged one, or one that retrain did not write."""
+    """Return the error for an unusable ``manifest.json`` or ``plan.json``: unreadable, damaged, or not written by
+    retrain."""
     if isinstance(error, OSError):
         return NotReadable(path, error)
     try:
@@ -253,7 +248,7 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
 
 
 def machine() -> dict[str, str]:
-    """This machine, as far as process numbers mean anything: its name, and which start of its kernel."""
+    """Return hostname and boot of this machine, within which process ids identify processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -262,14 +257,14 @@ def machine() -> dict[str, str]:
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine began, in a form that only its own later looks can equal; None if it is gone."""
+    """Return the start time of a process of this machine, comparable only with itself; None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         if Path("/proc/self/stat").exists():
             return None
         try:
-            os.kill(pid, 0)  # no /proc: alive or not is all there is to know
+            os.kill(pid, 0)  # no /proc: only whether the process lives is known
         except ProcessLookupError:
             return None
         except PermissionError:
@@ -280,13 +275,13 @@ def process_start(pid: int) -> str | None:
 
 
 def this_process() -> dict[str, object]:
-    """This process, so that another of this machine can tell later whether it still runs."""
+    """Return the record by which other processes of this machine can tell whether this process still runs."""
     pid = os.getpid()
     return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}
 
 
 def has_ended(process: Any) -> bool:
-    """Whether the process of such a record ran on this machine and is no more; False where that cannot be known."""
+    """Return whether the recorded process ran on this machine and has ended; False if that cannot be known."""
     if not isinstance(process, dict) or type(process.get("pid")) is not int:
         return False
     here = {**machine(), "numbers": _numbers()}
@@ -296,7 +291,7 @@ def has_ended(process: Any) -> bool:
 
 
 def _numbers() -> str:
-    """Whose process numbers these are: a container has its own."""
+    """Return the process-id namespace: a container has its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -313,12 +308,12 @@ def _is_inside(name: str) -> bool:
 
 
 def _is_empty(path: Path) -> bool:
-    """Whether this is a directory with no file in it, at any depth."""
+    """Return whether this is a directory without any file, at any depth."""
     return path.is_dir() and not path.is_symlink() and not files_in(path)
 
 
-def _taken(target: Path, name: str) -> bool:
-    """Whether the file ``name`` cannot be new in ``target``: it is there, or what should be its folder is none."""
+def _is_occupied(target: Path, name: str) -> bool:
+    """Return whether ``name`` cannot be created in ``target``: it exists, or a parent of it is not a directory."""
     return os.path.lexists(target / name) or _leads_elsewhere(target, name)
 
 

@@ -1,7 +1,7 @@
-"""Code of the user's own, named as ``module:function`` or as a file.
+"""Load the user's own code, named as ``module:function`` or as a file.
 
-It is looked up in the TOML's folder, then in the current directory, then among the installed modules; nothing is
-loaded that the configuration does not name.
+Modules are searched in the TOML's folder, the current directory, and the installed modules; only what the configuration
+names is loaded.
 """
 
 import importlib
@@ -19,17 +19,17 @@ from retrain.files import search_folders
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """The module in a ``.py`` file under ``name``; modules beside the file can be imported, as from a script.
+    """Load a ``.py`` file as module ``name``; modules beside the file can be imported, as from a script.
 
-    Another module that already has this name keeps it. Raises PluginMissing for what is not a Python file; what the
-    module itself raises passes through.
+    Another module with this name keeps it. Raises PluginMissing if this is not a Python file; exceptions of the module
+    itself pass through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise PluginMissing(f"{path} is not a Python file")
     _look_in([path.parent])
     module, before = importlib.util.module_from_spec(spec), sys.modules.get(name)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up the module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -42,10 +42,7 @@ def load_file(path: Path, name: str) -> ModuleType:
 
 
 def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
-    """The module ``name``, as ``import`` takes it, first of all from a file in one of ``folders``.
-
-    A file there goes before an installed module of the same name. Raises what importing it raises.
-    """
+    """Import a module; a file in ``folders`` takes precedence over an installed one. Import errors pass through."""
     _look_in(folders)
     importlib.invalidate_caches()
     file = next((path for folder in folders if (path := folder / f"{name}.py").is_file()), None)
@@ -55,27 +52,27 @@ def load_module(name: str, folders: Sequence[Path]) -> ModuleType:
     return load_file(file, name)
 
 
-def load_function(plugin: str, base_dir: Path | None, what: str) -> Callable[..., Any]:
-    """The function that ``module:function`` names.
+def load_function(plugin: str, base_dir: Path | None, label: str) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names.
 
-    Raises PluginMissing, which begins with ``what`` and the name, when the module is missing or fails to import, or
-    there is no such function in it.
+    Raises PluginMissing, whose text begins with ``label`` and the name, if the module is missing, fails to import, or
+    has no such function.
     """
-    return _load(plugin, base_dir, what)[1]
+    return _load(plugin, base_dir, label)[1]
 
 
-def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """The module and the function that ``module:function`` names; raises as ``load_function``."""
+def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """Return the module and function of ``module:function``; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
-    subject = f"{what} {plugin!r}"
+    subject = f"{label} {plugin!r}"
     try:
         loaded = load_module(module, folders)
     except ModuleNotFoundError as error:
         places = ", ".join(map(str, folders))
         fix = f"; type: {install_line(error.name)}" if error.name in EXTRA_OF else ""
         raise PluginMissing(f"{subject}: no module {error.name!r} here or in {places}{fix}") from None
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except (Exception, SystemExit) as error:  # any exception of the user's module at import
         raise PluginMissing(f"{subject}: importing {module!r} failed: {described(error)}") from error
     function = getattr(loaded, name, None)
     if not callable(function):
@@ -83,21 +80,21 @@ def _load(plugin: str, base_dir: Path | None, what: str) -> tuple[ModuleType, Ca
     return loaded, function
 
 
-def plugin_ranges(plugin: str, base_dir: Path | None, what: str) -> dict[str, dict[str, Any]]:
-    """The ranges that ``module:function`` declares of its numbers, on the function (or class) or on its module.
+def plugin_ranges(plugin: str, base_dir: Path | None, label: str) -> dict[str, dict[str, Any]]:
+    """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
 
-    Raises PluginError, which begins with ``what`` and the name, also for what is no range.
+    Raises PluginError, whose text begins with ``label`` and the name, also for an invalid range.
     """
-    loaded, function = _load(plugin, base_dir, what)
+    loaded, function = _load(plugin, base_dir, label)
     try:
         return declared_ranges(function, loaded)
     except PluginError as error:
-        raise PluginError(f"{what} {plugin!r}: {error}") from None
+        raise PluginError(f"{label} {plugin!r}: {error}") from None
 
 
 def declared_ranges(*owners: object) -> dict[str, dict[str, Any]]:
-    """``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
-    ``metrics_ranges``, each of the first owner that has it. Raises PluginError for what is no range."""
+    """Return ``{"reward": {"min": …, "max": …}, <metric>: {…}}`` from the attributes ``reward_min``, ``reward_max`` and
+    ``metrics_ranges``, each from the first owner that has it. Raises PluginError for an invalid range."""
 
     def attribute(name: str) -> Any:
         return next((getattr(owner, name) for owner in owners if getattr(owner, name, None) is not None), None)
@@ -123,7 +120,7 @@ def described(error: BaseException) -> str:
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file == __file__:
-            where, is_package = "", True  # what called the loader did not raise it
+            where, is_package = "", True  # the loader's caller did not raise it
         elif file != importlib.__file__ and not file.startswith("<frozen importlib"):
             in_package = "site-packages" in file
             if is_package or not in_package:
@@ -133,7 +130,7 @@ def described(error: BaseException) -> str:
 
 
 def why_no_range(limits: object) -> str:
-    """What is wrong with a chart's range (``min``, ``max``, ``invert``), in words; "" when nothing is."""
+    """Return the fault of a chart's range (``min``, ``max``, ``invert``); "" if it is valid."""
     if not isinstance(limits, Mapping):
         return f"{type(limits).__name__}, not a table with min, max or invert"
     if unknown := [key for key in limits if key not in ("min", "max", "invert")]:
@@ -151,8 +148,8 @@ BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
 def check_backend_class(backend: object, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has all that a backend needs, as far as that is
-    known without an object of it. See ``retrain.policy.plugin.Backend``."""
+    """Raise PluginError, which begins with ``name``, unless the class has every method that a backend needs, as far as
+    the class alone shows. See ``retrain.policy.plugin.Backend``."""
     missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")

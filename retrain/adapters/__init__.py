@@ -1,1 +1,1 @@
-"""What is done with trained adapters: compress, verify, export, continue, talk to."""
+"""Work with trained adapters: compress, verify, export, continue, sample."""

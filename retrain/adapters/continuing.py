@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from retrain.adapters.squeeze import compress_adapter, find_adapter
-from retrain.config import Loaded, parse_dict
-from retrain.config.checking import Places
+from retrain.config import LoadedConfig, parse_dict
+from retrain.config.checking import KeyLocations
 from retrain.config.describe import document
 from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError
@@ -14,13 +14,13 @@ from retrain.records.reader import read_plan_file
 from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
-def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[Loaded, Path]:
-    """Return the configuration of ``steps`` more steps at ``rank``, from the adapter of this run or campaign directory,
-    which is compressed here, and the directory of the run.
+def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[LoadedConfig, Path]:
+    """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory, after compressing the
+    adapter of this run or campaign directory.
 
-    The run is a run of its own, with every setting of the one it comes from but rank, alpha and length, in ``out`` or
-    ``squeeze/continue_<rank>`` beside the adapter; the compressed adapter lies beside it. Typed again, it goes on
-    where it stopped. Raises UsageError when the directory has no adapter or no plan, or the rank is above its own.
+    The new run copies all settings but rank, alpha and length; its directory is ``out`` or ``squeeze/continue_<rank>``
+    beside the adapter. A repeated call continues it. Raises UsageError if the directory has no adapter or no plan, or
+    the rank exceeds the adapter's.
     """
     adapter = find_adapter(directory)
     owner = _holding((adapter.parent, adapter.parent.parent), CONFIG)
@@ -37,14 +37,14 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     target = out or owner / "squeeze" / f"continue_{rank}"
     compressed = target.with_name(f"{target.name}_from")
     if not ((target / PLAN).is_file() and (compressed / ADAPTER_CONFIG).is_file()):
-        compress_adapter(adapter, rank, compressed)  # of the adapter as it is now; later, what the run began with
+        compress_adapter(adapter, rank, compressed)  # a repeated call uses the adapter that the run began with
     settings = spec.config.to_dict()
     settings["model"]["lora_rank"] = rank
     settings["lora"] |= {"alpha": read_json(compressed / ADAPTER_CONFIG)["lora_alpha"], "anneal": []}
     settings["training"]["max_steps"] = steps
     settings["resume"]["from"] = str(compressed.absolute())
     settings["squeeze"] |= {"compress_to": None, "target_ranks": None}
-    settings["backend"]["adapter_path"] = None  # there lies the adapter that this one comes from
+    settings["backend"]["adapter_path"] = None  # the directory that contains the original adapter
     settings["logging"]["wandb_run_name"] = None
     if settings["logging"]["wandb_group"] == spec.label:
         settings["logging"]["wandb_group"] = None
@@ -52,7 +52,7 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"
-    return Loaded(config, path, document(settings), places=Places(path.name)), target
+    return LoadedConfig(config, path, document(settings), places=KeyLocations(path.name)), target
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

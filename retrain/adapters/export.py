@@ -1,8 +1,7 @@
-"""Adapters for other programs: merged into a full model, or with their rank filled up for servers that know only
-certain ones.
+"""Export adapters for other programs: merged into a full model, or padded to a rank that a server requires.
 
-Merging is peft's ``merge_and_unload`` on the base in float32; every weight then gets the number format back that it
-has in the base's own files. What is checked is what was written: it is read again and compared with the adapter.
+Merging is peft's ``merge_and_unload`` on the base in float32; every weight is then converted back to the number format
+of the base's files. The written model is read again and compared with the adapter.
 """
 
 import gc
@@ -26,11 +25,13 @@ from retrain.rng import generator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROBE_ROWS, PROBE_TOKENS = 4, 32
-"""Sequences of random tokens whose logits are compared: they meet every weight, whatever the tokenizer."""
+"""Number and length of random token sequences whose logits are compared; they reach every weight, whatever the
+tokenizer."""
 FLOAT32_NOISE = 16 * torch.finfo(torch.float32).eps
-"""What sums in another order differ by, relative, for one product of float32."""
+"""Relative error of one float32 product from the order of summation."""
 LARGEST_LOSS = 0.5
-"""Of the adapter's own effect on the logits: where rounding takes more, the merged model is not the trained one."""
+"""Largest share of the adapter's effect on the logits that rounding may take; above it, the merged model is not the
+trained one."""
 
 
 def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any]:
@@ -62,7 +63,7 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
     with _published(out) as aside:
         _save(merged, base.tokenizer, aside)
         tokenizer = base.tokenizer
-        del base, model, merged  # one model at a time is enough memory
+        del base, model, merged  # keep only one model in memory
         gc.collect()
         own_code = source.config.model.trust_remote_code
         again = load_base(str(aside), trust_remote_code=own_code, devices="cpu", dtype="float32")
@@ -83,13 +84,13 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
 
 
 def _with_adapter(model: Any, source: Provenance) -> Any:
-    """The model with the adapter, as peft has it. Raises ModelError unless every factor of the file is on a layer."""
+    """Return the model with the adapter. Raises ModelError unless every factor belongs to a layer."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with AdapterFile(source.adapter) as file:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # peft goes on with a warning where a factor has no layer
+                warnings.simplefilter("ignore")  # peft only warns about a factor without a layer
                 adapted: Any = PeftModel.from_pretrained(model, str(source.adapter))
         except (RuntimeError, ValueError, KeyError) as error:
             raise ModelError(f"{source.adapter} does not fit {source.base}: {str(error).splitlines()[0]}") from error
@@ -102,11 +103,11 @@ def _with_adapter(model: Any, source: Provenance) -> Any:
 
 
 def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
-    """Write the adapter with A and B filled up with zeros to ``rank`` in every module, under one plain rule of scale.
+    """Write the adapter with A and B padded with zeros to ``rank`` in every module, with one scale for all modules.
 
-    The result has no rsLoRA and no patterns, which not every server reads: alpha/rank is the scale that most modules
-    have, and in the others B takes up the ratio, rounded once; ΔW is otherwise unchanged to the bit. Raises UsageError
-    for a rank below the adapter's or when ``out`` is in use, ModelError for what is more than a LoRA adapter.
+    The result avoids rsLoRA and rank patterns, which some servers ignore: alpha/rank is the most frequent scale, and in
+    other modules B absorbs the ratio, rounded once; ΔW is otherwise bit-identical. Raises UsageError for a rank below
+    the adapter's or when ``out`` is in use, ModelError for an adapter with more than LoRA factors.
     """
     out = _free(out)
     with AdapterFile(source.adapter) as file:
@@ -139,7 +140,7 @@ def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
 
 
 def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pair]]]:
-    """The scale that most modules have, and A [rank, in], B [out, rank] of every module for that one scale."""
+    """Return the most frequent scale, and A [rank, in], B [out, rank] of every module for that scale."""
     scales = list(file.scales.values())
     common = max(scales, key=lambda scale: (scales.count(scale), scale))
 
@@ -153,7 +154,7 @@ def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pa
 
 
 def _free(out: Path) -> Path:
-    """``out`` as an absolute path, at which there is nothing yet or an empty directory. Raises UsageError."""
+    """Return ``out`` as an absolute path that is free or an empty directory. Raises UsageError."""
     out = out.absolute()
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         kind = "a symbolic link" if out.is_symlink() else "a file"
@@ -166,7 +167,7 @@ def _free(out: Path) -> Path:
 
 @contextmanager
 def _published(out: Path) -> Iterator[Path]:
-    """A directory aside to write to, renamed to ``out`` at the end, removed when anything fails."""
+    """Yield a temporary directory that is renamed to ``out`` at the end, or removed after a failure."""
     aside = aside_of(out)
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -175,7 +176,7 @@ def _published(out: Path) -> Iterator[Path]:
         yield aside
         if out.exists():
             try:
-                out.rmdir()  # only an empty one goes: whoever has written there meanwhile keeps it
+                out.rmdir()  # removes an empty directory only
             except OSError:
                 raise UsageError(f"{out} is no longer empty: give a new directory with --out") from None
         publish_directory(aside, out)
@@ -190,31 +191,31 @@ def _save(model: Any, tokenizer: Any, directory: Path) -> None:
         try:
             model.save_pretrained(directory)
             tokenizer.save_pretrained(directory)
-        except SafetensorError as error:  # how a full disk reads there
+        except SafetensorError as error:  # the error text of a full disk
             raise StorageError(directory, str(error)) from error
         mode = (directory / "config.json").stat().st_mode
         for path in directory.iterdir():
-            path.chmod(mode)  # safetensors makes files that their owner alone reads, and a server is another user
+            path.chmod(mode)  # safetensors creates files readable by their owner only, and a server may be another user
 
 
 @torch.no_grad()
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [rows, tokens, vocabulary] less their mean over the vocabulary, which no probability depends on."""
+    """Return logits [rows, tokens, vocabulary] minus their vocabulary mean, which affects no probability."""
     logits = model(input_ids=tokens, use_cache=False).logits.double()
     return logits - logits.mean(-1, keepdim=True)
 
 
-def _difference(given: torch.Tensor, reference: torch.Tensor) -> float:
-    """Root mean square of the difference, relative to that of the reference."""
+def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the root mean square of the difference, relative to that of the reference."""
     spread = float(reference.square().mean().sqrt())
-    return float((given - reference).square().mean().sqrt()) / max(spread, 1e-30)
+    return float((actual - reference).square().mean().sqrt()) / max(spread, 1e-30)
 
 
 def _check(difference: float, tolerance: float, effect: float, dtype: str) -> None:
-    """Raise ModelError unless the written model does what base and adapter do.
+    """Raise ModelError unless the written model agrees with base and adapter within rounding.
 
-    Rounding leaves each weight with an independent relative error of eps/√12 (root mean square), as large in the
-    product with it; over n products in a row they add up as √n. The tolerance eps·√n is three times that.
+    Rounding gives each weight, and so each product, an independent relative error of eps/√12 (root mean square); over n
+    consecutive products errors add up as √n. The tolerance eps·√n is three times that.
     """
     if not difference <= tolerance:
         raise ModelError(

@@ -1,10 +1,9 @@
-"""Where an adapter on disk comes from: its base model, and the run that trained it with its template and settings."""
+"""Find the base model of an adapter, and the run that trained it with its template and settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from retrain.adapters.squeeze import find_adapter
 from retrain.config import Config, parse_dict
@@ -12,24 +11,21 @@ from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models.directory import bundled_model_path, bundled_name
+from retrain.policy.base import QUANTIZED_MARK, BaseModel, load_weights, look_at
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
-if TYPE_CHECKING:
-    from retrain.policy.base import BaseModel
-
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
-"""What an adapter's use depends on; the rest of a run's configuration is about its training."""
+"""Sections that affect the use of an adapter; the others only affect training."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """An adapter's directory, and what the run that trained it recorded; ``config`` names its base (a hub name, or an
-    absolute path).
+    """An adapter's directory, and the records of the run that trained it.
 
-    ``record`` is the directory of that run, None where an adapter lies elsewhere; ``config`` then has the defaults.
-    ``fingerprint`` and ``dtype`` are those of the base that it was trained on, as far as they are recorded.
+    ``record`` is that run's directory, None for an adapter elsewhere, whose ``config`` then has defaults.
+    ``fingerprint`` and ``dtype`` describe the base that it was trained on, if recorded.
     """
 
     adapter: Path
@@ -43,21 +39,17 @@ class Provenance:
         return self.config.model.model
 
     def load(self, devices: str, dtype: str) -> BaseModel:
-        """The base in memory. Raises as ``load_base``."""
-        from retrain.policy.base import load_weights, look_at
-
+        """Load the base into memory. Raises as ``load_base``."""
         return load_weights(look_at(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
-        """The same adapter over its base as the files hold it, in whatever bits it was trained over."""
-        from retrain.policy.base import QUANTIZED_MARK
-
+        """Return the same adapter over its unquantised base."""
         model = self.config.model.model_copy(update={"quantize": "none"})
         own = self.fingerprint and self.fingerprint.partition(QUANTIZED_MARK)[0]
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)
 
     def other_weights(self, base: BaseModel) -> str:
-        """That the base is not the one that the adapter was trained on, "" where it is, or cannot be compared."""
+        """Return the warning that the adapter was trained on another base; "" if not, or unknown."""
         same_format = self.dtype == str(base.dtype).removeprefix("torch.")
         if not self.fingerprint or not same_format or self.fingerprint == base.fingerprint:
             return ""
@@ -65,11 +57,9 @@ class Provenance:
 
 
 def provenance(directory: Path, base: str | None = None) -> Provenance:
-    """The adapter of a run, checkpoint, ``final/`` or adapter directory, with all that is known of it.
-
-    ``base`` replaces the base that the adapter names. Raises UsageError when there is no adapter, or a campaign has
-    several; ModelError when the base is a directory that is not there.
-    """
+    """Return the adapter of a run, checkpoint, ``final/`` or adapter directory with its recorded facts. ``base``
+    replaces the base that the adapter names. Raises UsageError if there is no adapter, or a campaign has several;
+    ModelError if the base is a directory that is missing."""
     _refuse_several(directory)
     adapter = find_adapter(directory).resolve()
     named = _adapter_config(adapter)
@@ -104,11 +94,11 @@ def _adapter_config(adapter: Path) -> Row:
 
 
 def _recorded(adapter: Path) -> Provenance:
-    """What the nearest run or campaign above the adapter says of it; its base is filled in by the caller."""
+    """Return the records of the nearest run or campaign above the adapter; the caller fills in the base."""
     for folder in (adapter, *list(adapter.parents)[:4]):
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):
-            continue  # not of a run or campaign of ours: a model's
+            continue  # not a run or campaign of retrain: a model's config
         try:
             config = parse_dict(without_removed({key: content[key] for key in SECTIONS if key in content}))
         except ConfigError as error:
@@ -119,10 +109,10 @@ def _recorded(adapter: Path) -> Provenance:
 
 
 def _base_path(name: str, record: Path | None) -> str:
-    """The base as any program finds it: an absolute path for what lies on this machine, else the hub's name.
+    """Return the base as an absolute path if it is on this machine, else the hub's name.
 
-    A relative path is looked for from here, then from the folder of the file that the run was started with. A bundled
-    model's directory that is not there, as that of another machine, is the one of this installation.
+    Relative paths are resolved from the current directory, then from the folder of the run's file. A missing directory
+    of a bundled model, as from another machine, resolves to the one of this installation.
     """
     bundled = bundled_model_path(name)
     if bundled is not None:
@@ -136,5 +126,5 @@ def _base_path(name: str, record: Path | None) -> str:
     if bundled := bundled_model_path(bundled_name(name) or ""):
         return str(bundled.resolve())
     if name.startswith(("/", "./", "../", "~")) or name.count("/") != 1:
-        raise ModelError(f"the adapter's base {name!r} is not a directory here: type --base and where it lies now")
+        raise ModelError(f"the adapter's base {name!r} is not a directory here: give its present path with --base")
     return name

@@ -1,4 +1,4 @@
-"""LoRA-Squeeze on run directories: how much rank an adapter uses, and a smaller adapter (arXiv 2602.10993)."""
+"""Apply LoRA-Squeeze to run directories: rank analysis and compression of adapters (arXiv 2602.10993)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retrain.adapters.streaming import write_streamed
+from retrain.adapters.verify import read_verification, verify_ranks
 from retrain.config.evaluation import Squeeze
 from retrain.config.runs import RunSpec, run_directory
-from retrain.environments.build import Longest
+from retrain.environments.build import CompletionLengths
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
+from retrain.maths.squeeze import analyse, rank_pattern, recommend, truncate
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
+from retrain.policy.adapter_io import AdapterFile, padded
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest, verification_files
 from retrain.records.reporter import FINISH_SECONDS
@@ -28,14 +32,12 @@ from retrain.records.schema.layout import (
 )
 from retrain.records.trackers import Warn, log_squeeze_analysis
 from retrain.threads import Thread
-
-if TYPE_CHECKING:
-    from retrain.training.bases import Bases
+from retrain.training.bases import Bases
 
 
 def find_adapter(directory: Path) -> Path:
-    """The adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's first
-    finished run. Raises UsageError when there is none."""
+    """Return the adapter to squeeze: the directory itself, a run's ``final/`` or newest checkpoint, or a campaign's
+    first finished run. Raises UsageError if there is none."""
     if (directory / ADAPTER_WEIGHTS).is_file():
         return directory
     if (directory / FINAL / ADAPTER_WEIGHTS).is_file():
@@ -52,13 +54,11 @@ def find_adapter(directory: Path) -> Path:
 
 
 def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
-    """The squeeze table of one adapter directory, as JSON (see ``record.tables.squeeze_table``).
+    """Return the squeeze table of one adapter directory as JSON (see ``tables.squeeze_table``).
 
     Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
     and the recommended one.
     """
-    from retrain.maths.squeeze import recommend
-
     spectra = _spectra(adapter)
     result = recommend(
         spectra,
@@ -66,7 +66,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
         min_layer_retention=settings.min_layer_retention,
         ranks=settings.target_ranks,
     )
-    shown = {result.source_rank, result.recommended, *(1 << k for k in range(result.source_rank.bit_length()))}
+    table_ranks = {result.source_rank, result.recommended, *(1 << k for k in range(result.source_rank.bit_length()))}
     return {
         "run": str(adapter),
         "source_rank": result.source_rank,
@@ -83,7 +83,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
                 "relative_error": row.weight_error,
             }
             for row in result.rows
-            if settings.target_ranks or row.rank in shown
+            if settings.target_ranks or row.rank in table_ranks
         ],
         "worst_module": result.worst_module,
         "rank_pattern": result.rank_pattern,
@@ -93,9 +93,6 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
 
 
 def _spectra(adapter: Path) -> dict[str, Any]:
-    from retrain.maths.squeeze import analyse
-    from retrain.policy.adapter_io import AdapterFile
-
     with AdapterFile(adapter) as file:
         return {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
 
@@ -103,14 +100,10 @@ def _spectra(adapter: Path) -> dict[str, Any]:
 def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    With ``pattern`` every module gets a rank of its own: the fewest altogether that keep the total energy of ``rank``
-    everywhere. Raises UsageError above the source rank, ModelError for what is more than a LoRA adapter, NotOurs when
-    ``out`` holds an adapter that was not compressed from this one.
+    With ``pattern``, ranks differ by module: the lowest total that keeps the energy of ``rank`` everywhere. Raises
+    UsageError above the source rank, ModelError for an adapter with more than LoRA factors, NotOurs when ``out`` holds
+    an adapter that was not compressed from this one.
     """
-    from retrain.adapters.streaming import write_streamed
-    from retrain.maths.squeeze import rank_pattern
-    from retrain.policy.adapter_io import AdapterFile
-
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
             raise UsageError(
@@ -125,10 +118,10 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
         if pattern:
             ranks, alpha = rank_pattern(_spectra(adapter), rank), float(rank)
         layout = {name: where.at(ranks[name]) for name, where in file.modules.items()}
-        own = {name: each for name, each in ranks.items() if each != rank}
+        other_ranks = {name: each for name, each in ranks.items() if each != rank}
         config = file.config | {
-            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": own,
-            "alpha_pattern": {name: float(each) for name, each in own.items()},
+            "r": rank, "lora_alpha": alpha, "use_rslora": False, "rank_pattern": other_ranks,
+            "alpha_pattern": {name: float(each) for name, each in other_ranks.items()},
         }  # fmt: skip
         prepare_directory(out.parent)
         owner = _owner(adapter, "squeezed")
@@ -143,25 +136,22 @@ def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False)
     return out
 
 
-def _owner(adapter: Path, place: str) -> Owner:
+def _owner(adapter: Path, subfolder: str) -> Owner:
     here = Owner(hashlib.blake2b(str(adapter.resolve()).encode(), digest_size=16).hexdigest())
-    return (owner_of(adapter) or here).at(place)
+    return (owner_of(adapter) or here).at(subfolder)
 
 
 def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
-    """Factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is filled up with zeros."""
-    from retrain.maths.squeeze import truncate
-    from retrain.policy.adapter_io import padded
-
+    """Return factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is padded with zeros."""
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> dict[str, Any]:
-    """Analyse the adapter of a run directory; with ``to`` also compress it to that rank, or with ``pattern`` to ranks
+    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
     by module that keep as much energy.
 
-    The compressed adapter goes to ``out``, else to ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is read
-    from the verification of this very adapter, if there is one.
+    The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is
+    read from the adapter's verification, if there is one.
     """
     adapter = find_adapter(directory)
     analysis = analyse_adapter(adapter, _settings(adapter))
@@ -179,11 +169,9 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
 
 
 def _known_verification(adapter: Path) -> dict[str, Any] | None:
-    """The verification of an adapter in its run's directory or its campaign's, None without one."""
-    from retrain.adapters.verify import read_verification
-
+    """Return the verification of an adapter in its run's or campaign's directory; None if there is none."""
     run = adapter.absolute().parent
-    for home in (run, run.parent.parent):  # of logs/<campaign>/runs/<run>/final
+    for home in (run, run.parent.parent):  # for logs/<campaign>/runs/<run>/final
         for path in verification_files(home):
             if verified := read_verification(path, adapter):
                 return verified
@@ -191,8 +179,8 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 
 
 def _settings(adapter: Path) -> Squeeze:
-    """What must be kept and which ranks are tabulated, as the run's own [squeeze] section says, else the defaults."""
-    for folder in (adapter.parent, adapter.parent.parent):  # of final/ and of checkpoints/step_…/
+    """Return the run's own [squeeze] settings, else the defaults."""
+    for folder in (adapter.parent, adapter.parent.parent):  # for final/ and checkpoints/step_…/
         if (folder / CONFIG).is_file():
             stored = RunReader(folder).config().get("squeeze") or {}
             keys = ("min_variance_retention", "min_layer_retention", "target_ranks")
@@ -201,16 +189,16 @@ def _settings(adapter: Path) -> Squeeze:
 
 
 def squeeze_after_run(
-    directory: Path, place: str, spec: RunSpec, folder: Path, longest: Longest, bases: Bases,
+    directory: Path, subfolder: str, spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases,
     warn: Warn = lambda text: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The analysis that follows a run, saved as ``analysis.json`` in ``place`` below the directory, with the adapter
-    compressed to the rank that the TOML names, else to the recommended one, and the candidate ranks verified on the
-    held-out problems.
+    """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
+    the held-out problems. Writes ``analysis.json`` in ``subfolder`` of the directory.
 
-    ``folder`` is that of the TOML file, ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` tells
-    the user what wandb has not taken."""
-    settings, home = spec.config.squeeze, directory / place
+    ``folder`` is that of the TOML file; ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` receives
+    failures of wandb.
+    """
+    settings, home = spec.config.squeeze, directory / subfolder
     adapter = find_adapter(run_directory(directory, spec))
     analysis = {"run_id": spec.run_id, "label": spec.label, **analyse_adapter(adapter, settings)}
     rank = settings.compress_to or analysis["recommended_rank"]
@@ -237,11 +225,11 @@ def squeeze_after_run(
 
 
 def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn: Warn) -> None:
-    """Send the analysis to wandb; a fault there costs that wandb run only."""
+    """Send the analysis to wandb; a failure only loses that wandb run."""
     thread = Thread("tracker wandb", limit=1)
     thread.put(lambda: log_squeeze_analysis(context, directory, analysis, warn))
     if not thread.wait(FINISH_SECONDS):
-        warn(f"wandb has not taken the squeeze analysis after {FINISH_SECONDS:g} s and is not waited for")
+        warn(f"wandb has not received the squeeze analysis within {FINISH_SECONDS:g} s: continuing without it")
         return
     thread.close()
     if thread.error is not None:
@@ -249,12 +237,16 @@ def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn
 
 
 def _verified(
-    home: Path, spec: RunSpec, folder: Path, adapter: Path, ranks: Sequence[int], longest: Longest, bases: Bases
+    home: Path,
+    spec: RunSpec,
+    folder: Path,
+    adapter: Path,
+    ranks: Sequence[int],
+    longest: CompletionLengths,
+    bases: Bases,
 ) -> dict[str, Any]:
-    """Held-out accuracy of the adapter compressed to each of these ranks, in ``verification.json`` of ``home``; what is
-    there already of this very adapter is read."""
-    from retrain.adapters.verify import read_verification, verify_ranks
-
+    """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
+    ``home`` if it is about this very adapter."""
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

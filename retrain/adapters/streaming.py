@@ -1,6 +1,6 @@
-"""Writes PEFT adapters one module at a time, so that one larger than memory can be squeezed.
+"""Write PEFT adapters one module at a time, so that an adapter larger than memory can be squeezed.
 
-The header of a safetensors file comes first, because all shapes are known, and the tensors follow in any order.
+All shapes are known, so the header of the safetensors file is written first, and tensors follow in any order.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,10 +17,8 @@ from retrain.tensor_file import data_of, dtype_name, header
 def write_streamed(
     directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Mapping[str, Any]
 ) -> None:
-    """Write a PEFT directory from modules that come one after the other; ``layout`` announces all of them.
-
-    Raises ModelError when a module is missing or has another shape than announced.
-    """
+    """Write a PEFT directory from consecutive modules; ``layout`` declares all of them. Raises ModelError if a module
+    is missing or has another shape than declared."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = {
         key: (dtype_name(where.dtype), shape)
@@ -42,5 +40,5 @@ def write_streamed(
                 file.seek(start + begins[key])
                 file.write(data_of(tensor))
         if missing:
-            raise ModelError(f"{next(iter(missing))} was announced and never came")
+            raise ModelError(f"{next(iter(missing))} was declared in the header and not written")
     write_json(directory / ADAPTER_CONFIG, absolute_base(config))

@@ -1,7 +1,7 @@
-"""Answers of a model: of a trained adapter beside those of its base, and of one that is to be trained.
+"""Sample answers of a trained adapter and its base, and sample and grade answers before training.
 
 Adapter and base read the same prompts and draw the same random numbers, in one batch. Before training, answers are
-graded one after the other, so that each has its time.
+graded one after the other, to time each.
 """
 
 import time
@@ -58,8 +58,8 @@ def answers(
     """
     config = source.config
     given = {"max_tokens": max_tokens, "temperature": temperature}
-    asked = config.resolved(EvaluationSet(name=HELDOUT)).sampling
-    asked = replace(asked, **{key: value for key, value in given.items() if value is not None}).requested
+    defaults = config.resolved(EvaluationSet(name=HELDOUT)).sampling
+    defaults = replace(defaults, **{key: value for key, value in given.items() if value is not None}).requested
     with ExitStack() as stack:
         base = source.load(config.backend.device, config.inference.dtype)
         if changed := source.other_weights(base):
@@ -68,7 +68,7 @@ def answers(
             file.require_plain()
             lanes = Lanes(base, _layers(file, base))
             stack.callback(lanes.detach)
-            adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # one of zeros is the base
+            adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # an adapter of zeros equals the base
         engine = _engine(config, base, lanes, stack, tell)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
@@ -76,7 +76,7 @@ def answers(
         rendered = [render(Problem(f"prompt {i + 1}", text, ""), base.tokenizer, config.data)
                     for i, text in enumerate(prompts)]  # fmt: skip
         requests = [
-            SampleRequest(ref, prompt.token_ids, samples, stream=(seed, "talk", i), **vars(asked))
+            SampleRequest(ref, prompt.token_ids, samples, stream=(seed, "talk", i), **vars(defaults))
             for ref in refs
             for i, prompt in enumerate(rendered)
         ]
@@ -85,8 +85,8 @@ def answers(
     return {
         "adapter": str(source.adapter),
         "base": source.base,
-        "temperature": asked.temperature,
-        "max_tokens": asked.max_tokens,
+        "temperature": defaults.temperature,
+        "max_tokens": defaults.max_tokens,
         "seed": seed,
         "prompts": [
             {
@@ -104,7 +104,7 @@ def answers(
 def _engine(
     config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, tell: Callable[[str], None]
 ) -> LocalEngine | ServerEngine:
-    """The engine of the run: its servers where they are there, else this process, as for a run that launched one."""
+    """Return the run's engine: its servers if reachable, else this process, as for launched servers."""
     if config.inference.url:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
         try:
@@ -119,7 +119,7 @@ def _engine(
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:
-    """The prompt as the model reads it, special tokens and all."""
+    """Return the prompt as the model reads it, with special tokens."""
     return tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
 
 
@@ -140,7 +140,7 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
 
 
 def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
-    """The adapter on the lanes, every module at the highest rank and the one scale."""
+    """Return the adapter on the lanes, with every module at the highest rank and one scale."""
     scale, pairs = uniform(file, file.rank)
     adapter = lanes.new_adapter(file.rank, scale * file.rank)
     adapter.load(dict(pairs))
@@ -148,28 +148,28 @@ def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
 
 
 WAITS = ("rollout", "score")
-PATIENCE_S = 30.0  # Seconds spent on grading without one grade, after which the rest is not tried
+PATIENCE_S = 30.0  # Seconds without a single grade after which the remaining answers are skipped
 POOLED = ("math", "judge", "custom")  # Rewards that grade several answers at once, `[reward] workers` of them
 
 
 Graded = tuple[list[RewardResult], list[float]]
-"""The results of one prompt's answers, and the seconds that each took; NaN for one that was not tried."""
+"""Results of one prompt's answers, and the seconds of each; NaN for one that was not graded."""
 Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
-"""Prompts, the answers to each and what they are worth, and the seconds of sampling."""
+"""Prompts, their answers with grades, and the seconds of sampling."""
 
 
 def trial_report(
-    engine: Engine, asked: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
+    engine: Engine, requests: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
 ) -> dict[str, Any]:
-    """Sample and grade the answers to ``asked``, which are requests of one run.
+    """Sample and grade the answers to ``requests`` of one run.
 
-    Returns ``prompts`` (each with its answers and what the reward says of them), ``sampling`` and ``grading`` (counts
-    and seconds, with what a whole step takes) and ``verdict``.
+    Returns ``prompts`` (each with its answers and grades), ``sampling`` and ``grading`` (counts and seconds,
+    extrapolated to a step) and ``verdict``.
     """
     if isinstance(environment, SplitEnvironment) and environment.host is None and environment.grader is not None:
-        prompts, sampled, graded, sampling_s = _answers(engine, asked, environment.grader, renderer, config)
+        prompts, sampled, graded, sampling_s = _answers(engine, requests, environment.grader, renderer, config)
     else:
-        prompts, sampled, graded, sampling_s = _episodes(engine, asked)
+        prompts, sampled, graded, sampling_s = _episodes(engine, requests)
     return {
         "prompts": [
             {
@@ -188,35 +188,35 @@ def trial_report(
 
 
 def _answers(
-    engine: Engine, asked: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
+    engine: Engine, requests: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
 ) -> Tried:
-    """Answers in one turn, graded one after the other."""
-    prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in asked]
+    """Return answers in one turn, graded one after the other."""
+    prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in requests]
     begin = time.perf_counter()
     sampled = engine.sample(
         [
             SampleRequest(each.policy, prompt.token_ids, each.samples, stream=each.stream, **asdict(each.sampling))
-            for each, prompt in zip(asked, prompts, strict=True)
+            for each, prompt in zip(requests, prompts, strict=True)
         ]
     )
     seconds = time.perf_counter() - begin
     return prompts, sampled, _grade(grader, prompts, sampled), seconds
 
 
-def _episodes(engine: Engine, asked: Sequence[RolloutRequest]) -> Tried:
-    """Whole episodes; each has the mean of the seconds that their environments took. Raises RunFailed with what the
-    chat template or a grader raises."""
-    collected = collect(engine, asked)
+def _episodes(engine: Engine, requests: Sequence[RolloutRequest]) -> Tried:
+    """Return whole episodes; each has the mean seconds of its environments. Raises RunFailed for exceptions of the chat
+    template or a grader."""
+    collected = collect(engine, requests)
     groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
     each = seconds["score"] / max(1, sum(len(group.rollouts) for group in groups))
     graded = [([one.reward for one in group.rollouts], [each] * len(group.rollouts)) for group in groups]
-    talks = [[_told(rollout) for rollout in group.rollouts] for group in groups]
+    talks = [[_as_text(rollout) for rollout in group.rollouts] for group in groups]
     return [group.prompt for group in groups], talks, graded, seconds["rollout"]
 
 
-def _told(rollout: Rollout) -> Action:
-    """An episode as one text: what the model said, and between, indented, what it read."""
+def _as_text(rollout: Rollout) -> Action:
+    """Return an episode as one text, with observations indented."""
     lines = []
     for index, turn in enumerate(rollout.turns):
         if index:
@@ -229,7 +229,7 @@ def _told(rollout: Rollout) -> Action:
 
 
 def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Action]]) -> list[Graded]:
-    """Every answer graded by itself; without one grade in ``PATIENCE_S`` seconds the rest is not tried."""
+    """Grade every answer separately; after ``PATIENCE_S`` seconds without a grade, skip the rest."""
     graded: list[Graded] = []
     spent, any_grade = 0.0, False
     for prompt, completions in zip(prompts, sampled, strict=True):
@@ -243,7 +243,7 @@ def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence
             try:
                 text = CompletionText(completion.text, completion.token_ids)
                 (result,) = grader.grade([(prompt.problem, text)])
-            except Exception as error:  # in training it would end the run
+            except Exception as error:  # in training this error would end the run
                 result = failed(described(error))
             seconds.append(time.perf_counter() - begin)
             spent += seconds[-1]
@@ -268,8 +268,8 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[st
 
 
 def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> dict[str, Any]:
-    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least what these answers took,
-    at most that in proportion to their number."""
+    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least the time of these
+    answers, at most that time scaled by their number."""
     training = config.training
     answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
     ends = sorted((seconds, seconds * step / answers))
@@ -284,10 +284,8 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
     """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
-    many at once as the reward has workers.
-
-    The first answer waits for the workers to start and is left out of the mean where there are others.
-    """
+    many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
+    if there are others."""
     times = [each for _, seconds in graded for each in seconds if each == each]
     usual = times[1:] or times
     reward, training = config.reward, config.training
@@ -310,20 +308,19 @@ def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
 def _verdict(
     config: Config, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]
 ) -> dict[str, Any]:
-    """What it comes to: mean reward, right answers, groups with something to learn from, and the reasons of failures,
-    the most frequent first."""
+    """Return mean reward, correct answers, groups with signal, and the reasons of failures, the most frequent first."""
     results = [result for group in graded for result in group]
     totals = [[r.total_reward for r in group if r.total_reward is not None] for group in graded]
-    known = [total for group in totals for total in group]
+    graded_totals = [total for group in totals for total in group]
     errors = [result.error or "no reason given" for result in results if result.total_reward is None]
     return {
         "answers": len(results),
-        "mean_reward": sum(known) / len(known) if known else None,
+        "mean_reward": sum(graded_totals) / len(graded_totals) if graded_totals else None,
         "correct": sum(result.is_correct for result in results),
         "groups": len(totals),
         "mixed_groups": sum(bool(group) and max(group) - min(group) > EQUAL_REWARDS for group in totals),
         "truncated": sum(each.stop_reason == "length" for group in sampled for each in group),
         "max_tokens": config.training.max_tokens,
-        "all_failed": not known,
+        "all_failed": not graded_totals,
         "reasons": {error: errors.count(error) for error in sorted(set(errors), key=lambda e: -errors.count(e))},
     }

@@ -1,12 +1,11 @@
-"""Which rank is enough? The adapter is evaluated on the held-out problems at every candidate rank, and in full.
+"""Evaluate an adapter on the held-out problems at every candidate rank, to find which rank is enough.
 
-Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and the same
-random numbers, and are compared with the full adapter problem by problem: the problem is the unit, because one run is
-looked at, and what is found holds for this adapter and problems like these. A loss is excluded by Tango's score
-interval, which answers that all agree do not persuade too easily. The full adapter's answers are those of the run's
-final evaluation, where that was sampled as it would be now: it has one number. Candidates are judged from the largest
-rank down, as long as they keep what the full adapter has: in this fixed order the chance of calling any rank enough
-wrongly stays that of one test (Westfall and Krishen 2001).
+Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and random
+numbers, and are compared with the full adapter by problem, which is the unit because there is one run; conclusions hold
+for this adapter and similar problems. A loss is excluded by Tango's score interval, which is not overconfident when all
+answers agree. The full adapter's answers are those of the run's final evaluation if it had the same sampling, so that
+there is one accuracy. Candidates are tested from the largest rank down, while they keep the full adapter's accuracy:
+this fixed order keeps the error of calling any rank enough at that of one test (Westfall and Krishen 2001).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,26 +21,37 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut
 from retrain.config.runs import RunSpec
 from retrain.data.dataset import content_hash
-from retrain.environments.build import Longest, askable, data_of
+from retrain.data.prompts import Renderer
+from retrain.environments.build import CompletionLengths, askable, data_of, environments_of, episode_limits
 from retrain.errors import UsageError, plural
 from retrain.files import sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
+from retrain.policy.adapter_io import read_adapter
+from retrain.policy.base import workers_for
+from retrain.policy.local import LocalSnapshot
 from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
-from retrain.types import Problem
+from retrain.rewards import build_grader
+from retrain.training.bases import Bases
+from retrain.training.evaluation import Evaluator, Subject
+from retrain.types import PolicyRef, Problem
 from retrain.util.text import percent, points
 
-if TYPE_CHECKING:
-    from retrain.training.bases import Bases
-
-TOLERANCE = 0.02  # Largest loss of accuracy that is called small
+TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 
 
 def verify_ranks(
-    spec: RunSpec, folder: Path, full: Path, smaller: Sequence[Path], out: Path, longest: Longest, bases: Bases
+    spec: RunSpec,
+    folder: Path,
+    full: Path,
+    smaller: Sequence[Path],
+    out: Path,
+    longest: CompletionLengths,
+    bases: Bases,
 ) -> dict[str, Any]:
-    """Accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also written to ``out``.
+    """Return the accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also write it
+    to ``out``.
 
     ``longest`` are the longest completions of the plan's runs, which decide what problems can be asked; ``bases`` has
     the base in memory, or loads it.
@@ -77,13 +87,13 @@ def verify_ranks(
 
 
 def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
-    """What ``verify_ranks`` wrote to ``path``, if it is of these very weights; else None."""
+    """Return the content of ``path`` that ``verify_ranks`` wrote, if it is about these very weights; else None."""
     content = read_object(path)
     return content if content and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
 
 
 def verdict(low: float | None, high: float | None) -> str:
-    """ "kept": a loss above the tolerance is excluded; "lost": no loss is excluded; else "unclear"."""
+    """Return "kept" if a loss above the tolerance is excluded, "lost" if the interval lies below 0, else "unclear"."""
     if low is None or high is None:
         return "unclear"
     if low >= -TOLERANCE:
@@ -92,7 +102,7 @@ def verdict(low: float | None, high: float | None) -> str:
 
 
 def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The smallest rank that is kept with all those above it; ``rows`` from the largest rank down."""
+    """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
     smallest = None
     for row in rows:
         if row["verdict"] != "kept":
@@ -123,7 +133,7 @@ def sentence(verification: Mapping[str, Any]) -> str:
 
 
 def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
-    """Share of right answers [problems, samples] with its interval, clustered by problem."""
+    """Return the share of correct answers [problems, samples] with its interval, clustered by problem."""
     clusters = np.arange(len(marks)).repeat(marks.shape[1])
     interval = accuracy_interval(marks.ravel(), clusters.tolist())
     return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}
@@ -140,25 +150,16 @@ def _evaluate(
     folder: Path,
     held_out: HeldOut,
     paths: Sequence[Path],
-    longest: Longest,
+    longest: CompletionLengths,
     bases: Bases,
     directory: Path,
 ) -> tuple[np.ndarray, list[int], bool]:
-    """Marks of each adapter, [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first one,
-    the run's own, had to be sampled anew.
+    """Return marks [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first adapter, the
+    run's own, was sampled again.
 
-    One adapter after the other: memory does not grow with their number. They are sampled by the engine of the run's
-    configuration, whose servers have ``directory`` for what they need.
+    Adapters are evaluated one after another, so that memory does not grow with their number. Servers of the run's
+    configuration use ``directory``.
     """
-    from retrain.data.prompts import Renderer
-    from retrain.environments.build import environments_of, episode_limits
-    from retrain.policy.adapter_io import read_adapter
-    from retrain.policy.base import workers_for
-    from retrain.policy.local import LocalSnapshot
-    from retrain.rewards import build_grader
-    from retrain.training.evaluation import Evaluator, Subject
-    from retrain.types import PolicyRef
-
     config = spec.config
     files = bases.look(config)
     data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)
@@ -197,8 +198,8 @@ def _evaluate(
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
-    """Marks [problems, samples] of the run's final evaluation, None when that was none of this adapter on these
-    problems, or sampled otherwise."""
+    """Return marks [problems, samples] of the run's final evaluation; None if it was not of this adapter on these
+    problems with this sampling."""
     steps = config.training.max_steps
     reader = RunReader(adapter.parent)
     facts = reader.config() if adapter.name == FINAL else {}

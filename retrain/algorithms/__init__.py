@@ -41,7 +41,7 @@ from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.algorithms.losses import LOSSES
 from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import Config
-from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.config.algorithm import AlgorithmSection
 from retrain.config.modes import MODES, Named, advantage_of, loss_of
 from retrain.config.root import value_at
 from retrain.maths.corrections import Correction
@@ -138,7 +138,7 @@ def build_algorithm(
 
 
 def _advantage(config: Config, modes: Modes) -> CreditStep:
-    if config.distillation.alone:
+    if config.distillation.teacher_only:
         return ZeroAdvantage()
     if config.algorithm.critic:
         return GaeAdvantage(config.critic, RewardKL(config.algorithm.kl_in_reward, config.algorithm.reward_kl_coef))
@@ -166,7 +166,7 @@ def _token_credit(config: Config, modes: Modes, stream: Stream) -> Sequence[Cred
 def _teacher(config: Config) -> Sequence[CreditStep]:
     if config.distillation.sampled:
         return [TeacherAdvantage(config.distillation)]
-    return [FullVocabularyTeacher(config.distillation)] if config.distillation.whole else []
+    return [FullVocabularyTeacher(config.distillation)] if config.distillation.full_vocabulary else []
 
 
 def _rejection(config: Config) -> Sequence[CreditStep]:
@@ -185,7 +185,7 @@ def objective_of(config: Config, loss: Named) -> Objective:
         terms.append(KLTerm(algorithm.loss_kl_coef))
     if algorithm.entropy_coef > 0 or algorithm.critic:
         terms.append(EntropyTerm(algorithm.entropy_coef, logged=algorithm.critic))
-    if distillation.whole:
+    if distillation.full_vocabulary:
         terms.append(TeacherTerm(distillation.weight, distillation.alpha, distillation.top_tokens))
     if algorithm.critic:
         terms.append(ValueTerm(critic.vf_coef, critic.cliprange_value))

@@ -32,7 +32,7 @@ class Context:
     """
 
     def __init__(self, renderer: Renderer, section: Distillation, longest: int):
-        self.renderer, self.kind, self.text, self.longest = renderer, section.context, section.shown_words, longest
+        self.renderer, self.kind, self.text, self.longest = renderer, section.context, section.context_template, longest
 
     def prompts(self, group: Group) -> list[tuple[int, ...] | None]:
         """Return each rollout's prompt as its teacher reads it; None where there is nothing to add or no room."""

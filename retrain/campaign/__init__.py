@@ -1,1 +1,1 @@
-"""Campaigns: which runs there are (planning), how they run (running), what they found (judging), and their adapters."""
+"""Plan campaigns and run them."""

@@ -1,6 +1,6 @@
-"""Carry a plan out: cohorts of runs, as many at a time as the executor trains, until every run is done or has failed.
+"""Execute a plan: train its cohorts until every run is done or has failed, then analyse and compare.
 
-The controller alone writes the campaign's manifest, decides what comes next and talks to the user.
+Only the controller writes the campaign's manifest, schedules jobs and prints messages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from retrain.campaign.planning.manifest import (
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, Work
+from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, WorkItem
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
 from retrain.campaign.running.workers import CampaignWorkers, can_adopt_workers
-from retrain.config import Loaded
+from retrain.config import LoadedConfig
 from retrain.config.runs import RunSpec, run_directory, without_sepa
 from retrain.device import torchrun_rank
 from retrain.errors import DeviceLost, RetrainError, ServerFailed, StorageError, UsageError, WorkersLost, plural
@@ -50,12 +50,14 @@ from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.mirror import Mirror, uploading
 from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
+from retrain.verdicts.pooling import conclude
+from retrain.verdicts.report import write_report
 
 
 @dataclass
-class Outcome:
-    """How it ended. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``; ``saved`` is false
-    when steps after the last checkpoints were given up."""
+class CampaignOutcome:
+    """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
+    ``saved`` is false when steps after the last checkpoints were lost."""
 
     exit_status: int
     directory: Path
@@ -64,38 +66,37 @@ class Outcome:
 
 
 def launch(
-    loaded: Loaded, out: Path | None, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
-    registry: str = "",
-) -> Outcome:  # fmt: skip
-    """Plan, check and execute what a file asks for, in ``out`` or where it says."""
+    loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False,
+    approval: Approval | None = None, registry: str = "",
+) -> CampaignOutcome:  # fmt: skip
+    """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
 
 def resume(
     directory: Path, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     sets: Sequence[str] = (),
-) -> Outcome:  # fmt: skip
-    """Continue a run or campaign from its directory alone, with ``section.key=value`` settings changed for all of its
-    runs."""
+) -> CampaignOutcome:  # fmt: skip
+    """Continue a run or campaign from its directory, with ``section.key=value`` settings applied to all of its runs."""
     return execute(check(read_plan(directory, sets)), observer, retry_failed, approval)
 
 
 def execute(
     plan: Plan, observer: Observer, retry_failed: bool = False, approval: Approval | None = None,
     executor: CampaignWorkers | InProcess | None = None,
-) -> Outcome:  # fmt: skip
-    """Train what was planned and checked; a directory that already holds some of it is continued.
+) -> CampaignOutcome:  # fmt: skip
+    """Train a checked plan, or continue it if its directory already holds part of it.
 
-    Finished runs are not repeated, unless the plan asks for more steps; failed ones only with ``retry_failed``.
-    ``approval`` decides about what differs from the directory's records; without it every difference is refused.
-    ``executor`` trains, without one that of the configuration; it is closed when all is trained. Raises StorageError
-    when the directory cannot be written, LeaseLost when another process has taken it over.
+    Finished runs are skipped unless the plan has more steps, failed ones unless ``retry_failed``. ``approval`` decides
+    about changes from the directory's records; None refuses all. ``executor`` replaces the configured one, and is
+    closed at the end. Raises StorageError when the directory cannot be written, LeaseLost when another process has
+    taken it over.
     """
     lock = DirectoryLock(plan.directory, observer.message)
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
     with ExitStack() as stack:
         stack.enter_context(lock)
-        if url := plan.specs[0].config.logging.mirror:  # ends last, when the manifest has been written
+        if url := plan.specs[0].config.logging.mirror:  # exits last, after the manifest was written
             stack.enter_context(uploading(Mirror(url, plan.directory), observer.message, lock.lose))
         stack.enter_context(restored_when_refused(plan.directory, plan.specs))
         adopting = plan.specs[0].is_campaign and can_adopt_workers(plan)
@@ -116,8 +117,8 @@ def execute(
 def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
-    ``guard`` checks writes of a run that trains in this process; workers hold leases of their own. Raises UsageError
-    when a configured device does not exist, or when torchrun has started processes that nothing uses.
+    ``guard`` is called before writes of a run in this process; workers hold their own leases. Raises UsageError if a
+    configured device does not exist, or if torchrun has started processes that have no use.
     """
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
@@ -135,23 +136,23 @@ def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InPro
     return EXECUTORS[config.campaign.executor](plan)
 
 
-def _write_facts(directory: Path, loaded: Loaded) -> None:
+def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
     write_json(directory / CONFIG, run_facts(loaded.config, file=loaded.path.name))
     SystemInfo.now(loaded.path.parent).write(directory)
 
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
-    """The directory's manifest, once what differs from its records has been approved."""
+    """Return the directory's manifest after approval of all changes from its records."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
-    asked, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
-    asked = [*lost, *asked]
+    changes, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
+    changes = [*lost, *changes]
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
         if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
-            asked += version_changes(run_directory(directory, spec), spec, plan.folder)
-    if asked:
-        approval(directory, asked)
+            changes += version_changes(run_directory(directory, spec), spec, plan.folder)
+    if changes:
+        approval(directory, changes)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
     is_new = not begun(list(entries.values()))
@@ -173,11 +174,9 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
 
 @dataclass(eq=False)
 class CohortWork:
-    """Runs that train together. What is left of them is asked when their turn has come: the interim analysis may have
-    stopped some, and a process that died has finished others.
-
-    ``again``: all of them had failed, and each goes on from its own newest checkpoint.
-    """
+    """Runs that train together. Remaining runs are determined when the job begins, because the interim analysis may
+    have stopped some, and a worker that died may have finished others. ``again``: all of them have failed, and each
+    continues from its own newest checkpoint."""
 
     controller: Controller
     specs: Sequence[RunSpec]
@@ -188,11 +187,11 @@ class CohortWork:
     def names(self) -> frozenset[str]:
         return frozenset(spec.run_id for spec in self.specs)
 
-    def left(self) -> list[RunSpec]:
-        """The runs of the next job; none when all have ended.
+    def remaining_runs(self) -> list[RunSpec]:
+        """Return the runs of the next job; none when all have ended.
 
-        Of an unfinished cohort the failed runs are given as well: those that failed after the step at which the others
-        go on have to be in its batches again, and fail again.
+        Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
+        must be in its batches again, and fail again.
         """
         group = [spec for spec in self.specs if self._entry(spec)["state"] not in ("done", "stopped")]
         if self.again or any(self._entry(spec)["state"] != "failed" for spec in group):
@@ -200,7 +199,7 @@ class CohortWork:
         return []
 
     def job(self) -> CohortJob | None:
-        specs = self.left()
+        specs = self.remaining_runs()
         if not specs:
             return None
         failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
@@ -222,25 +221,23 @@ class CohortWork:
 
 @dataclass(eq=False)
 class SqueezeWork:
-    """The analysis of a finished run's adapter, ``place`` below the campaign's directory."""
+    """Analysis of a finished run's adapter, in the folder ``subfolder`` of the campaign's directory."""
 
     controller: Controller
     spec: RunSpec
-    place: str
+    subfolder: str
     names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
         plan = self.controller.plan
-        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.place)
+        return SqueezeJob(plan.directory, plan.folder, [self.spec], plan.longest, self.subfolder)
 
     def give_up(self, reason: str) -> None:
         self.controller.recording.message(f"squeeze analysis of {self.spec.run_id} failed: {reason}", "warning")
 
 
 class Controller:
-    """One campaign or run while it is carried out."""
-
     def __init__(
         self, plan: Plan, manifest: Manifest, observer: Observer, approval: Approval, lock: DirectoryLock,
         executor: CampaignWorkers | InProcess,
@@ -252,70 +249,67 @@ class Controller:
         self.interim = InterimMonitor.of(manifest, plan.specs, observer) if plan.specs[0].is_campaign else None
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
         self._squeezed: dict[str, RunSpec] = {}
-        """Whose analysis this process has tried, by place; one that fails is not tried again."""
+        """Whose analysis this process has tried, by subfolder; one that fails is not tried again."""
         self.recording = CampaignObserver(manifest, observer)
         hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
         runner = JobsHere(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
-        # Workers go on with what waits without a controller, unless the interim analysis may yet say that it need
-        # not be trained; with lanes = "auto" that is given out after it only.
+        # Workers may continue waiting tasks without a controller, but not runs that the interim analysis may drop;
+        # with lanes = "auto" those are published after it.
         may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
         room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
         self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
 
-    def carry_out(self, retry_failed: bool) -> Outcome:
-        """Train what is left to do, analyse and compare; how it ended."""
+    def carry_out(self, retry_failed: bool) -> CampaignOutcome:
+        """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
             observer.plan(planned)
         if self.interim is not None:
-            self.interim.update()  # killed between the last run of the interim analysis and the analysis
+            self.interim.update()  # a process may have been killed between its last run and the analysis
         todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer.message):
             try:
-                whole = self._train(self._cohorts(retry_failed) if todo else [])
+                is_complete = self._train(self._cohorts(retry_failed) if todo else [])
             except KeyboardInterrupt:
                 return self._interrupted(todo, saved=False)
-            if not whole:
+            if not is_complete:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
         states = {run["state"] for run in manifest.content["runs"]}
         if len(specs) > 1 and "done" in states:
-            from retrain.verdicts.pooling import conclude
-
-            manifest.files.flush()  # read from there, as by everybody later
+            manifest.files.flush()  # the same input as for later readers
             manifest.note(comparison=conclude(self.directory))
         if specs[0].is_campaign:
             _report(manifest, observer)
-        return Outcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
-        """Say what is going to be trained, and what not. Raises MissingExtra for a package that it needs."""
-        left = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
-        if left and not retry_failed:
+        """Report which runs will be trained. Raises MissingExtra for a package that they need."""
+        failed = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        if failed and not retry_failed:
             self.observer.message(
-                f"{plural(left, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
+                f"{plural(failed, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
             )
         if todo:
             require_packages((spec.config for spec in todo), self.plan.folder)
             self.observer.message(f"loading {todo[0].config.model.model}")  # before torch and transformers are imported
-        elif not left:
+        elif not failed:
             self.observer.message(
                 f"every run in {self.directory} is done; give another directory with --out to train anew"
             )
 
-    def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> Outcome:
+    def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> CampaignOutcome:
         came = ENDINGS[self.stop.signal or SIGINT]
         for spec in todo:
             if self.manifest.run(spec.run_id)["state"] == "running":
                 self.manifest.update(spec.run_id, state="interrupted", reason=came.reason)
                 self.observer.run_finished(spec, "interrupted", "")
-        return Outcome(came.status, self.directory, summary(self.manifest), saved)
+        return CampaignOutcome(came.status, self.directory, summary(self.manifest), saved)
 
     def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
-        """The cohorts that have something left to do: what is unfinished of each, then what failed and is tried
-        again."""
+        """Return the cohorts with remaining work: first unfinished runs, then failed ones that are retried."""
         manifest, works = self.manifest, list[CohortWork]()
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
@@ -324,11 +318,11 @@ class Controller:
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
                 works.append(CohortWork(self, failed, again=True))
-        manifest.files.flush()  # what is trained is decided, also for a process that continues after a kill
-        return [work for work in works if work.left()]
+        manifest.files.flush()  # the manifest fixes what trains, also after a kill
+        return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
-        """Do all of these, and the analyses that are due; False when stopped before."""
+        """Do these works and the analyses that are due; return False when stopped before the end."""
         try:
             # Without cohorts: killed after the last run and before its analysis.
             parts = [*self._around_interim(works), self._squeezes]
@@ -339,70 +333,70 @@ class Controller:
                     with suppress(StorageError):
                         self.manifest.update(entry["run_id"], state="interrupted", reason=str(error))
             raise RetrainError(
-                f"{error}\nEverything up to the last checkpoint is whole. {error.advice}, then type: retrain resume "
+                f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
 
-    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[Work]]]:
-        """Return the cohorts before the interim analysis and those after it, which begin once it has been made."""
+    def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
+        """Return the cohorts before the interim analysis, and those after it, which begin when it is done."""
         if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
         first = set(self.interim.seeds)
         before = [work for work in works if any(spec.seed in first for spec in work.specs)]
         return [lambda: before, lambda: [work for work in works if work not in before]]
 
-    def _after(self, work: Work, end: JobEnded) -> list[Work]:
-        if not isinstance(work, CohortWork):
+    def _after(self, item: WorkItem, end: JobEnded) -> list[WorkItem]:
+        if not isinstance(item, CohortWork):
             return []
-        more: list[Work] = []
+        more: list[WorkItem] = []
         if end.status == "changed":
             self.approval(self.directory, end.changes)
         if end.status in ("changed", "stopped"):
-            more = [work]  # the interim analysis may have had it stopped, and then says what becomes of the rest
+            more = [item]  # the interim analysis may have stopped it, and then decides about the rest
         if end.status == "too_large":
-            more = self._in_parts(work, end)
+            more = self._in_parts(item, end)
         return [*more, *self._after_interim()]
 
-    def _after_interim(self) -> list[Work]:
+    def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
             ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
             nobodys = unwanted | ended
             self.scheduler.stop_where(lambda names: names <= nobodys)
         return self._squeezes()
 
-    def _in_parts(self, work: CohortWork, short: JobEnded) -> list[Work]:
-        """A cohort that does not fit into memory, in smaller ones; how it was cut is kept in the manifest."""
-        parts = smaller_cohorts(work.left(), short.lanes, short.reason)
+    def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
+        """Split a cohort that does not fit into memory; the manifest records the split."""
+        parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
         names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
-        place = next(i for i, cohort in enumerate(before) if names & set(cohort))
+        position = next(i for i, cohort in enumerate(before) if names & set(cohort))
         cut = [[spec.run_id for spec in part] for part in parts]
         rest = [[name for name in cohort if name not in names] for cohort in before]
-        cohorts = [cohort for cohort in rest[:place] + cut + rest[place:] if cohort]
+        cohorts = [cohort for cohort in rest[:position] + cut + rest[position:] if cohort]
         self.manifest.note(lanes=len(parts[0]), cohorts=cohorts)
         self.manifest.files.flush()
-        return [CohortWork(self, part, work.again) for part in parts]
+        return [CohortWork(self, part, item.again) for part in parts]
 
-    def _squeezes(self) -> list[Work]:
-        """What rank would have been enough, of each adapter of which it is to be known and is not yet.
+    def _squeezes(self) -> list[WorkItem]:
+        """Return the rank analyses that are due.
 
-        The first run's stands in ``squeeze``, with ``runs = "one per condition"`` the other conditions' in
-        ``squeezes`` by label. First is who comes first in the plan and has not failed or been stopped, whichever run
-        ends first: with several workers that is a matter of the clock.
+        The result of the first run is stored in ``squeeze``; with ``runs = "one per condition"``, those of other
+        conditions in ``squeezes`` by label. The first run is the first in the plan that has not failed or been stopped,
+        so that the choice does not depend on timing.
         """
-        works: list[Work] = []
-        for place, spec in self._due_analyses().items():
-            if place in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+        works: list[WorkItem] = []
+        for subfolder, spec in self._due_analyses().items():
+            if subfolder in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
-                # else a backend of the user's that trains something else than a LoRA adapter
-                self._squeezed[place] = spec
-                works.append(SqueezeWork(self, spec, place))
+                # a plug-in backend may train something else than a LoRA adapter
+                self._squeezed[subfolder] = spec
+                works.append(SqueezeWork(self, spec, subfolder))
         return works
 
     def _due_analyses(self) -> dict[str, RunSpec]:
-        """Return the runs whose LoRA rank is still to be analysed, by the analysis folder; they may still train."""
+        """Return the runs whose LoRA rank is still to be analysed, by analysis folder; they may still be training."""
         content, over = self.manifest.content, ("failed", "stopped")
         hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
         if not hoped:
@@ -417,9 +411,7 @@ class Controller:
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    """The runs that step together. What has begun stays as it is recorded, because which rows share a decode batch
-    shows in the last bits of what is sampled; with ``lanes = "auto"`` the count, too, is taken from the record, if that
-    was made for as many ``slots``."""
+    """Return the runs that step together."""
     planned = _begun_cohorts(manifest, specs)
     begun = {spec.run_id for group in planned for spec in group}
     rest = [spec for spec in specs if spec.run_id not in begun]
@@ -440,7 +432,7 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
 
 
 def _squeezed_label(content: Mapping[str, Any]) -> str | None:
-    """The condition whose adapter ``squeeze`` is about; records of earlier releases say only where the adapter is."""
+    """Return the condition that ``squeeze`` describes; older records contain the adapter's path only."""
     report = content.get("squeeze")
     if not report:
         return None
@@ -449,13 +441,11 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:
-    """Write ``report.html``. A fault here costs the report, not the campaign: it can be made again at any time."""
-    from retrain.verdicts.report import write_report
-
+    """Write ``report.html``. A failure is a warning only: the report can be written again at any time."""
     try:
         manifest.files.flush()
         write_report(manifest.directory)
         manifest.note(report=REPORT)
-    except Exception as error:  # whatever it is, all results are on the disk already
+    except Exception as error:  # any error: the results are already on disk
         message = f"no {REPORT}: {type(error).__name__}: {error}; type: retrain report {manifest.directory}"
         observer.message(message, "warning")

@@ -1,4 +1,4 @@
-"""The worker of a campaign: it claims tasks from the campaign's directory and does them over one base in memory.
+"""Run a worker of a campaign: claim tasks from its directory and run them over one base in memory.
 
     python -m retrain.campaign.worker DIR --slot N
 
@@ -23,15 +23,15 @@ from typing import Any
 
 from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
-    Evaluated,
     Event,
     Facts,
+    HeldOutEvaluated,
     Job,
     JobStarted,
     Message,
     RunEnded,
     RunStarted,
-    Sealed,
+    SealRecorded,
     SqueezeJob,
     StepDone,
     WorkerFault,
@@ -54,18 +54,18 @@ from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
 PATIENCE_SECONDS = 90.0
-"""Seconds for which the controller's lease may stand still: file attributes are up to a minute old on NFS."""
+"""Seconds for which the controller's lease may stay unchanged: NFS caches file attributes for up to a minute."""
 WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
 KILL_SECONDS = 120.0
-"""Seconds that a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed and
-not requeue it."""
+"""Seconds for which a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed
+and not requeue it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of a worker. ``directory``: the campaign's; ``slot``: counted from 1; ``name``: slot and device, for
-    messages; ``folder``: base of relative paths in the campaign's file, None for the task's; ``requeue``: started by
-    Slurm; ``parent``: process whose death ends the worker, 0 for none."""
+    """Command line of a worker. ``slot`` counts from 1; ``name`` is slot and device, for messages; ``folder`` is the
+    base of relative paths in the campaign's file, None for the task's; ``requeue``: started by Slurm; ``parent``:
+    process whose death ends the worker, 0 for none."""
 
     directory: Path
     slot: int
@@ -75,7 +75,7 @@ class Options:
     parent: int = 0
 
     @classmethod
-    def parse(cls, words: Sequence[str] | None = None) -> "Options":
+    def parse(cls, arguments: Sequence[str] | None = None) -> "Options":
         parser = argparse.ArgumentParser(prog="python -m retrain.campaign.worker", description="Train for a campaign.")
         parser.add_argument("directory", type=Path, help="the campaign's directory")
         parser.add_argument("--slot", type=int, required=True, help="number of this worker in the campaign, from 1")
@@ -83,13 +83,13 @@ class Options:
         parser.add_argument("--folder", type=Path, help="base of relative paths in the campaign's file")
         parser.add_argument("--requeue", action="store_true", help="run as a Slurm task: requeue after SIGUSR1")
         parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
-        given = parser.parse_args(words)
+        given = parser.parse_args(arguments)
         name = f"{given.slot} {given.device}"
         return cls(given.directory, given.slot, name, given.folder, given.requeue, given.parent)
 
 
 class EventSender(NullObserver):
-    """Sends what it observes as events; its methods may be called from any thread."""
+    """Observer that writes everything as events; its methods are thread-safe."""
 
     def __init__(self, send: Callable[[Event], None]):
         self.send = send
@@ -101,10 +101,10 @@ class EventSender(NullObserver):
         self.send(StepDone(spec.run_id, dict(row)))
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
-        self.send(Sealed(spec.run_id, dict(seal)))
+        self.send(SealRecorded(spec.run_id, dict(seal)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self.send(Evaluated(spec.run_id, name, dict(row)))
+        self.send(HeldOutEvaluated(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         self.send(RunEnded(spec.run_id, status, message))
@@ -147,7 +147,7 @@ class Worker:
             task, content = claimed
             try:
                 self._do(trainer, task, self._here(job_from_json(content)))
-            except RetrainError as error:  # no fault of a run: the next task would meet it too
+            except RetrainError as error:  # not a run's fault: the next task would fail too
                 self.send(task, WorkerFault(type(error).__name__, str(error)))
                 return error.exit_status
         trainer.close()
@@ -175,7 +175,6 @@ class Worker:
         self.write({"task": task, "event": event_to_json(event)})
 
     def _here(self, job: Job) -> Job:
-        """Return the job with the directories of this machine."""
         return replace(job, directory=self.directory, folder=self.options.folder or job.folder)
 
     def _do(self, trainer: InProcess, task: str, job: Job) -> None:
@@ -187,7 +186,7 @@ class Worker:
         places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]
         with leases_of(places) as locks:
             analysed = [job.directory / job.place] if isinstance(job, SqueezeJob) else []
-            for directory in [*locks, *analysed]:  # what a killed worker left half-written
+            for directory in [*locks, *analysed]:  # left half-written by a killed worker
                 remove_leftovers(directory)
 
             def stop() -> bool:
@@ -197,7 +196,7 @@ class Worker:
 
             trainer.guard = lambda directory: locks[directory].check
             end = trainer.do(job, EventSender(partial(self.send, task)), stop)
-            stop()  # runs that another process has taken over have not ended here
+            stop()  # runs that another process has taken over did not end here
         # After the leases: the controller may have the runs trained on elsewhere.
         self.send(task, replace(end, job=task))
 
@@ -220,14 +219,13 @@ class Worker:
 
 
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
-"""Slurm's notice. It may reach every process of the task: it is blocked before any thread begins, so that graders and
-tools, which inherit that, are not ended by it, and heard by one thread."""
+"""Signal that Slurm sends before the time limit, possibly to every process of the task. It is blocked before any thread
+starts: graders and tools inherit the mask and survive, and one thread waits for it."""
 
 
 def listen(worker: Worker, options: Options) -> None:
-    """Handle the signals of a worker."""
     signal.signal(signal.SIGTERM, lambda number, frame: worker.stop_after_step())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the controller says what is to be done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # signals of a terminal: the controller decides what to do
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
 
@@ -263,7 +261,7 @@ def main(make_trainer: Callable[[Told], InProcess] = lambda servers: InProcess(s
 
 
 def _hand_back(worker: Worker) -> None:
-    """Requeue this Slurm task, or, after a preemption, wait until Slurm kills and requeues it."""
+    """Requeue this Slurm task; after a preemption, wait until Slurm kills and requeues it."""
     if not worker.options.requeue or not worker.ending.is_set():
         return
     worker.write({"requeued": worker.requeued})

@@ -1,1 +1,1 @@
-"""The commands behind ``retrain``: one function each; what they need is imported when they run."""
+"""Define the commands of ``retrain``, one function each; heavy imports happen when a command runs."""

@@ -1,4 +1,4 @@
-"""``sample`` and ``export``: what to do with a trained adapter."""
+"""``sample`` and ``export``: use a trained adapter."""
 
 import sys
 from enum import StrEnum
@@ -52,7 +52,10 @@ def sample(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a trained adapter and its base the same, with the run's own template; print both answers."""
+    """Sample from an adapter and its base, side by side.
+
+    Both get the same prompts in the run's own template, and the same random numbers.
+    """
     require_directory(directory)
     texts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     if prompts.count("-") > 1:
@@ -75,10 +78,10 @@ def sample(
     else:
         for number, prompt in enumerate(report["prompts"], start=1):
             print_record("prompt", prompt=number, tokens=prompt["tokens"], text=prompt["rendered"])
-            for place, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
+            for index, pair in enumerate(zip(prompt["base"], prompt["adapter"], strict=True), start=1):
                 for who, each in zip(("base", "adapter"), pair, strict=True):
                     facts = {"tokens": each["tokens"], "stop": each["stop"]}
-                    print_record(who, prompt=number, answer=place, **facts, text=each["text"])
+                    print_record(who, prompt=number, answer=index, **facts, text=each["text"])
 
 
 def print_answers(report: dict[str, Any]) -> None:
@@ -86,10 +89,10 @@ def print_answers(report: dict[str, Any]) -> None:
         print(f"prompt    {plural(prompt['tokens'], 'token')}")
         print_text(prompt["rendered"], 2)
         for pair in zip(prompt["base"], prompt["adapter"], strict=True):
-            for who, each in zip(("base", "adapter"), pair, strict=True):
-                cut = " (cut off)" if each["stop"] == "length" else ""
-                print(f"{who:<10}{plural(each['tokens'], 'token')}{cut}")
-                print_text(each["text"], 2, limit=1 << 30)
+            for who, answer in zip(("base", "adapter"), pair, strict=True):
+                cut = " (cut off)" if answer["stop"] == "length" else ""
+                print(f"{who:<10}{plural(answer['tokens'], 'token')}{cut}")
+                print_text(answer["text"], 2, limit=1 << 30)
         print()
     print(f"adapter   {visible(report['adapter'])}\nbase      {visible(report['base'])}")
 
@@ -111,8 +114,11 @@ def export(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a trained adapter for other programs: merged into a full model, checked against the adapter's logits; or
-    with its rank padded, for servers that know only certain ranks."""
+    """Export an adapter merged into a model or padded.
+
+    With --merge, write a full model and check it against the adapter's logits; with --rank-pad, pad the rank with zeros
+    for servers that accept certain ranks only.
+    """
     require_directory(directory)
     if merge == (rank_pad is not None):
         raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")

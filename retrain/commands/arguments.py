@@ -1,4 +1,4 @@
-"""Arguments that several commands share, each with its help text once, and how a file is read."""
+"""Define arguments that several commands share, and read configuration files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from retrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from retrain.config import Loaded
+    from retrain.config import LoadedConfig
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Campaign or run file (TOML).", show_default=False)]
 
@@ -29,8 +29,7 @@ Sets = Annotated[
 
 
 def output_path(text: str) -> Path:
-    """Return the path of what a command writes. Raises UsageError for an empty one, which to Path is the current
-    directory."""
+    """Return the path of an output. Raises UsageError for an empty one, which Path reads as "."."""
     if not text.strip():
         raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
     return Path(text)
@@ -119,7 +118,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 
 def require_directory(directory: Path) -> None:
-    """Raise UsageError, with what to type, unless ``directory`` is one; note settings in it that are ignored."""
+    """Raise UsageError, with what to type, if ``directory`` is not one; print a note on its ignored settings."""
     if directory.suffix == ".toml" and directory.is_file():
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
@@ -127,22 +126,22 @@ def require_directory(directory: Path) -> None:
     from retrain.config.legacy import removed_note
     from retrain.records.reader import RunReader
 
-    with suppress(OSError, ValueError):  # a damaged record is told by what needs it
+    with suppress(OSError, ValueError):  # other code reports a damaged record
         recorded = RunReader(directory).config()
         if isinstance(recorded, dict) and (ignored := removed_note(recorded)):
             print(f"note: {ignored}", file=sys.stderr)
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None) -> list[str]:
-    """These options as settings of their keys. Raises UsageError for the address of a cluster without one."""
+    """Return these options as settings of their keys. Raises UsageError for the address of a cluster without one."""
     if address is not None and executor not in (None, "ray"):
         raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
     given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}
     return [f"{key}={value}" for key, value in given.items() if value is not None]
 
 
-def read(file: Path, sets: Sequence[str] | None) -> Loaded:
-    """The configuration in ``file``; what is questionable but allowed is noted on standard error.
+def read(file: Path, sets: Sequence[str] | None) -> LoadedConfig:
+    """Return the configuration in ``file``; print warnings on standard error.
 
     Raises ConfigError with every mistake, UsageError when there is no such file.
     """

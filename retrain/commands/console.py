@@ -1,6 +1,6 @@
-"""Console output of running campaigns: a live view on a terminal, plain lines everywhere else.
+"""Print the progress of campaigns: a live view on a terminal, plain lines everywhere else.
 
-Text from models, files and plug-ins is shown as text: rich's markup and a terminal's escape sequences have no effect.
+Rich markup and terminal escape sequences in text from models, files and plug-ins have no effect.
 """
 
 import atexit
@@ -18,14 +18,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from retrain.commands.run_status import NO_CHANGE, Change, RunView
+from retrain.commands.run_status import NO_CHANGE, AccuracyChange, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
 from retrain.util.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
 GONE = (errno.EIO, errno.EPIPE)
-"""What writing to a terminal that hung up gives, and to a pipe that nobody reads any more."""
+"""Errors of writing to a closed terminal or to a pipe without a reader."""
 LEVEL_STYLES = {"info": "", "warning": "yellow", "error": "bold red"}
 STATE_STYLES = {
     "done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow", "running": "cyan",
@@ -33,12 +33,12 @@ STATE_STYLES = {
 }  # fmt: skip
 RUN_COLUMNS = {"done": (7, 0), "ETA": (5, 0), "reward": (6, 56), "correct": (7, 0), "held-out": (9, 52),
                "tok/s": (5, 76), "λ": (4, 76)}  # fmt: skip
-"""Columns of the live view's runs: least width, and the terminal width from which the column is shown."""
+"""Columns of the live view's table of runs: least width, and the terminal width from which the column is shown."""
 STEP_COLUMNS = {"step": 0, "reward": 0, "correct": 0, "mixed": 70, "loss": 76, "length": 50, "entropy": 76,
                 "|grad|": 90, "s": 0}  # fmt: skip
-"""Columns of the live view's steps with the terminal width from which they are shown."""
+"""Columns of the live view's table of steps with the terminal width from which they are shown."""
 FRAME_LINES = 10
-"""Lines of the live view that are not rows: two headings with their rules, the summary, and room for messages."""
+"""Lines of the live view that are not rows: two headings with their rules, the summary, and space for messages."""
 
 
 def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bool = False) -> Observer:
@@ -64,10 +64,8 @@ class Board(NullObserver):
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def steps_of_all(self) -> tuple[int, int]:
-        """Return the finished and the planned steps of all runs.
-
-        A waiting run counts with the steps of the longest started run, a failed or stopped one with those it has done.
-        """
+        """Return the finished and the planned steps of all runs. A waiting run counts as long as the longest started
+        run, a failed or stopped one with its finished steps."""
         views = self.runs.values()
         longest = max((view.max_steps for view in views), default=0)
         ended = ("failed", "stopped")
@@ -238,7 +236,6 @@ class LiveConsole(Board):
         self.console.print(message_text(text, level))
 
     def close(self) -> None:
-        """Draw once more and leave the last view on the screen."""
         if self.live.is_started:
             self.live.stop()
             atexit.unregister(self.live.stop)
@@ -248,7 +245,7 @@ class LiveConsole(Board):
 
 
 def message_text(text: str, level: str) -> Text:
-    """Return the line as rich text in which markup has no effect."""
+    """Return the line as rich text, without interpreting markup."""
     prefix = "" if level == "info" else f"{level}: "
     return Text(prefix + visible(text), style=LEVEL_STYLES.get(level, ""))
 
@@ -294,7 +291,7 @@ def _further_sets(views: list[RunView]) -> list[str]:
 
 
 def _runs_table(views: list[RunView], width: int, now: float) -> Table:
-    """Return one row per run; the progress bar and the names take what the width leaves."""
+    """Return one row per run; the progress bar and the names share the remaining width."""
     columns = _columns(views, width)
     longest_state = max((len(view.state) for view in views if view.state != "running"), default=0)  # stands under ETA
     taken = sum(max(least, longest_state if heading == "ETA" else 0) + 1 for heading, least in columns.items())
@@ -358,13 +355,13 @@ def _grid(header_style: str = "bold", style: str = "") -> Table:
 
 
 def status_view(status: Row, width: int = 80) -> RenderableType:
-    """Return the runs of ``read_status`` as in the live view, the age of their last row, and reasons of failures."""
+    """Return the runs of ``read_status`` as in the live view, with ages of last rows and reasons of failures."""
     board = Board()
     for run in status["runs"]:
         board.runs[run["run_id"]] = RunView(
             run["run_id"], run["label"], run["seed"], "waiting" if run["state"] == "pending" else run["state"],
             worker=run["worker"] or "", steps_done=run["step"], max_steps=run["max_steps"], row=run["row"],
-            evaluations={name: Change(**rates) for name, rates in run["evaluations"].items()},
+            evaluations={name: AccuracyChange(**rates) for name, rates in run["evaluations"].items()},
         )  # fmt: skip
     notes = [Text(f"{run['run_id']}: {run['reason']}", style="red") for run in status["runs"] if run["reason"]]
     ages = [run["age_s"] for run in status["runs"] if run["age_s"] is not None]
@@ -376,7 +373,7 @@ def status_view(status: Row, width: int = 80) -> RenderableType:
 
 
 class LastingStream:
-    """A text stream whose reader may go away: what is written from then on goes nowhere, and the work goes on."""
+    """Text stream whose reader may disappear; later output is discarded and the program continues."""
 
     def __init__(self, stream: IO[str]):
         self._stream = stream
@@ -385,7 +382,7 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """As of a text stream; raises OSError when it fails for another reason than a reader that is gone."""
+        """Write to the stream. Raises OSError for failures other than a missing reader."""
         with self._without_reader():
             return self._stream.write(text)
         return len(text)
@@ -401,7 +398,7 @@ class LastingStream:
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            # The descriptor itself, so that what is still buffered has somewhere to go when the process ends.
+            # The descriptor itself, so that buffered output can be flushed when the process ends.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             with suppress(OSError, ValueError):
                 os.dup2(nowhere, self._stream.fileno())
@@ -410,7 +407,7 @@ class LastingStream:
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Inside, nothing that is written to standard output or error fails because its reader is gone."""
+    """Keep writes to standard output and error from failing when their reader disappears."""
     before = sys.stdout, sys.stderr
     lasting = LastingStream(sys.stdout), LastingStream(sys.stderr)
     sys.stdout, sys.stderr = cast("IO[str]", lasting[0]), cast("IO[str]", lasting[1])

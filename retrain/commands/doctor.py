@@ -27,10 +27,10 @@ def check_machine(device: str, file: Path | None, report_file: Path | None) -> i
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from retrain.doctor.checks import report, run_checks
     from retrain.doctor.results import FAIL, SKIP
-    from retrain.doctor.subject import Source, Subject
+    from retrain.doctor.subject import DoctorModel, ModelSource
     from retrain.files import write_json
 
-    with Subject.open(Source.of(file, device)) as subject:
+    with DoctorModel.open(ModelSource.of(file, device)) as subject:
         base, weights = subject.base, "its own weights" if subject.source.shapes is None else "random weights"
         layers = base.model.config.get_text_config().num_hidden_layers
         print(

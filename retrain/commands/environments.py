@@ -1,4 +1,4 @@
-"""``environments``: what a model can act in here, and whether it can be trusted."""
+"""``environments``: list providers, tools and tasks, and check whether they work."""
 
 import sys
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from retrain.files import dumps
 
 
 @dataclass(frozen=True)
-class Found:
-    """``kind``: provider, tool or task; ``state``: ready, or why not."""
+class Capability:
+    """``kind`` is provider, tool or task; ``state`` is "ready", or the fault."""
 
     kind: str
     name: str
@@ -46,36 +46,38 @@ def environments(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the providers of environments and the tools that a file can name, and what to install where one is missing.
+    """List environment providers and tools, and what to install.
 
-    With --check every data set of reasoning-gym solves itself: its own answers must score 1 and nonsense must not.
+    With --check, test every data set of reasoning-gym: its own answers must score 1 and nonsense must not.
     """
-    found = [*providers(), *tools(), *(tasks() if check else [])]
+    capabilities = [*providers(), *tools(), *(tasks() if check else [])]
     if as_json:
-        print(dumps([vars(each) for each in found], indent=2))
+        print(dumps([vars(capability) for capability in capabilities], indent=2))
         return
     if not sys.stdout.isatty():
-        for each in found:
-            print_record(each.kind, name=each.name, state=each.state, about=each.about)
+        for capability in capabilities:
+            print_record(capability.kind, name=capability.name, state=capability.state, about=capability.about)
         return
     for kind, title in (("provider", "provider ="), ("tool", "tools ="), ("task", "reasoning_gym, id =")):
-        own = [each for each in found if each.kind == kind]
+        rows = [capability for capability in capabilities if capability.kind == kind]
         if kind == "task":
-            refused = [each for each in own if not each.ready]
-            if own:
-                print(f"\n{len(own) - len(refused)} of {len(own)} data sets of reasoning-gym are sound")
-            own = refused
-        if own:
+            refused = [capability for capability in rows if not capability.ready]
+            if rows:
+                print(f"\n{len(rows) - len(refused)} of {len(rows)} data sets of reasoning-gym are sound")
+            rows = refused
+        if rows:
             print()
-            print_table((title, "state", ""), [(each.name, each.state, each.about) for each in own])
+            print_table(
+                (title, "state", ""), [(capability.name, capability.state, capability.about) for capability in rows]
+            )
 
 
-def providers() -> list[Found]:
+def providers() -> list[Capability]:
     states = {name: READY if is_installed(name) else install_line(name) for name in ABOUT_PROVIDERS}
-    return [Found("provider", name, states[name], about) for name, about in ABOUT_PROVIDERS.items()]
+    return [Capability("provider", name, states[name], about) for name, about in ABOUT_PROVIDERS.items()]
 
 
-def tools() -> list[Found]:
+def tools() -> list[Capability]:
     from retrain.sandbox.sandbox import available
 
     (bm25,) = EXTRAS["search"].packages
@@ -84,15 +86,14 @@ def tools() -> list[Found]:
         "python": available() or READY,
         "search": READY if is_installed(bm25) else install_line(bm25),
     }
-    return [Found("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
+    return [Capability("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
 
 
-def tasks() -> list[Found]:
-    """Every data set of reasoning-gym, with what is wrong with it."""
+def tasks() -> list[Capability]:
     from retrain.environments.providers.reasoning_gym import check
 
     try:
         checked = check()
     except RetrainError as error:
-        return [Found("task", "reasoning_gym", str(error), "")]
-    return [Found("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]
+        return [Capability("task", "reasoning_gym", str(error), "")]
+    return [Capability("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]

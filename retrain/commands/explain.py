@@ -1,4 +1,4 @@
-"""``explain``: what a file would train, what its comparison can detect, and what it takes; torch is not imported."""
+"""``explain``: print what a file would train, what its comparison can detect, and its costs; torch is not imported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def explain(
     workers: WorkerCount = None,
     files: Annotated[bool, typer.Option("--files", help="List every file that training would write, instead.")] = False,
 ) -> None:
-    """Show what a file would train, what can be detected, and what it takes; nothing is started."""
+    """Show a file's conditions, detectable effects and costs; train nothing."""
     from retrain.campaign.planning.plan import Plan
 
     plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers, None)]), out)
@@ -59,7 +59,7 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print the conditions and seeds of a file's plan, what can be detected, and what it takes."""
+    """Print the conditions and seeds of a plan, detectable effects, and costs."""
     from retrain.commands import formulas
     from retrain.training.estimate import work_of
 
@@ -69,7 +69,9 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     conditions = conditions_of(specs)
     counts = [plural(len(each), word) for each, word in ((conditions, "condition"), (seeds, "seed"), (specs, "run"))]
     print(f"{loaded.path}: {counts[0]} × {counts[1]} = {counts[2]}\n")
-    print_table(CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left=CONDITION_COLUMNS)
+    print_table(
+        CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left_aligned=CONDITION_COLUMNS
+    )
     print()
     print_by_words("token credit", formulas.credit_formula, conditions)
     print_by_words("critic", formulas.critic_words, conditions)
@@ -135,15 +137,15 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
 def print_sets(config: Config, problems: Problems) -> None:
     from retrain.training.estimate import held_out_sets
 
-    for i, each in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
-        source = each.data.eval_source or each.data.source
-        decides = "; the primary metric's" if each.name == getattr(config.decisive, "name", None) else ""
-        asked = each.sampling
-        cuts = (("top_p", asked.top_p, 1), ("top_k", asked.top_k, 0), ("min_p", asked.min_p, 0))
-        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and asked.temperature)
+    for i, held_out in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
+        source = held_out.data.eval_source or held_out.data.source
+        decides = "; the primary metric's" if held_out.name == getattr(config.decisive, "name", None) else ""
+        sampling = held_out.sampling
+        cuts = (("top_p", sampling.top_p, 1), ("top_k", sampling.top_k, 0), ("min_p", sampling.min_p, 0))
+        cut = "".join(f" {key} {value:g}," for key, value, off in cuts if value != off and sampling.temperature)
         line = (
-            f"{each.name}: {each.problems} problems × {each.samples} of {source}, at temperature {asked.temperature:g},"
-            f"{cut} at most {asked.max_tokens} tokens{decides}"
+            f"{held_out.name}: {held_out.problems} problems × {held_out.samples} of {source}, at temperature "
+            f"{sampling.temperature:g},{cut} at most {sampling.max_tokens} tokens{decides}"
         )
         print(f"{'' if i else 'held out':<14}{line}")
 
@@ -161,15 +163,15 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
     from retrain.training.estimate import sampled_evaluations, work_of
 
     def training_words(config: Config) -> str:
-        training, work = config.training, work_of(config)
-        words = (
+        training, workload = config.training, work_of(config)
+        text = (
             f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
-            f" = {work.completions:,} completions, at most {count(work.completions * work.tokens)} tokens;"
-            f" {plural(work.updates, 'update')}"
+            f" = {workload.completions:,} completions, at most {count(workload.completions * workload.tokens)} tokens;"
+            f" {plural(workload.updates, 'update')}"
         )
         again = training.dynamic_sampling
         more = f"; up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)"
-        return words + (more if again else "")
+        return text + (more if again else "")
 
     print_by_words("each run", training_words, conditions_of(specs))
     print_by_words("evaluated", lambda config: evaluation_words(config, problems), conditions_of(specs))
@@ -188,19 +190,19 @@ def evaluation_words(config: Config, problems: Problems) -> str:
     from retrain.training.estimate import held_out_sets, work_of
 
     training, evaluation = config.training, config.evaluation
-    work, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
+    workload, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
     if not sets:
         return "never ([evaluation] problems = 0)"
-    asked = (evaluation.schedule, training.max_steps, training.eval_every)
-    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*asked)]
+    schedule = (evaluation.schedule, training.max_steps, training.eval_every)
+    whole = [*([0] if evaluation.at_start else []), *whole_evaluations(*schedule)]
     steps = ", ".join(map(str, whole)) if len(whole) <= 6 else f"{', '.join(map(str, whole[:3]))}, …, {whole[-1]}"
-    words = f"{plural(len(whole), 'time')} (after {steps} steps) "
-    words += " + ".join(f"{each.problems:,} problems × {each.samples}" for each in sets)
-    if work.parts:
+    text = f"{plural(len(whole), 'time')} (after {steps} steps) "
+    text += " + ".join(f"{each.problems:,} problems × {each.samples}" for each in sets)
+    if workload.parts:
         few = sum(each.part.problems for each in sets)
-        words += f", and {plural(len(part_evaluations(*asked)), 'time')} between {few:,} of them × 1"
-    completions = plural(work.evaluation_completions, "completion")
-    return f"{words} = {completions}, at most {count(work.evaluation_tokens)} tokens"
+        text += f", and {plural(len(part_evaluations(*schedule)), 'time')} between {few:,} of them × 1"
+    completions = plural(workload.evaluation_completions, "completion")
+    return f"{text} = {completions}, at most {count(workload.evaluation_tokens)} tokens"
 
 
 def print_squeeze_plan(config: Config, problems: Problems) -> None:
@@ -212,12 +214,12 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
     each = squeeze.runs == "one per condition" and config.is_campaign
     adapters = len(config.campaign.conditions) if each else 1
     after = "after the first run of each condition" if each else "after the first run"
-    words = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
+    text = f"{after}: which rank up to {config.model.lora_rank} keeps enough energy"
     if held_out is not None and (evaluated := verified_ranks(config)):
         asked = problems.sizes.get(held_out.name, held_out.problems)
         answers = adapters * evaluated * asked * held_out.samples
-        words += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
-    print(f"squeeze       {words}")
+        text += f", and held-out accuracy at up to {evaluated} ranks ({answers:,} completions; [squeeze] verify)"
+    print(f"squeeze       {text}")
 
 
 def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
@@ -250,7 +252,7 @@ def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> Non
 
 
 def device_of(config: Config) -> tuple[Device, int]:
-    """Return what a process would compute on, and how many GPUs of this machine there are for it."""
+    """Return the device of one process, and how many GPUs of this machine it could use."""
     from retrain.device import nvidia_gpus, usable_gpu
     from retrain.training.estimate import Device
 
@@ -268,7 +270,7 @@ def device_of(config: Config) -> tuple[Device, int]:
 
 
 def workers_of(config: Config, gpus: int) -> int:
-    """Return how many workers would train, with so many GPUs on this machine."""
+    """Return the number of workers that would train, given the GPUs of this machine."""
     campaign = config.campaign
     if not config.is_campaign or campaign.executor == "inprocess":
         return 1
@@ -295,7 +297,7 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
                 ways.append(f'shard = "dp" in [backend] with gpus_per_cohort = {gpus // len(groups)}')
             lines.append(f"{idle}: there are no more than {plural(len(specs), 'run')}; set {', or '.join(ways)}")
     if config.backend.shard != "none" and campaign.executor == "inprocess":
-        return lines  # one process has all of them
+        return lines  # one process uses all of them
     used = -(-workers // share) * config.gpus_per_worker
     if gpus > used:
         if not config.is_campaign:
@@ -323,17 +325,17 @@ def memory_words(
 ) -> str:
     from retrain.training.estimate import cohort_memory, number_bytes, run_memory
 
-    known: dict[str, Memory] = {}  # by label: runs of a condition take the same
+    memories: dict[str, Memory] = {}  # by label: runs of a condition take the same
     for group in groups:
         for spec in group:
-            if spec.label not in known:
-                known[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
+            if spec.label not in memories:
+                memories[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
     memory, runs = max(
-        ((cohort_memory([known[spec.label] for spec in group]), len(group)) for group in groups),
+        ((cohort_memory([memories[spec.label] for spec in group]), len(group)) for group in groups),
         key=lambda each: each[0].peak,
     )
     least, most = memory.least, memory.peak
-    taken = f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
+    amount = f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
     kind = {"cpu": "CPU", "gpu": "GPU"}[device.kind]
     numbers = {2: "bfloat16", 4: "float32", 8: "float64"}[number_bytes(groups[0][0].config, device)]
     parts = {
@@ -348,10 +350,10 @@ def memory_words(
     if memory.sampling:  # servers have memory of their own
         turns += f" or {size(memory.block_copy + memory.sampling)} to decode all sequences at once"
     of = f" of {size(device.memory)}" if device.kind == "gpu" and device.memory else ""
-    words = f"{taken}{of} on a {kind}, by calculation: {staying}; and {turns}"
+    text = f"{amount}{of} on a {kind}, by calculation: {staying}; and {turns}"
     if device.kind == "cpu" and least > device.memory:
-        words += f"; here are {size(device.memory)}. --set backend.devices=gpu:0 tells what it takes on a GPU"
-    return words
+        text += f"; here are {size(device.memory)}. --set backend.devices=gpu:0 tells what it takes on a GPU"
+    return text
 
 
 def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
@@ -387,7 +389,7 @@ def print_files(plan: Plan) -> None:
     if not specs[0].is_campaign:
         both = (*CAMPAIGN_FILES, *RUN_FILES)
         files = {file.name: file.content for file in both if file.name not in ONLY_OF_CAMPAIGNS}
-        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left=FILE_COLUMNS)
+        print_table(FILE_COLUMNS, [(f"  {name}", text) for name, text in files.items()], left_aligned=FILE_COLUMNS)
         return
     rows = [(f"  {file.name}", file.content) for file in CAMPAIGN_FILES]
     if specs[0].config.campaign.executor != "inprocess":
@@ -396,4 +398,4 @@ def print_files(plan: Plan) -> None:
         rows.append(("  workers/slurm_<k>/", "what was asked of Slurm, what its jobs printed, and their commands"))
     rows.append(("  runs/<run>/", f"one directory for each of the {len(specs)} runs, such as runs/{specs[0].run_id}/"))
     rows += [(f"    {file.name}", file.content) for file in RUN_FILES]
-    print_table(FILE_COLUMNS, rows, left=FILE_COLUMNS)
+    print_table(FILE_COLUMNS, rows, left_aligned=FILE_COLUMNS)

@@ -1,7 +1,7 @@
-"""Following runs that another process writes: from their files alone, reading only what is new.
+"""Follow runs that another process writes, from new content of their files only.
 
-An observer (a console, or ``JsonLines``) is called as it would be inside the process. Files may be cut and continued
-by a resume, vanish, or end in half a line at any moment.
+An observer (a console, or ``JsonLines``) is called as within that process. Files may be truncated by a resume, vanish,
+or end in an incomplete line at any time.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from retrain.util.jsonl import Tail
 
 
 class _Run:
-    """A run as observers name it, and how much of it they have seen."""
+    """A run as observers name it, and how much of it was reported."""
 
     def __init__(self, run_id: str, entry: RunEntry, path: Path):
         self.run_id, self.label, self.seed = run_id, entry.label, entry.seed or 0
@@ -36,7 +36,7 @@ class _Run:
 
 
 class Follower:
-    """Informs ``observer`` of the runs at ``directory``: a run, a campaign, or a directory of those."""
+    """Reports events of the runs at ``directory`` (a run, a campaign, or a directory of those) to ``observer``."""
 
     def __init__(self, directory: Path, observer: Observer):
         self.directory, self.observer = Path(directory), observer
@@ -44,7 +44,7 @@ class Follower:
         self._with_rank: set[Path] = set()
 
     def look(self) -> bool:
-        """Report what is new; return whether every run there has ended (false as long as there is none)."""
+        """Report new events; return whether every run has ended (false while there is none)."""
         homes = homes_of_runs(self.directory) if self.directory.is_dir() else []
         states: dict[Path, str] = {}
         for home in homes:
@@ -54,7 +54,7 @@ class Follower:
         return bool(states) and all(state in ENDED for state in states.values())
 
     def _look_at(self, home: Path, prefix: str) -> dict[Path, str]:
-        """Report what is new in one campaign or run, whose run ids get the prefix; return the state of each run."""
+        """Report new events of one campaign or run, whose run ids get the prefix; return the state of each run."""
         manifest = self._manifest(home)
         entries = {home / entry.path: entry for entry in run_entries(home, manifest)}
         unseen = [path for path in entries if path not in self._runs]
@@ -71,7 +71,7 @@ class Follower:
         return {path: entry.state for path, entry in entries.items()}
 
     def _manifest(self, home: Path) -> Row | None:
-        """Return the manifest; None where there is none, or a damaged one."""
+        """Return the manifest; None if it is missing or damaged."""
         stamp = stamp_of(home / MANIFEST)
         with suppress(UsageError):
             return None if stamp is None else _read_manifest(home, stamp)
@@ -83,7 +83,7 @@ class Follower:
         if replaced:
             run.last_step = -1
         if run.last_step < 0:
-            rows = rows[-1:]  # what happened before is history
+            rows = rows[-1:]  # earlier events are not reported
         if _has_started(run, entry.state, replaced):
             if entry.worker:
                 self.observer.placed(run, entry.worker)
@@ -91,7 +91,7 @@ class Follower:
             run.state = "running"
         for row in evaluations:
             name, step = str(row.get("name", HELDOUT)), row.get("step", 0)
-            if step >= run.next_evaluation.get(name, 0):  # after a cut the earlier ones come again
+            if step >= run.next_evaluation.get(name, 0):  # after a truncation, earlier rows are reported again
                 run.next_evaluation[name] = step + 1
                 self.observer.evaluated(run, name, row)
         for row in rows:
@@ -104,12 +104,12 @@ class Follower:
 
 @lru_cache
 def _read_manifest(home: Path, stamp: Stamp) -> Row:
-    """Return the manifest, read again only when it has been replaced."""
+    """Return the manifest, which is read again only after it was replaced."""
     return read_manifest(home)
 
 
 def _has_started(run: _Run, state: str, replaced: bool) -> bool:
-    """Return whether the run trains since the last look: begun, or begun again after its files were cut."""
+    """Return whether the run has started since the last call, or restarted after its files were truncated."""
     if state == "pending":
         return False
     return run.state == "pending" or replaced or (state == "running" and run.state != state)

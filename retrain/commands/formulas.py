@@ -1,11 +1,11 @@
-"""What a configuration computes, in words and as formulas, for ``explain``; the modes' are from ``config.modes``."""
+"""Describe a configuration's computation for ``explain``; formulas of modes are in ``config.modes``."""
 
 import math
 
 from retrain.config import Config
-from retrain.config.algorithm import Algorithm, Sepa
+from retrain.config.algorithm import AlgorithmSection, Sepa
 from retrain.config.modes import ADVANTAGES, LOSSES, TOKEN_CREDIT, UNCERTAINTIES, used_by
-from retrain.config.tasks import JUDGED, Reward, RewardComponent
+from retrain.config.tasks import JUDGED, RewardComponent, RewardSection
 from retrain.config.training import Training
 from retrain.errors import plural
 
@@ -47,34 +47,46 @@ def critic_words(config: Config) -> str:
         return ""
     lr = f"lr {critic.lr or training.lr:g}"
     if critic.share_adapter:
-        what = f"a value head ({lr}) on the policy's adapter, which learns both"
+        text = f"a value head ({lr}) on the policy's adapter, which learns both"
     else:
-        what = f"a value head and an adapter of its own of rank {config.lane_ranks - config.model.lora_rank}, {lr}"
+        text = f"a value head and an adapter of its own of rank {config.lane_ranks - config.model.lora_rank}, {lr}"
     loss = f"{critic.vf_coef:g} × squared error of the value"
     if critic.cliprange_value and training.several_updates:
         loss += f", or that of the value moved by {critic.cliprange_value:g} at most where that is more"
     alone = f"; trains alone in the first {plural(critic.warmup_steps, 'step')}" if critic.warmup_steps else ""
-    return f"{what}; {loss}{alone}"
+    return f"{text}; {loss}{alone}"
 
 
 def distillation_words(config: Config) -> str:
-    """What a teacher adds to the advantage of every token, and what is left of the reward's; empty without one."""
-    own = config.distillation
-    if not own.active:
+    """Return how a teacher changes advantages, and the weight of the reward; "" without a teacher."""
+    distillation = config.distillation
+    if not distillation.active:
         return ""
-    bound = "" if own.clamp is None else f", the difference cut off at ±{own.clamp:g},"
-    where = "" if own.url is None else f" at {own.url}"
+    bound = "" if distillation.clamp is None else f", the difference cut off at ±{distillation.clamp:g},"
+    where = "" if distillation.url is None else f" at {distillation.url}"
     shown = {"none": "", "answer": " that is shown the reference answer", "sibling": " that is shown a right sibling"}
-    teacher = f"teacher {own.teacher}{where}{shown[own.context]}"
-    formula = f"{own.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
-    if own.whole:
+    teacher = f"teacher {distillation.teacher}{where}{shown[distillation.context]}"
+    formula = f"{distillation.weight:g} × (ln π_teacher − ln π){bound} of every token, {teacher}"
+    if distillation.full_vocabulary:
         kind = {0.0: "KL(π_teacher ‖ π)", 1.0: "KL(π ‖ π_teacher)"}.get(
-            own.alpha, f"D_α(π_teacher, π) with α = {own.alpha:g}"
+            distillation.alpha, f"D_α(π_teacher, π) with α = {distillation.alpha:g}"
         )
-        tokens = f"the {own.top_tokens} likeliest tokens and the rest as one" if own.top_tokens else "the vocabulary"
-        reward = f"{own.reward_weight:g} × A" if own.reward_weight else "no advantage; the reward is only recorded"
-        return f"{own.weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {reward}"
-    reward = f"plus {own.reward_weight:g} × A" if own.reward_weight else "in place of A; the reward is only recorded"
+        tokens = (
+            f"the {distillation.top_tokens} likeliest tokens and the rest as one"
+            if distillation.top_tokens
+            else "the vocabulary"
+        )
+        reward = (
+            f"{distillation.reward_weight:g} × A"
+            if distillation.reward_weight
+            else "no advantage; the reward is only recorded"
+        )
+        return f"{distillation.weight:g} × {kind} over {tokens} at every token in the loss, {teacher}, beside {reward}"
+    reward = (
+        f"plus {distillation.reward_weight:g} × A"
+        if distillation.reward_weight
+        else "in place of A; the reward is only recorded"
+    )
     return f"{formula}, {reward}"
 
 
@@ -82,11 +94,11 @@ def credit_words(config: Config) -> str:
     mode = config.algorithm.transform_mode
     if config.algorithm.critic and mode == "none":
         return "every token its own"
-    return TOKEN_CREDIT[mode].words if mode in TOKEN_CREDIT else f"your own {mode}"
+    return TOKEN_CREDIT[mode].description if mode in TOKEN_CREDIT else f"your own {mode}"
 
 
 def credit_formula(config: Config) -> str:
-    """The credit of a token as a formula of its completion's credit A, with the numbers of this run."""
+    """Return the credit of a token as a formula of its completion's credit A, with this run's numbers."""
     kind, mode = config.algorithm.uncertainty_kind, config.algorithm.transform_mode
     uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
     if mode not in TOKEN_CREDIT:
@@ -103,37 +115,36 @@ def credit_formula(config: Config) -> str:
 
 
 def _ramp(sepa: Sepa) -> str:
-    words = f"λ 0 → 1 in {sepa.steps} steps" if sepa.schedule == "linear" else f"λ by variance and {sepa.steps} steps"
+    text = f"λ 0 → 1 in {sepa.steps} steps" if sepa.schedule == "linear" else f"λ by variance and {sepa.steps} steps"
     if sepa.delay_steps:
-        words += f" after {sepa.delay_steps}"
+        text += f" after {sepa.delay_steps}"
     if sepa.correct_rate_gate:
-        words += f" once {sepa.correct_rate_gate:.0%} are correct"
-    return words
+        text += f" once {sepa.correct_rate_gate:.0%} are correct"
+    return text
 
 
 def loss_words(config: Config) -> str:
-    """The loss of a run: its name, what it is divided by, every term that is switched on, and how many updates of a
-    batch are made with it."""
+    """Return the loss of a run: name, divisor, active terms, and number of updates of a batch."""
     algorithm, several = config.algorithm, config.training.several_updates
     built_in = LOSSES.get(algorithm.loss)
-    words = [f"{algorithm.loss} ({_ratio_words(config, built_in.words) if built_in else 'your own'})"]
+    terms = [f"{algorithm.loss} ({_ratio_words(config, built_in.description) if built_in else 'your own'})"]
     weight = _mismatch_words(config)
     if weight and several:
-        words.append(weight)
+        terms.append(weight)
     elif weight:
-        words = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
-    words.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
-    words += _rejection_words(algorithm)
+        terms = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
+    terms.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
+    terms += _rejection_words(algorithm)
     if algorithm.dual_clip is not None:
-        words.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
+        terms.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
     if algorithm.loss_kl_coef > 0:
-        words.append(f"plus {algorithm.loss_kl_coef:g} × KL to the base")
+        terms.append(f"plus {algorithm.loss_kl_coef:g} × KL to the base")
     if algorithm.reward_kl_coef > 0:
         estimate = algorithm.kl_in_reward
-        words.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
+        terms.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
     if algorithm.entropy_coef > 0:
-        words.append(f"minus {algorithm.entropy_coef:g} × entropy")
-    parts = [", ".join(words), *([_update_words(config.training)] if several else [])]
+        terms.append(f"minus {algorithm.entropy_coef:g} × entropy")
+    parts = [", ".join(terms), *([_update_words(config.training)] if several else [])]
     if again := config.training.dynamic_sampling:
         parts.append(
             f"prompts whose answers all have the same reward are drawn again, {plural(again, 'round')} at most"
@@ -143,15 +154,15 @@ def loss_words(config: Config) -> str:
     return "; ".join(parts)
 
 
-def _ratio_words(config: Config, words: str) -> str:
-    """What the loss does with the importance ratio; in several updates of a batch that is the policy's own."""
+def _ratio_words(config: Config, description: str) -> str:
+    """Return how the loss uses the importance ratio; in several updates of a batch that is the policy's own."""
     if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
-        words = words.replace("clipped", "not clipped")
-    return words.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else words
+        description = description.replace("clipped", "not clipped")
+    return description.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else description
 
 
 def _mismatch_words(config: Config) -> str:
-    """The weight that corrects the difference of sampler and trainer; empty without one."""
+    """Return the weight that corrects the difference between sampler and trainer; "" without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
     if algorithm.weight is None:
@@ -165,41 +176,41 @@ def _mismatch_words(config: Config) -> str:
     return f"weighted by {ratio}{f' up to {high:g}' if math.isfinite(high) else ''}"
 
 
-def _rejection_words(algorithm: Algorithm) -> list[str]:
+def _rejection_words(algorithm: AlgorithmSection) -> list[str]:
     low, high = algorithm.rejection_bounds
-    words = {
+    descriptions = {
         "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
         "k3": f"completions left out whose k3 to the sampler is above {high:g}",
         "veto": f"completions left out with a token whose ratio to the sampler is below {low:g}",
     }
-    told = [words[algorithm.rejection]] if algorithm.rejection != "none" else []
+    parts = [descriptions[algorithm.rejection]] if algorithm.rejection != "none" else []
     if algorithm.rejection_denominator == "kept":
-        told.append("what is left out does not count in the divisor")
-    return told
+        parts.append("what is left out does not count in the divisor")
+    return parts
 
 
 def _update_words(training: Training) -> str:
     made = training.num_iterations
-    words = f"{made} {'pass' if made == 1 else 'passes'}"
+    text = f"{made} {'pass' if made == 1 else 'passes'}"
     if training.minibatches > 1:
         parts = "whole groups" if training.minibatch_by == "group" else "single completions"
-        words += f" × {training.minibatches} minibatches of {parts}"
-    words += f" = {training.updates} updates of a batch, π_old is from before the first"
+        text += f" × {training.minibatches} minibatches of {parts}"
+    text += f" = {training.updates} updates of a batch, π_old is from before the first"
     if training.target_kl is not None and made > 1:
-        words += f"; no further pass once KL(π_old, π) exceeds {training.target_kl:g}"
-    return words
+        text += f"; no further pass once KL(π_old, π) exceeds {training.target_kl:g}"
+    return text
 
 
 def environment_words(config: Config) -> str:
     section = config.environment
     names = [each if isinstance(each, str) else str(each.get("tool", "?")) for each in section.tools]
-    what = f"tools {', '.join(names)}" if names else section.provider or ""
+    text = f"tools {', '.join(names)}" if names else section.provider or ""
     if section.id is not None:
         ids = section.id if isinstance(section.id, list) else [section.id]
-        what += " " + ", ".join(each if isinstance(each, str) else str(each.get("name", "?")) for each in ids)
+        text += " " + ", ".join(each if isinstance(each, str) else str(each.get("name", "?")) for each in ids)
     tokens = f", {section.max_episode_tokens} tokens of an episode" if section.max_episode_tokens else ""
     turns = f"at most {plural(section.turns, 'turn')} of {config.training.max_tokens} sampled tokens{tokens}"
-    return f"{what}; {turns}; in {section.workers} {'process' if section.workers == 1 else 'processes'} of its own"
+    return f"{text}; {turns}; in {section.workers} {'process' if section.workers == 1 else 'processes'} of its own"
 
 
 def reward_words(config: Config) -> str:
@@ -213,23 +224,23 @@ def reward_words(config: Config) -> str:
             + (f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name)
             for part, name in named
         ]
-        words = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_words(part)}" for part, name in named)
+        text = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_words(part)}" for part, name in named)
     else:
-        words = f"{reward.name or reward.type}: {_grader_words(reward)}"
+        text = f"{reward.name or reward.type}: {_grader_words(reward)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
     if kinds & {"math", *JUDGED, "custom"}:
-        words += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
-    return words
+        text += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
+    return text
 
 
-def _criteria_words(grader: Reward | RewardComponent) -> str:
+def _criteria_words(grader: RewardSection | RewardComponent) -> str:
     parts = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
     if grader.rubric_column is not None:
         parts.append(f"those of the problem's {grader.rubric_column}")
     return ", ".join(parts)
 
 
-def _grader_words(grader: Reward | RewardComponent) -> str:
+def _grader_words(grader: RewardSection | RewardComponent) -> str:
     if grader.type == "judge":
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "rubric":

@@ -13,7 +13,10 @@ from retrain.files import dumps
 
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
-    """Check a file: one line for each mistake, with the line to type instead; exit status 2 if there is any."""
+    """Check a file and print every mistake with its fix.
+
+    Exit status 2 if there is any.
+    """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check as examine
     from retrain.verdicts.design import verdict_lines
@@ -33,7 +36,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write the report of a campaign or run as one HTML file, from its files; also of one that is not finished."""
+    """Write the HTML report of a campaign or run.
+
+    It is one file, and also covers campaigns and runs that are not finished.
+    """
     from retrain.verdicts.report import write_report
 
     require_directory(directory)
@@ -61,7 +67,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare conditions over seeds: paired differences with intervals, exact p-values, and the verdict in words.
+    """Compare conditions over seeds: paired differences, confidence intervals, verdicts.
 
     Runs of several directories are pooled by condition. Only finished runs count; all others are named.
     """

@@ -1,4 +1,4 @@
-"""Tables and numbers for people: rich on a terminal, aligned plain columns everywhere else."""
+"""Format tables and numbers: rich on a terminal, aligned plain columns everywhere else."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ if TYPE_CHECKING:
     from retrain.commands.tables import ResultTable
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> None:
-    """Print rows under headings; columns not named in ``left`` are set to the right."""
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
+    """Print rows under headings; columns not in ``left_aligned`` are aligned to the right."""
     from rich.text import Text
 
     from retrain.commands.tables import ResultTable
 
-    _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left))
+    _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
-    """Print the end of a campaign or run: the comparison, or the accuracy of the only run, the recommended ranks,
-    failures and paths."""
+    """Print the results of a campaign or run: comparison or accuracy, recommended ranks, failures and paths."""
     from retrain.commands.tables import accuracy_line, squeeze_line
 
     print()
@@ -55,11 +54,10 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
-        print_table(SECONDARY_COLUMNS, secondary_rows(report), left=("metric", "condition"))
+        print_table(SECONDARY_COLUMNS, secondary_rows(report), left_aligned=("metric", "condition"))
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    """Print the rank table, the recommended rank, and where the compressed adapter is."""
     from retrain.commands.tables import squeeze_table
 
     _print(lambda width: squeeze_table(report, width), plain)
@@ -71,7 +69,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
 
 
 def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
-    """Print a table in plain text, or in the width of the terminal."""
     from rich.console import Console
 
     from retrain.commands.tables import WIDE
@@ -84,7 +81,7 @@ def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
 
 
 def count(number: float) -> str:
-    """1234567 as "1.2 M"."""
+    """Format 1234567 as "1.2 M"."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -92,7 +89,7 @@ def count(number: float) -> str:
 
 
 def size(number: float) -> str:
-    """Bytes as "1.5 GiB"."""
+    """Format bytes as "1.5 GiB"."""
     for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if number >= limit:
             return f"{number / limit:.3g} {unit}"
@@ -100,7 +97,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
+    """Format seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:
@@ -118,7 +115,7 @@ _SHOWN |= {ord("\n"): "\\n", ord("\t"): "\\t"}
 
 
 def visible(text: str) -> str:
-    """``text`` on one line as it may stand on a terminal: what one would obey, or not show, is escaped."""
+    """Return ``text`` on one line, safe for a terminal: control and invisible characters are escaped."""
     return text.translate(_SHOWN)
 
 
@@ -127,8 +124,8 @@ def note(text: str) -> None:
 
 
 def print_text(text: str, indent: int, limit: int = 1500) -> None:
-    """A model's or data set's text behind a rule, so that no line of it passes for one of ours; a long one without
-    its middle."""
+    """Print a model's or data set's text behind a rule, so that it cannot be mistaken for output of retrain; long text
+    loses its middle."""
     if len(text) > limit:
         left_out = f"\n… {len(text) - limit:,} characters, which --json has …\n"
         text = text[: limit * 2 // 3] + left_out + text[-limit // 3 :]
@@ -137,7 +134,7 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
 
 
 def print_record(kind: str, **values: Any) -> None:
-    """One line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
+    """Print one line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
     from retrain.files import dumps
 
     rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}

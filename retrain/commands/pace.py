@@ -1,6 +1,6 @@
-"""Measures how long earlier runs took on this machine, from their records, so that ``explain`` can give a duration."""
+"""Measure from records how long earlier runs took on this machine, for the estimate of ``explain``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,9 @@ SAME = (
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of the finished runs in ``directory``.
-
-    ``seconds`` is the training time of their cohorts, added up, and ``completions`` what they sampled in it, held-out
-    evaluations included. ``differing`` has the dotted keys in which the most similar run differs from the plan.
-    """
+    """Throughput of the finished runs in ``directory``. ``seconds`` is the total training time of their cohorts,
+    ``completions`` what they sampled in it, held-out evaluations included. ``differing`` has the dotted keys in which
+    the most similar run differs from the plan."""
 
     directory: Path
     runs: int
@@ -56,23 +54,29 @@ def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
         for entry in done:
             reader = RunReader(home / entry.path)
             facts, rows = reader.config(), reader.metrics()
-            if any(facts[section][key] != config[section][key] for section, key in SAME):
+            if not _is_comparable(facts, config, device):
                 continue
-            if (facts["built"]["device"] == "cpu") != (device == "cpu"):
-                continue
-            training = facts["training"]
             seconds[entry.run_id] = sum(row["step_time_s"] for row in rows)
-            completions += len(rows) * training["batch_size"] * training["group_size"]
+            completions += len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
             completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
             recorded = {section: facts[section] for section in config if section in facts}
             differing = tuple(differences(recorded, config, _may_change_the_pace))
             nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
     except (RetrainError, OSError, ValueError, KeyError, TypeError):
         return None
-    # The runs of a cohort step together: each has recorded the time of all of them.
-    cohorts = manifest.get("cohorts") or [[name] for name in seconds]
-    total = sum(max((seconds[name] for name in cohort if name in seconds), default=0.0) for cohort in cohorts)
+    total = _cohort_seconds(manifest.get("cohorts") or [[name] for name in seconds], seconds)
     return Pace(home, len(seconds), total, completions, nearest) if nearest is not None and total else None
+
+
+def _is_comparable(facts: Mapping[str, Any], config: Mapping[str, Any], device: str) -> bool:
+    """Return whether a run trained on such a device with the settings in ``SAME``."""
+    same_settings = all(facts[section][key] == config[section][key] for section, key in SAME)
+    return same_settings and (facts["built"]["device"] == "cpu") == (device == "cpu")
+
+
+def _cohort_seconds(cohorts: Iterable[Sequence[str]], seconds: Mapping[str, float]) -> float:
+    """Return the total time of the cohorts, whose runs step together: each has recorded the time of all of them."""
+    return sum(max((seconds[name] for name in cohort if name in seconds), default=0.0) for cohort in cohorts)
 
 
 def _may_change_the_pace(key: str) -> bool:

@@ -1,4 +1,4 @@
-"""``probe``: the conditions of a file compared before its campaign, by their updates or by late forks."""
+"""``probe``: compare the conditions of a file before its campaign, by their updates or by late forks."""
 
 import sys
 from collections.abc import Mapping
@@ -33,9 +33,10 @@ def probe(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the updates of all conditions on the same rollouts: direction, length and noise. Nothing is trained.
+    """Compare the updates of all conditions on the same rollouts.
 
-    With --fork, continue all conditions from the same late checkpoint, and rank them by their held-out change.
+    Reports direction, length and noise; nothing is trained. With --fork, continue all conditions from the same late
+    checkpoint, and rank them by their held-out change.
     """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
@@ -89,7 +90,7 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
         ]
         for i, each in enumerate(report["conditions"])
     ]
-    print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left=("condition",))
+    print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left_aligned=("condition",))
     print()
     print(f"{duration(report['seconds'])} for {len(rows)} conditions")
 
@@ -113,7 +114,7 @@ def _print_forks(report: Mapping[str, Any]) -> None:
         ]
         for rank, each in enumerate(report["conditions"], 1)
     ]
-    print_table(("rank", "condition", "change", "against the baseline"), rows, left=("condition",))
+    print_table(("rank", "condition", "change", "against the baseline"), rows, left_aligned=("condition",))
     print()
     print(
         f"{short(report['tokens'])} sampled tokens in {duration(report['seconds'])}, "

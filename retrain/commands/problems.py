@@ -1,5 +1,4 @@
-"""What ``explain`` says of the problems: source, number, measured lengths of prompts, an example. No weights, no torch,
-no network: what is not on this machine is not measured, and it says why."""
+"""Describe the problems of a plan for ``explain``: source, number, prompt lengths, an example."""
 
 from __future__ import annotations
 
@@ -25,17 +24,16 @@ if TYPE_CHECKING:
     from retrain.types import Problem
 
 MEASURED = 500
-"""Prompts that are rendered and counted, evenly over the data; more of a large data set would take minutes."""
+"""Most prompts that are rendered and counted, evenly over the data; all might take minutes."""
 EXAMPLE_CHARACTERS = 300
 
 
 @dataclass(frozen=True)
 class Problems:
-    """The problems that a plan's runs are asked.
+    """Problems of a plan's runs.
 
-    ``lines`` are (name, text) of what is said about them, ``sizes`` the numbers of held-out problems by set,
-    ``lengths`` those of the measured prompts in tokens: none where they cannot be measured here. ``is_read``: the data
-    could be.
+    ``lines`` are (name, text) pairs of the description, ``sizes`` the numbers of held-out problems by set, ``lengths``
+    token counts of the measured prompts, empty if they cannot be measured here. ``is_read``: the data could be read.
     """
 
     lines: list[tuple[str, str]]
@@ -45,7 +43,7 @@ class Problems:
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Median length of the measured prompts; None where none was measured."""
+        """Median length of the measured prompts in tokens; None if none was measured."""
         return round(median(self.lengths)) if self.lengths else None
 
 
@@ -63,7 +61,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     assumed = f"not measured, {ASSUMED_PROMPT_TOKENS} tokens are assumed"
     try:
         data = data_of(config, folder)
-    except Exception as error:  # RetrainError, or what a function of the user's that makes problems raises
+    except Exception as error:  # RetrainError, or any exception of a user's data function
         reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
         hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
         return Problems(
@@ -90,14 +88,8 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
     lines += [("", visible(note)) for note in data.notes]
-    if unmeasured:
-        lines.append(("prompts", f"{assumed}: {visible(unmeasured)}"))
-    else:
-        low, high = min(lengths), max(lengths)
-        counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
-        number = f"{len(lengths):,}" if len(lengths) < len(data.train) + len(data.heldout) else "all"
-        measured = f"measured on {number} prompts with the tokenizer of {model}"
-        lines.append(("prompts", f"{f'{low} tokens' if low == high else counted}, {measured}"))
+    total = len(data.train) + len(data.heldout)
+    lines.append(("prompts", f"{assumed}: {visible(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
     lines += [("", visible(limit)) for limit in limits]
     if not unmeasured:
         answer = data.train[0].answer
@@ -105,8 +97,17 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
 
 
+def _measured(lengths: list[int], total: int, model: str) -> str:
+    """Describe the measured lengths of some of ``total`` prompts."""
+    low, high = min(lengths), max(lengths)
+    counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
+    number = f"{len(lengths):,}" if len(lengths) < total else "all"
+    measured = f"measured on {number} prompts with the tokenizer of {model}"
+    return f"{f'{low} tokens' if low == high else counted}, {measured}"
+
+
 def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:
-    """How long prompts may be: in training, and in held-out sets where that differs."""
+    """Return the limits of prompts: in training, and in held-out sets where they differ."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
     places = {(training.limit, training.why): ""}
     for name, room in heldout.items():
@@ -119,7 +120,7 @@ def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list
 
 
 def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
-    """Return the JSON schemas of the tools that prompts tell of. Raises PluginMissing or EpisodeFailed."""
+    """Return the JSON schemas of the tools in prompts. Raises PluginMissing or EpisodeFailed."""
     from retrain.environments.build import hosted
 
     if not config.environment.tools:
@@ -132,10 +133,8 @@ def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
 
 
 def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tuple[list[int], str]:
-    """Return the tokens of prompts spread over the data, those of most characters among them; and the first as text.
-
-    Raises ModelError when the template refuses a problem.
-    """
+    """Return the token counts of prompts spread over the data, including those with the most characters, and the first
+    prompt as text. Raises ModelError when the template refuses a problem."""
     from retrain.data.dataset import LONGEST_BY_CHARACTERS
     from retrain.data.prompts import Renderer, conversation
     from retrain.environments.build import parts_of
@@ -153,7 +152,7 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
 
 
 def _quoted(text: str) -> str:
-    """A text in quotes on one line, without its middle when it is long."""
+    """Return a text in quotes on one line, without its middle if it is long."""
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"

@@ -1,4 +1,4 @@
-"""State of runs and campaigns, read from their files alone; nothing here needs the process that writes them."""
+"""Read the state of runs and campaigns from their files, without the process that writes them."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,20 +14,18 @@ from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import MANIFEST, METRICS
 
 
-class Change(NamedTuple):
+class AccuracyChange(NamedTuple):
     """Accuracy at the first evaluation, and at the latest one after it."""
 
     before: float | None = None
     now: float | None = None
 
 
-NO_CHANGE = Change()
+NO_CHANGE = AccuracyChange()
 
 
 @dataclass
 class RunView:
-    """Current state of one run."""
-
     run_id: str
     label: str
     seed: int
@@ -38,7 +36,7 @@ class RunView:
     max_steps: int = 0
     started: float = 0.0
     row: Values = field(default_factory=dict)
-    evaluations: dict[str, Change] = field(default_factory=dict)
+    evaluations: dict[str, AccuracyChange] = field(default_factory=dict)
     """Accuracy on each held-out set, in the order of the file; partial sets, which only draw curves, come last."""
 
     def add_evaluation(self, name: str, row: Values) -> None:
@@ -47,10 +45,10 @@ class RunView:
         before = self.evaluations.setdefault(name, NO_CHANGE).before
         self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))
         if rate is not None:
-            self.evaluations[name] = Change(rate) if before is None else Change(before, rate)
+            self.evaluations[name] = AccuracyChange(rate) if before is None else AccuracyChange(before, rate)
 
     @property
-    def held_out(self) -> Change:
+    def held_out(self) -> AccuracyChange:
         return next((rates for name, rates in self.evaluations.items() if not name.endswith(PART)), NO_CHANGE)
 
     @property
@@ -59,7 +57,7 @@ class RunView:
         return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
 
     def eta(self, now: float) -> float | None:
-        """Return the seconds to go at the pace so far; None before the first step and after the end."""
+        """Return the remaining seconds at the present pace; None before the first step and after the end."""
         done = self.steps_done - self.first_step
         if self.state != "running" or done <= 0:
             return None

@@ -1,4 +1,4 @@
-"""``serve``: a model and adapters behind OpenAI's protocol."""
+"""``serve``: serve a model and adapters over OpenAI's protocol."""
 
 import os
 from typing import Annotated
@@ -9,79 +9,81 @@ from retrain.commands.output import note
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
 
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="WHAT",
+        help="A run, campaign or adapter directory; a model's name or directory; a run's file (TOML).",
+        show_default=False,
+    ),
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option("--api-key-env", metavar="NAME", help="Environment variable with the key that clients must send."),
+]
+
 
 def serve(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="WHAT",
-            help="A run, campaign or adapter directory; a model's name or directory; a run's file (TOML).",
-            show_default=False,
-        ),
-    ],
+    target: Target,
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free port.")] = 8000,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other machines need a key.")
     ] = "127.0.0.1",
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key-env", metavar="NAME", help="Environment variable that holds the key which clients must send."
-        ),
-    ] = None,
+    api_key_env: ApiKeyEnv = None,
     adapters: Annotated[
         list[str] | None, typer.Option("--adapter", metavar="NAME=DIR", help="Serve this adapter too; may be repeated.")
     ] = None,
     base: Annotated[
         str | None,
-        typer.Option("--base", metavar="MODEL", help="The base model, where it is not the one that the adapter names."),
+        typer.Option("--base", metavar="MODEL", help="Base model that replaces the one that the adapter names."),
     ] = None,
     max_queue: Annotated[
         int, typer.Option("--max-queue", metavar="N", min=1, help="Completions that may wait; more get a 503.")
     ] = 4096,
     max_rows: Annotated[
-        int, typer.Option("--max-rows", metavar="N", min=1, help="Completions that are drawn at once.")
+        int, typer.Option("--max-rows", metavar="N", min=1, help="Completions that are decoded at once.")
     ] = 256,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="Longest time for one request.")
     ] = 3600.0,
 ) -> None:
-    """Serve a model with adapters over HTTP: OpenAI's completions and chats, and vLLM's routes for adapters.
+    """Serve a model with LoRA adapters over OpenAI's HTTP API.
 
-    Prints one line when it is ready. Ctrl-C lets it finish what it has begun.
+    Offers completions, chats, and vLLM's routes for adapters. Prints one line when it is ready. Ctrl-C lets it finish
+    running requests.
     """
     for module in ("starlette", "uvicorn"):
         if not is_installed(module):
             raise missing("retrain serve", module)
     key = _key(host, api_key_env)
-    from retrain.serving.listening import ARRIVAL_S, Server, listening_socket, url_of
+    from retrain.serving.listening import ARRIVAL_S, HttpServer, listening_socket, url_of
     from retrain.serving.sources import sources
 
     with listening_socket(host, port) as bound:
-        given = sources(what, adapters or (), base)
-        for line in given.notes:
+        served = sources(target, adapters or (), base)
+        for line in served.notes:
             note(line)
         from retrain.policy.base import load_weights, look_at
         from retrain.serving.app import app_of
         from retrain.serving.service import Service
 
-        loaded = load_weights(look_at(given.config), given.config.backend.device, given.config.inference.dtype)
-        service = Service(loaded, given.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
+        loaded = load_weights(look_at(served.config), served.config.backend.device, served.config.inference.dtype)
+        service = Service(loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
         try:
-            for name, directory in given.adapters.items():
+            for name, directory in served.adapters.items():
                 service.load_at_start(name, directory)
             names = ",".join(service.served)
 
             def ready() -> None:
                 print(f"serving {names} at {url_of(bound)}", flush=True)
 
-            Server(app_of(service, key), ready, min(ARRIVAL_S, timeout)).run(sockets=[bound])
+            HttpServer(app_of(service, key), ready, min(ARRIVAL_S, timeout)).run(sockets=[bound])
         finally:
             service.close()
 
 
 def _key(host: str, name: str | None) -> str | None:
-    """The key that clients must send. Raises UsageError where there must be one and is none."""
+    """Return the key that clients must send. Raises UsageError if one is required and missing."""
     from retrain.serving.local import is_local
 
     if name is None:

@@ -1,4 +1,4 @@
-"""``init``, ``schema``, ``doctor``: what one needs before the first run."""
+"""``init``, ``schema``, ``doctor``: prepare for the first run."""
 
 import os
 import platform
@@ -21,11 +21,11 @@ REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
     "jaxtyping", "wandb",
 )  # fmt: skip
-"""The packages that every installation has, in the order in which ``doctor`` lists them."""
+"""Packages of every installation, in the order in which ``doctor`` lists them."""
 
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
-"""How ``doctor`` begins a line: as it should be, not so, or absent and needed only by some files."""
+"""Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
 
 
 class Template(StrEnum):
@@ -55,7 +55,10 @@ def init(
         ),
     ] = Template.quickstart,
 ) -> None:
-    """Write a commented campaign file, and the JSON Schema that editors check it by; nothing is ever overwritten."""
+    """Write a commented campaign file and its JSON Schema.
+
+    Editors check the file by the schema. Existing files are never overwritten.
+    """
     target = path or Path(f"{template.value}.toml")
     if target.is_dir():
         target = target / f"{template.value}.toml"
@@ -73,8 +76,8 @@ def init(
 
 
 def write_new(path: Path, text: str) -> bool:
-    """Write a file that does not exist yet, and the directories above it; False, and nothing done, when it does exist.
-    UsageError when it cannot be written."""
+    """Write a new file and its parent directories; return False, without changes, if it exists. Raises UsageError if it
+    cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8", newline="\n") as file:
@@ -87,7 +90,7 @@ def write_new(path: Path, text: str) -> bool:
 
 
 def schema() -> None:
-    """Print the JSON Schema of campaign files, for editors that complete and check TOML."""
+    """Print the JSON Schema of campaign files, for editors."""
     print(schema_text(), end="")
 
 
@@ -98,67 +101,71 @@ def schema_text() -> str:
     return dumps(json_schema(), indent=2) + "\n"
 
 
+ServerModel = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="With --url: the model that the server should hold, by default its own.",
+        show_default=False,
+    ),
+]
+CheckedDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="auto|cpu|gpu:N",
+        help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+        show_default=False,
+    ),
+]
+CheckedFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        metavar="FILE",
+        help="With --device: use the model of this campaign file, with random weights if its own are missing. With "
+        "--url: its model, adapter and section inference.",
+        show_default=False,
+    ),
+]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="With --device: write a full report to this file.", show_default=False),
+]
+ServerUrls = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="Prove that this server samples from the trained weights; may be repeated.",
+        show_default=False,
+    ),
+]
+ServerKind = Annotated[
+    str | None, typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False)
+]
+
+
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="With --url: the model that the server should hold; without it the one that it names.",
-            show_default=False,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            metavar="auto|cpu|gpu:N",
-            help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
-            show_default=False,
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            metavar="FILE",
-            help="With --device: on the model of this campaign file; random weights where its own are not here. With "
-            "--url: its model, adapter and section inference.",
-            show_default=False,
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="With --device: write everything to this file, to be attached to a report.",
-            show_default=False,
-        ),
-    ] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--url",
-            metavar="URL",
-            help="Prove that this server samples what is trained here; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False),
-    ] = None,
+    model: ServerModel = None,
+    device: CheckedDevice = None,
+    file: CheckedFile = None,
+    report: ReportFile = None,
+    url: ServerUrls = None,
+    engine: ServerKind = None,
 ) -> None:
-    """Show what this machine has: Python, packages, devices, extras, disk; with --device prove that it computes right,
-    with --url that a server does. Nothing else is contacted."""
+    """Check this machine: Python, packages, devices, extras, disk.
+
+    With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
+    """
     if url:
         from retrain.commands.doctor import check_servers
 
         if device is not None or report is not None:
             raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
         raise typer.Exit(check_servers(url, engine, model, file))
-    for name, given in (("MODEL", model), ("--engine", engine)):
-        if given is not None:
+    for name, value in (("MODEL", model), ("--engine", engine)):
+        if value is not None:
             raise UsageError(
                 f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
             )
@@ -177,7 +184,7 @@ def doctor(
 
 
 def machine_lines() -> list[tuple[str, str, bool | None]]:
-    """What this machine has: a name, what is said of it, and whether that is as it should be (None: it need not be)."""
+    """Return facts of this machine: name, text, and whether it is good (None: not needed)."""
     lines: list[tuple[str, str, bool | None]] = [("retrain", f"{__version__} in {Path(__file__).parents[1]}", True)]
     lines.append(("python", f"{platform.python_version()} ({sys.executable})", sys.version_info >= (3, 11)))
     for package in REQUIRED:
@@ -198,7 +205,7 @@ def machine_lines() -> list[tuple[str, str, bool | None]]:
 
 
 def version_of(package: str) -> str | None:
-    """Installed version of a distribution, or None; the package itself is not imported."""
+    """Return the installed version of a distribution without importing it, or None."""
     try:
         return installed_version(package)
     except PackageNotFoundError:
@@ -206,7 +213,7 @@ def version_of(package: str) -> str | None:
 
 
 def device_lines() -> list[tuple[str, str, bool | None]]:
-    """(name, text, good) for the processor, memory and every CUDA device; imports torch."""
+    """Return (name, text, good) for the processor, memory and every CUDA device; imports torch."""
     lines: list[tuple[str, str, bool | None]] = [
         ("cpu", f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}", True)
     ]

@@ -1,4 +1,4 @@
-"""``status``: how runs stand, from their files alone; once, or followed as they grow. Never imports torch."""
+"""``status``: show the state of runs from their files, once or continuously. Never imports torch."""
 
 import sys
 import time
@@ -30,7 +30,10 @@ def status(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Show runs with their state, steps, reward and held-out accuracy, from the files alone."""
+    """Show runs: state, steps, reward and held-out accuracy.
+
+    Reads their files alone.
+    """
     from retrain.commands.run_status import read_status
     from retrain.records.reader import homes_of_runs
 
@@ -59,11 +62,11 @@ def status(
         further = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
         rows = [status_cells(report, run, further) for report in reports for run in report["runs"]]
         columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in further for when in ("before", "now"))]
-        print_table((*columns, STATUS_COLUMNS[-1]), rows, left=("directory", "run", "state", "why"))
+        print_table((*columns, STATUS_COLUMNS[-1]), rows, left_aligned=("directory", "run", "state", "why"))
 
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
-    """Tell what happens until every run has ended; Ctrl-C is the ordinary way to leave earlier (exit status 0)."""
+    """Print events until every run has ended; Ctrl-C ends it earlier with exit status 0."""
     from retrain.commands.console import make_console
     from retrain.commands.follow import Follower, JsonLines
 
@@ -81,11 +84,11 @@ def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
 STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
 
 
-def status_cells(report: dict[str, Any], run: dict[str, Any], further: Sequence[str] = ()) -> list[str]:
-    """One run of a ``read_status`` report as the cells of a plain table, with held-out sets besides the first."""
+def status_cells(report: dict[str, Any], run: dict[str, Any], other_sets: Sequence[str] = ()) -> list[str]:
+    """Return one run of a ``read_status`` report as cells of a plain table, followed by its other held-out sets."""
     row = run["row"]
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
-    rates += [run["evaluations"].get(name, {}).get(when) for name in further for when in ("before", "now")]
+    rates += [run["evaluations"].get(name, {}).get(when) for name in other_sets for when in ("before", "now")]
     cells = [report["directory"], run["run_id"], run["state"], str(run["step"]), str(run["max_steps"])]
     why = run["reason"] or (f"worker {run['worker']}" if run.get("worker") else "")
     return [*cells, *("-" if rate is None else f"{rate:.3f}" for rate in rates), why]

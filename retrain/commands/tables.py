@@ -1,4 +1,4 @@
-"""Results as tables and lines: rich on a terminal, aligned text everywhere else."""
+"""Format results as tables and lines for a terminal or plain text."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval",
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")
 WIDE = 110  # Terminal columns from which a verdict fits beside the numbers
 NARROW = 76
-"""Terminal columns below which intervals, p-values and words beside a mark are left out (the files have them)."""
+"""Terminal columns below which intervals, p-values and verdict words are left out; the files contain them."""
 
 
 class ResultTable(NamedTuple):
@@ -26,7 +26,7 @@ class ResultTable(NamedTuple):
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Text]]
-    left: Sequence[str]
+    left_aligned: Sequence[str]
     lines: Sequence[Text] = ()
     gap: int = 2
 
@@ -35,8 +35,8 @@ class ResultTable(NamedTuple):
             return Group(*self.lines)
         table = Table(box=None, padding=(0, self.gap, 0, 0), pad_edge=False, header_style="bold")
         for heading in self.headings:
-            wraps = bool(heading) and heading in self.left
-            justify, overflow = "left" if heading in self.left else "right", "fold" if wraps else "ellipsis"
+            wraps = bool(heading) and heading in self.left_aligned
+            justify, overflow = "left" if heading in self.left_aligned else "right", "fold" if wraps else "ellipsis"
             table.add_column(heading, justify=justify, no_wrap=not wraps, overflow=overflow)
         for row in self.rows:
             table.add_row(*row)
@@ -45,7 +45,7 @@ class ResultTable(NamedTuple):
     def text(self) -> str:
         rows = [self.headings, *([cell.plain for cell in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        is_left = [heading in self.left or not heading for heading in self.headings]
+        is_left = [heading in self.left_aligned or not heading for heading in self.headings]
         lines = [self.title] if self.title else []
         for row in rows if self.rows or not self.title else ():
             cells = zip(row, widths, is_left, strict=True)
@@ -121,8 +121,7 @@ def secondary_rows(report: Values) -> list[list[str]]:
 
 
 def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tuple[str, str]:
-    """Return before → after, and the typical difference to the baseline with its interval, in points if the metric is a
-    share."""
+    """Return before → after, and the typical difference with its interval, in points for a share."""
     level, amount = (rate, points) if share else (plain_number, plain_number)
     difference = amount(condition["typical_difference"])
     if condition["difference_interval"]:
@@ -133,8 +132,8 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
 
 
 def accuracy_line(name: str, accuracy: Values) -> str:
-    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, whose interval is
-    over problems."""
+    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, with the last one's
+    interval over problems."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"
@@ -164,13 +163,13 @@ def squeeze_table(report: Values, width: int = WIDE) -> ResultTable:
 
 def squeeze_line(report: Values) -> str:
     """Return the recommendation without its table, and the command that prints the table."""
-    words = squeeze_words(report)
+    text = squeeze_words(report)
     if report.get("recommended_rank") is not None:
-        recommended, evidence = words[-2:]
-        words = [f"{recommended}. {evidence}"]
+        recommended, evidence = text[-2:]
+        text = [f"{recommended}. {evidence}"]
     if report["rows"]:
-        words.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])} (--to RANK compresses to another)")
-    return visible(" ".join(words))
+        text.append(f"All ranks: retrain squeeze {shlex.quote(report['run'])} (--to RANK compresses to another)")
+    return visible(" ".join(text))
 
 
 def plain_number(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""``train``, ``resume``, ``squeeze``: the commands that compute."""
+"""``train``, ``resume``, ``squeeze``: commands that compute."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from retrain.errors import UsageError
 from retrain.files import dumps
 
 if TYPE_CHECKING:
-    from retrain.campaign.controller import Outcome
+    from retrain.campaign.controller import CampaignOutcome
     from retrain.campaign.planning.changes import Approval
     from retrain.records.observer import Observer
 
 
-def finish(plain: bool, work: Callable[[Observer], Outcome], verbose: bool = False) -> None:
-    """Do the work under a console, print how it ended, exit with its status."""
+def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
+    """Run ``action`` under a console, print the outcome, and exit with its status."""
     from retrain.commands.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
     from retrain.util.session import ENDINGS
 
     started = time.time()
-    with lasting_streams():  # a closed terminal ends no training
+    with lasting_streams():  # a closed terminal does not end the training
         observer = make_console(plain=plain, verbose=verbose)
         try:
-            outcome = work(observer)
+            outcome = action(observer)
         finally:
             observer.close()
         print_tables_of(outcome.summary, plain)
@@ -80,9 +80,9 @@ def train(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train every run of a campaign or run file, then print the comparison, the recommended rank and the paths.
+    """Train a campaign or run; print comparison, rank and paths.
 
-    Started again on the same file, it continues; what is done is not repeated, unless the file asks for more steps.
+    Started again on the same file, it continues; finished runs are not repeated, unless the file asks for more steps.
     """
 
     follow_torchrun(dry_run)
@@ -110,8 +110,8 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """Where torchrun has started several processes, have all but the first do the jobs of that one, and end with it; at
-    once where there is ``nothing`` to compute."""
+    """In a process of torchrun other than the first, run the first one's jobs and exit with it; exit at once if there
+    is ``nothing`` to compute."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
 
@@ -155,31 +155,33 @@ def resume(
     plain: Plain = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue an interrupted run or campaign from its last checkpoints; finished ones with more steps (--set
-    training.max_steps=…)."""
+    """Continue an interrupted run or campaign from its last checkpoints.
+
+    Finished ones continue with more steps (--set training.max_steps=…).
+    """
     follow_torchrun()
     from retrain.campaign.controller import resume as go_on
 
-    place = Path(directory)
+    path = Path(directory)
     if "://" in directory:
         from retrain.util.mirror import Mirror
 
-        place = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
-        Mirror(directory, place).fetch()
-        print(f"{directory} is in {place} now")
+        path = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
+        Mirror(directory, path).fetch()
+        print(f"{directory} is in {path} now")
     elif out is not None:
-        raise UsageError(f"{directory} goes on where it is: leave out --out, which is for the copy at a URL")
-    require_directory(place)
+        raise UsageError(f"{directory} continues in place: leave out --out, which is for the copy at a URL")
+    require_directory(path)
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
     finish(
         plain,
-        lambda observer: go_on(place, observer, retry_failed, approval(accept_changes, observer), changed),
+        lambda observer: go_on(path, observer, retry_failed, approval(accept_changes, observer), changed),
         verbose,
     )
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
-    """Who decides about differences from what a directory recorded: the option, else the person at the terminal."""
+    """Return who approves differences from a directory's records: the option, else the person at the terminal."""
     from retrain.campaign.planning.changes import Approval
     from retrain.util.text import visible
 
@@ -222,7 +224,10 @@ def squeeze(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tell which LoRA rank the trained adapter needs, compress it when --to is given, and train it on there."""
+    """Analyse the LoRA rank of an adapter and compress it.
+
+    Compresses with --to, and trains the compressed adapter on with --continue.
+    """
     from retrain.adapters.squeeze import squeeze as squeeze_directory
 
     require_directory(directory)

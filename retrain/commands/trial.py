@@ -1,4 +1,4 @@
-"""``try``: what the model is asked, answers and is paid, before anything is trained."""
+"""``try``: show prompts, answers and rewards before training."""
 
 import sys
 from typing import Annotated, Any
@@ -25,9 +25,9 @@ def try_(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show prompts as the model reads them, answers, and what the reward says of each; nothing is trained or written.
+    """Show a file's prompts, sampled answers and rewards; train nothing.
 
-    They are those of the first step. Exit status 1 when the reward grades none of the answers.
+    Problems and answers are those of the first step. Exit status 1 if the reward grades none of the answers.
     """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
@@ -81,7 +81,7 @@ def print_trial(report: dict[str, Any]) -> None:
 
 
 def print_trial_lines(report: dict[str, Any]) -> None:
-    """The trial for a script: one line for each prompt, answer and sum."""
+    """Print the trial for scripts: one line for each prompt, answer and total."""
     print_record("run", run=report["run"], seed=report["seed"], model=report["model"])
     for number, prompt in enumerate(report["prompts"], start=1):
         facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
@@ -98,30 +98,30 @@ def print_trial_lines(report: dict[str, Any]) -> None:
 
 
 def sample_words(sample: dict[str, Any]) -> str:
-    """What the reward says of one answer, and how it was made."""
+    """Return the reward of one answer, and how it was computed."""
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
     took = seconds_words(sample["seconds"])
     if sample["reward"] is None:
         return f"no reward: {visible(sample['error'] or '')}; {length}, {took}"
-    parts = {**sample["components"], **sample["sample_metrics"]}
-    own = [
+    numbers = {**sample["components"], **sample["sample_metrics"]}
+    components = [
         f"{visible(name)} {number_words(value)}"
-        for name, value in parts.items()
-        if len(parts) > 1 or value != sample["reward"]
+        for name, value in numbers.items()
+        if len(numbers) > 1 or value != sample["reward"]
     ]
-    words = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *own]
+    parts = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
     if sample["tags"]:
-        words.append("tags " + " ".join(map(visible, sample["tags"])))
-    return f"{', '.join(words)}; {length}, {took}"
+        parts.append("tags " + " ".join(map(visible, sample["tags"])))
+    return f"{', '.join(parts)}; {length}, {took}"
 
 
 def number_words(value: float | None) -> str:
-    """A number in at most four digits."""
+    """Format a number with at most four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 
 def seconds_words(seconds: float | None) -> str:
-    """Seconds as "0.2 ms", "35 ms", "1.2 s" or "3 min"."""
+    """Format seconds as "0.2 ms", "35 ms", "1.2 s" or "3 min"."""
     if seconds is None or seconds != seconds:
         return "not tried"
     if seconds < 1:
@@ -138,7 +138,6 @@ def verdict_words(verdict: dict[str, Any]) -> str:
 
 
 def advice_of(report: dict[str, Any]) -> list[str]:
-    """What a person should know before a run of this costs hours."""
     grading, verdict, lines = report["grading"], report["verdict"], []
     if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
         lines.append(

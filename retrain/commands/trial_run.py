@@ -1,7 +1,7 @@
-"""A look before training: some problems of a run's first batch as the model reads them, sampled and graded.
+"""Sample and grade some problems of a run's first batch before training.
 
-The run is put together as training does it (``assemble``), in a directory that is removed again and without trackers:
-the prompts are those of its first batch, the answers those of its first step, the grader is its own.
+The run is built as for training (``assemble``), in a temporary directory and without trackers: prompts, answers and
+grader are those of its first step.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ def trial(
 ) -> dict[str, Any]:
     """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
-    ``condition`` is the label of the run's condition, None the first; the seed is the first. Returns ``run``, ``seed``,
-    ``model`` and what ``trial_report`` returns. Raises RetrainError as training does.
+    ``condition`` is the label of the run's condition, by default the first; the seed is the first. Returns ``run``,
+    ``seed``, ``model`` and the fields of ``trial_report``. Raises RetrainError as training does.
     """
     spec = temporary(chosen(plan, condition))
     samples = samples or min(ANSWERS, spec.config.training.group_size)
@@ -60,10 +60,8 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
 
 
 def others(plan: Plan, condition: str | None) -> list[str]:
-    """Return the labels of the conditions whose reward or sampling differs from that of the tried one.
-
-    Raises UsageError when there is no such condition.
-    """
+    """Return the labels of the conditions whose reward or sampling differs from the tried one. Raises UsageError if
+    that does not exist."""
     tried = chosen(plan, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""``ui``: a local web page over directories of runs."""
+"""``ui``: serve a local web page over directories of runs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ def ui(
         ),
     ] = None,
 ) -> None:
-    """Look at campaigns and runs on a local web page, live while they train. Nothing in them is changed.
+    """Show campaigns and runs on a local web page, live.
 
-    Prints the address of the page. Reads what retrain, the Tinker cookbook, TRL and trackio write. Ctrl-C ends it.
+    Their files are not changed. Prints the address of the page. Reads the records of retrain, the Tinker cookbook, TRL
+    and trackio. Ctrl-C ends it.
     """
     for module in ("starlette", "uvicorn", "jinja2"):
         if not is_installed(module):
             raise missing("retrain ui", module, "ui")
-    from retrain.serving.listening import Server, listening_socket
+    from retrain.serving.listening import HttpServer, listening_socket
     from retrain.serving.local import is_local
     from retrain.ui.library import Library
     from retrain.ui.numbers import Pool, cache_directory
@@ -58,7 +59,7 @@ def ui(
     token = None if is_local(host) else secrets.token_urlsafe(24)
     with listening_socket(host, port) as bound:
         url = address_of(bound, token)
-        server: Server | None = None
+        server: HttpServer | None = None
 
         def ready() -> None:
             print(f"retrain ui at {url}", flush=True)
@@ -71,7 +72,7 @@ def ui(
             library, host=host, port=bound.getsockname()[1], token=token,
             closing=lambda: server is not None and server.should_exit,
         )  # fmt: skip
-        server = Server(app, ready)
+        server = HttpServer(app, ready)
         server.run(sockets=[bound])
 
 
@@ -84,7 +85,7 @@ def write_copy(library: Library, out: Path) -> None:
 
 
 def address_of(bound: socket.socket, token: str | None) -> str:
-    """What a person opens; of a server that listens everywhere, under this machine's name."""
+    """Return the page's URL, with this machine's name if the server listens on all interfaces."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()

@@ -1,11 +1,20 @@
-"""The configuration: every key declared once, all mistakes reported at once.
+"""Declare every configuration key once; report all mistakes at once.
 
 ``load`` reads a TOML file, ``parse_dict`` plain data; both give a frozen `Config` or raise one `ConfigError`.
 """
 
-from retrain.config.campaign import Campaign, Condition
-from retrain.config.loading import Loaded, load, parse_dict
+from retrain.config.campaign import CampaignSection, Condition
+from retrain.config.loading import LoadedConfig, load, parse_dict
 from retrain.config.reference import configuration_markdown, json_schema
 from retrain.config.root import Config
 
-__all__ = ["Campaign", "Condition", "Config", "Loaded", "configuration_markdown", "json_schema", "load", "parse_dict"]
+__all__ = [
+    "CampaignSection",
+    "Condition",
+    "Config",
+    "LoadedConfig",
+    "configuration_markdown",
+    "json_schema",
+    "load",
+    "parse_dict",
+]

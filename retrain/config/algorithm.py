@@ -1,6 +1,6 @@
-"""[algorithm], [gtpo], [hicra], [sepa], [planning], [distillation]: from rewards to a number per token, and the loss.
+"""[algorithm], [gtpo], [hicra], [sepa], [planning], [distillation]: advantages, token credit, the loss, a teacher.
 
-Code of the user's own is named here as `module:function` and loaded by `retrain.algorithms.load_modes`.
+``retrain.algorithms.load_modes`` loads the user's own code, which is named here as `module:function`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, create_model
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
-    Finding,
     Natural,
     NotNegative,
     OptionalAboveOne,
@@ -26,8 +27,7 @@ from retrain.config.base import (
     Role,
     Section,
     Share,
-    Unavailable,
-    UsedWhen,
+    UnsupportedValues,
     fault,
 )
 from retrain.config.legacy import NO_SEMANTIC
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 else:
     _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
 AdvantageMode = _Advantage | Plugin
-TransformMode = Annotated[_Transform | Plugin, Unavailable(UNAVAILABLE["transform_mode"])]
+TransformMode = Annotated[_Transform | Plugin, UnsupportedValues(UNAVAILABLE["transform_mode"])]
 
 
-def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> UsedWhen:
+def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> ActiveIf:
     modes = used_by("transform_mode", dotted)
-    return UsedWhen("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
+    return ActiveIf("algorithm.transform_mode", modes, plugins=plugins, training_only=training_only)
 
 
 _SEPA = _with_credit("sepa")
-_AUTO = UsedWhen("sepa.schedule", ("auto",))
+_AUTO = ActiveIf("sepa.schedule", ("auto",))
 
 
-def _unset_or_several(dotted: str, *besides: str) -> UsedWhen:
-    """The marker of a key that a correction takes the effect from, unless a batch has several updates."""
+def _unset_or_several(dotted: str, *besides: str) -> ActiveIf:
+    """Return the marker of a key that a correction disables, unless a batch has several updates."""
     several = "several updates of a batch"
-    return UsedWhen(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
+    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
 
 
 _UNCORRECTED = (
@@ -61,7 +61,7 @@ _UNCORRECTED = (
     _unset_or_several("algorithm.icepop_band"),
     _unset_or_several("algorithm.correction", "none"),
 )
-CLIPPED = (UsedWhen("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
+CLIPPED = (ActiveIf("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
 
@@ -81,34 +81,33 @@ def _band(value: list[float] | None) -> list[float] | None:
 
 
 class _Modes(Section):
-    """The keys of [algorithm] that name modes."""
+    """Keys of [algorithm] that name modes."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     advantage_mode: AdvantageMode = "grpo"
-    """One number per completion from the rewards of its group: a mode, or `module:function` of your own."""
+    """Advantage of a completion, computed from the rewards of its group: a mode, or `module:function` of your own."""
     transform_mode: TransformMode = "none"
-    """How that number is spread over the completion's tokens; `none` gives every token the same. A mode, or
-    `module:function` of your own."""
+    """Token credit: distributes the advantage over the completion's tokens; `none` gives every token the same. A mode,
+    or `module:function` of your own."""
     turn_credit: Literal["episode", "turn", "state"] = "episode"
-    """In episodes of several turns: one advantage for the whole `episode`, or one for every turn, by the same
-    `advantage_mode` from the rewards that were still to come. `turn` compares them with those of the group's other
-    rollouts in their turns of the same number; `state` with those of all turns of the group in which the policy had
-    just read the same, and adds the episode's own (GiGPO)."""
-    state_weight: Annotated[Positive, UsedWhen("algorithm.turn_credit", ("state",))] = 1.0
-    """What the comparison of equal states counts beside that of whole episodes."""
-    turn_discount: Annotated[float, Field(gt=0, le=1), UsedWhen("algorithm.turn_credit", ("turn", "state"))] = 1.0
-    """What a reward one turn later counts, in the rewards that are still to come."""
+    """Credit in episodes of several turns: `episode` computes one advantage for the whole episode; `turn` and `state`
+    compute one for every turn, by the same `advantage_mode` from the return that follows it. `turn` compares turns of
+    the same number within a group; `state` compares all turns of the group that begin in the same state (the policy had
+    just read the same), and adds the episode's advantage (GiGPO)."""
+    state_weight: Annotated[Positive, ActiveIf("algorithm.turn_credit", ("state",))] = 1.0
+    """Weight of the comparison of equal states relative to that of whole episodes."""
+    turn_discount: Annotated[float, Field(gt=0, le=1), ActiveIf("algorithm.turn_credit", ("turn", "state"))] = 1.0
+    """Discount per turn of later rewards."""
     uncertainty_kind: Annotated[
         _Uncertainty | Plugin, _with_credit("algorithm.uncertainty_kind", plugins=True, training_only=True)
     ] = "surprisal"
-    """Uncertainty of a token: −logprob of the sampled token, p(1−p), the entropy of the whole distribution, or a
-    `module:function` of your own."""
+    """Uncertainty of a token: −logprob, p(1−p), full-vocabulary entropy, or a `module:function` of your own."""
     loss: _Loss | Plugin = "ppo"
-    """Policy loss. On-policy with one update per batch all have the same gradient. A name, or a
-    `module:function` of your own."""
+    """Policy loss: a name, or a `module:function` of your own. On-policy with one update per batch, all have the same
+    gradient."""
     loss_normalizer: Literal["tokens", "sequences", "constant"] = "tokens"
-    """What the summed loss is divided by: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
+    """Divisor of the summed loss: trained tokens, sequences (GRPO), or a constant (Dr. GRPO)."""
 
 
 def _parameter_fields() -> Iterator[tuple[str, Any]]:
@@ -117,73 +116,74 @@ def _parameter_fields() -> Iterator[tuple[str, Any]]:
         for mode, row in table.items():
             uncorrected = _UNCORRECTED if isinstance(row, Loss) and not row.from_sampler else ()
             for name, parameter in row.parameters.items():
-                annotation = Annotated[parameter.annotation, UsedWhen(f"algorithm.{key}", (mode,)), *uncorrected]
+                annotation = Annotated[parameter.annotation, ActiveIf(f"algorithm.{key}", (mode,)), *uncorrected]
                 yield name, (annotation, Field(default=parameter.default, description=parameter.description))
 
 
 _Parameters = create_model("_Parameters", __base__=_Modes, **dict(_parameter_fields()))
 
 
-class Algorithm(_Parameters):
-    """Which advantage, which token credit, which loss. Each name means its paper."""
+class AlgorithmSection(_Parameters):
+    """Advantage, token credit and loss. Each name refers to its paper."""
 
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
-    """With a negative advantage A the objective of a token is at least dual_clip·A, however large its ratio."""
+    """Lower bound of the objective for a token with a negative advantage A: dual_clip·A, however large its ratio."""
     correction: Literal["none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"] | None = None
-    """How the loss corrects that the sampler is not the policy that trains: not at all; by importance sampling of each
-    token, truncated (`tis`) or masked (`mis`) at `tis_cap`; by IcePop (`icepop_band`); by the whole weight
-    π_trainer/π_sampler (decoupled PPO); or by the product of a sequence's weights, truncated or masked at `tis_cap`
-    (`seq_tis`, `seq_mis`). Unset is what `tis_cap` or `icepop_band` says, else none."""
+    """Correction of the loss for the difference between sampler and trainer: none; importance sampling of each token,
+    truncated (`tis`) or masked (`mis`) at `tis_cap`; IcePop (`icepop_band`); the unbounded weight π_trainer/π_sampler
+    (`decoupled`, decoupled PPO); or the product of a sequence's weights, truncated or masked at `tis_cap` (`seq_tis`,
+    `seq_mis`). Unset follows `tis_cap` or `icepop_band` if one is set, else none."""
     tis_cap: Annotated[
         Annotated[float, Field(ge=1)] | None,
-        UsedWhen("algorithm.correction", (None, "tis", "mis", "seq_tis", "seq_mis")),
+        ActiveIf("algorithm.correction", (None, "tis", "mis", "seq_tis", "seq_mis")),
     ] = None
-    """Truncated importance sampling: each token's loss is weighted by min(π_trainer/π_sampler, tis_cap); masked: by 0
-    above it. Unset is 2 where a correction wants it."""
+    """Truncated importance sampling weights each token's loss by min(π_trainer/π_sampler, tis_cap); masking sets
+    weights above the cap to 0. Unset is 2 with a correction that needs it."""
     icepop_band: Annotated[
-        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.correction", (None, "icepop"))
+        list[float] | None, AfterValidator(_band), ActiveIf("algorithm.correction", (None, "icepop"))
     ] = None
-    """`[alpha, beta]`: the same weight without a cap, and tokens whose weight lies outside the band do not train. Unset
-    is `[0.5, 5.0]` with `correction = "icepop"`."""
+    """`[alpha, beta]`: the weight is not capped, and tokens whose weight lies outside the band do not train. Unset is
+    `[0.5, 5.0]` with `correction = "icepop"`."""
     rejection: Literal["none", "geometric", "k3", "veto"] = "none"
-    """Completions that are left out of the policy loss because trainer and sampler disagree about them, w being
-    π_trainer/π_sampler of a token before the update: `geometric` where the geometric mean of w is outside
-    `rejection_band`, `k3` where the mean of w − 1 − log w is above `rejection_limit`, `veto` where some token has w
-    below `rejection_limit`. One more forward pass over all completions."""
+    """Removes completions from the policy loss when trainer and sampler disagree; w is π_trainer/π_sampler of a token
+    before the update. `geometric`: the geometric mean of w is outside `rejection_band`; `k3`: the mean of w − 1 − log w
+    is above `rejection_limit`; `veto`: some token has w below `rejection_limit`. Costs one more forward pass over all
+    completions."""
     rejection_band: Annotated[
-        list[float] | None, AfterValidator(_band), UsedWhen("algorithm.rejection", ("geometric",))
+        list[float] | None, AfterValidator(_band), ActiveIf("algorithm.rejection", ("geometric",))
     ] = None
-    """`[low, high]`, unset `[0.99, 1.01]`."""
-    rejection_limit: Annotated[OptionalPositive, UsedWhen("algorithm.rejection", ("k3", "veto"))] = None
+    """`[low, high]`; unset is `[0.99, 1.01]`."""
+    rejection_limit: Annotated[OptionalPositive, ActiveIf("algorithm.rejection", ("k3", "veto"))] = None
     """Unset is 0.01 for `k3` and 0.0001 for `veto`."""
     rejection_denominator: Literal["all", "kept"] = "all"
-    """Whether the loss is still divided by all tokens or only by those that were not rejected, by `rejection`, by the
-    mask of `mis`, `icepop` or `seq_mis`, or by `m2po`. `kept` costs one more forward pass over all completions."""
+    """Tokens that the loss is divided by: `all`, or only those `kept` after masking by `rejection`, by `mis`, `icepop`
+    or `seq_mis`, or by `m2po`. `kept` costs one more forward pass over all completions."""
     discard_group_zero_advantage: bool = True
-    """Groups whose advantages are all 0 do not go through the trainer. They count in the divisor of the loss either
-    way, so a step with any signal takes the same update. `false` runs them too: they count in `num_datums` and in the
-    statistics of trained tokens, and where no group has signal the optimizer still takes its step, by its momentum."""
+    """Skip the forward and backward pass of groups whose advantages are all 0. They count in the divisor of the loss
+    either way, so a step with any signal makes the same update. `false` trains on them too: they count in `num_datums`
+    and in the statistics of trained tokens, and where no group has signal the optimizer still steps, by its
+    momentum."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence to the frozen base, in the loss unless `kl_in_reward` is set. In the loss, groups
-    without signal train too."""
+    """Weight of the KL divergence to the frozen base, in the loss unless `kl_in_reward` is set. In the loss, it also
+    trains groups without signal."""
     kl_in_reward: Annotated[
         Literal["none", "k1", "k2", "k3"],
-        UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
+        ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "algorithm.kl_in_reward")),
     ] = "none"
-    """With a critic: take `kl_coef` times this estimate of the divergence from every token's reward, as PPO does,
+    """With a critic: subtract `kl_coef` times this estimate of the divergence from every token's reward, as PPO does,
     instead of adding it to the loss."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy of the whole distribution, as a bonus. Groups without signal then train too."""
+    """Weight of the full-vocabulary entropy, as a bonus. It also trains groups without signal."""
     entropy_mask_rho: Annotated[PositiveShare, _with_credit("algorithm.entropy_mask_rho")] = 0.2
-    """Share of tokens, those of highest entropy in the batch, that are trained."""
+    """Share of tokens, those of highest entropy in the batch, that train."""
     entropy_mask_denominator: Annotated[Literal["kept", "all"], _with_credit("algorithm.entropy_mask_denominator")] = (
         "kept"
     )
-    """Whether the loss is divided by the kept tokens or by all of them; the two differ by 1/rho."""
+    """Tokens that the loss is divided by: `kept` or `all`; the two differ by 1/rho."""
 
     @property
     def weight(self) -> tuple[str, float, float] | None:
-        """The correction that is made, with the smallest and the largest weight; None without one."""
+        """(kind, smallest weight, largest weight) of the correction; None without one."""
         unset = "tis" if self.tis_cap else "icepop" if self.icepop_band else "none"
         kind = self.correction or unset
         if kind == "none":
@@ -195,17 +195,17 @@ class Algorithm(_Parameters):
 
     @property
     def corrects(self) -> bool:
-        """Whether the loss is weighted by how probable a token is for the trainer and for the sampler."""
+        """True if the loss is weighted by π_trainer/π_sampler."""
         return self.weight is not None
 
     @property
     def from_sampler(self) -> bool:
-        """Whether the loss itself bounds the ratio to the sampler."""
+        """True if the loss itself bounds the ratio to the sampler."""
         return loss_of(self.loss).from_sampler
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest of what `rejection` looks at."""
+        """(low, high) bounds of the statistic that `rejection` uses."""
         limit = self.rejection_limit or REJECTION_LIMITS.get(self.rejection, 0.0)
         if self.rejection == "veto":
             return limit, math.inf
@@ -214,24 +214,24 @@ class Algorithm(_Parameters):
 
     @property
     def can_reject(self) -> bool:
-        """Whether some tokens may be left out of the policy loss."""
+        """True if some tokens may be removed from the policy loss."""
         masks = self.weight is not None and self.weight[0] in REJECTING
         return masks or self.chooses_before
 
     @property
     def chooses_before(self) -> bool:
-        """Whether what is rejected depends on the whole step or sequence, and so is known before the update."""
+        """True if rejection depends on the whole step or sequence, so that it is decided before the update."""
         return self.rejection != "none" or self.loss == "m2po"
 
     def parameters_of(self, key: str) -> dict[str, Any]:
-        """Return the parameters of the mode that ``key`` names, without the mode's name: of `loss = "cispo"`, the value
-        of `cispo_cap` as "cap"."""
+        """Return the parameters of the mode that ``key`` selects, without the mode's prefix: with `loss = "cispo"`,
+        `cispo_cap` is "cap"."""
         mode = getattr(self, key)
         return {name.removeprefix(f"{mode}_"): getattr(self, name) for name in mode_of(key, mode).parameters}
 
     @property
     def regularised(self) -> bool:
-        """Whether the loss has a term besides the advantages', so that every completion trains."""
+        """True if the loss has a KL, entropy or value term, so that every completion trains."""
         return self.loss_kl_coef > 0 or self.entropy_coef > 0 or self.critic
 
     @property
@@ -248,53 +248,52 @@ class Algorithm(_Parameters):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its modes together cannot do without."""
-        own = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
+        """Inputs that the selected modes require."""
+        needs = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
         if self.rejection != "none" or self.rejection_denominator == "kept":
-            own |= {Need.LOGPROBS}
-        return own | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in own else own
+            needs |= {Need.LOGPROBS}
+        return needs | {Need.LOGPROBS, Need.REFERENCE} if Need.VALUES in needs else needs
 
     @property
     def keeps_uniform_groups(self) -> bool:
-        """Whether groups without signal go through the trainer."""
+        """True if groups without signal are trained on."""
         return self.regularised or not self.discard_group_zero_advantage
 
-    def findings(self) -> Iterator[Finding]:
-        """One correction of the difference between sampler and trainer, a KL in the reward that weighs something."""
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.kl_in_reward != "none" and self.kl_coef == 0:
             keys = ("algorithm.kl_in_reward", "algorithm.kl_coef")
-            yield Finding(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
+            yield ConfigIssue(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
         if self.tis_cap is not None and self.icepop_band is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("algorithm.icepop_band", "algorithm.tis_cap"),
                 f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
                 "keep one of the two",
             )
         if self.from_sampler and self.corrects:
             keys = ("algorithm.correction", "algorithm.loss")
-            yield Finding(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
+            yield ConfigIssue(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
         if self.rejection_denominator == "kept" and not self.can_reject:
             keys = ("algorithm.rejection_denominator", "algorithm.rejection")
-            yield Finding(keys, 'is "kept", and nothing is ever rejected', "remove the line")
+            yield ConfigIssue(keys, 'is "kept", and nothing is ever rejected', "remove the line")
 
 
 class Gtpo(Section):
-    """Credit in proportion to a token's uncertainty. Two papers use this acronym: `gtpo` and `gtpo_paper`."""
+    """Credit in proportion to a token's uncertainty. Two papers use the acronym: `gtpo` and `gtpo_paper`."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     beta: Annotated[NotNegative, _with_credit("gtpo.beta")] = 0.1
-    """Strength of the weighting; 0 is exactly none, above 1 weights may be cut off at 0."""
+    """Strength of the weighting: 0 switches it off; above 1, weights may be clipped at 0."""
     alpha1: Annotated[Positive, _with_credit("gtpo.alpha1")] = 1.0
     """Weight of the reward in `gtpo_paper`."""
     alpha2: Annotated[NotNegative, _with_credit("gtpo.alpha2")] = 0.1
     """Weight of the entropy term in `gtpo_paper`."""
     centred: Annotated[bool, _with_credit("gtpo.centred")] = True
-    """Whether `gtpo_paper` takes the group's mean away, as its paper does; `false` divides by the root mean square
-    alone, so that no token of a wrong answer has a positive advantage."""
+    """Subtract the group's mean in `gtpo_paper`, as its paper does; `false` divides by the root mean square only, so
+    that no token of a wrong answer has a positive advantage."""
 
 
-class Hicra(Section):
+class HicraSection(Section):
     """More credit for planning tokens."""
 
     role: ClassVar[Role] = Role.LEARNS
@@ -315,7 +314,7 @@ class Sepa(Section):
     delay_steps: Annotated[Natural, _SEPA] = 0
     """Steps with λ = 0 before the rise."""
     correct_rate_gate: Annotated[Share, _SEPA] = 0.1
-    """λ stays 0 until a batch reaches this share of correct completions; the rise is counted from there. 0: no gate."""
+    """Keep λ at 0 until a batch has at least this share of correct completions; the rise starts there. 0 is no gate."""
     ema_decay: Annotated[Decay, _SEPA, _AUTO] = 0.99
     """Decay per step of the running variance."""
     warmup_steps: Annotated[Count, _SEPA, _AUTO] = 50
@@ -325,24 +324,23 @@ class Sepa(Section):
 
 
 class Planning(Section):
-    """How planning tokens are found: for HICRA and SEPA, and in every run for the metrics."""
+    """Detection of planning tokens, which HICRA and SEPA use; metrics of every run record them."""
 
     role: ClassVar[Role] = Role.LEARNS
 
-    detector: Annotated[Literal["regex"] | Plugin, Unavailable({"semantic": NO_SEMANTIC})] = "regex"
-    """`regex`: the phrases of `[logging] strategic_grams`, matched in the decoded text. Or a `module:function` of your
-    own."""
+    detector: Annotated[Literal["regex"] | Plugin, UnsupportedValues({"semantic": NO_SEMANTIC})] = "regex"
+    """`regex` matches the phrases of `[logging] strategic_grams` in the decoded text; or a `module:function`."""
 
 
 OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight")
-"""Keys that only a teacher behind a ``url`` has."""
+"""Keys that have an effect only with a ``url``."""
 
 
-_SAMPLED, _WHOLE = (UsedWhen("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
+_SAMPLED, _WHOLE = (ActiveIf("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
 POLICY = "policy"
-"""The teacher that is the student itself, with more in its context."""
+"""Value of ``teacher`` that makes the student its own teacher, with privileged context."""
 SHOWN = {"answer": "The correct answer is {context}.", "sibling": "A correct solution is:\n\n{context}"}
-"""What a teacher reads at the end of the prompt where ``context_text`` does not say otherwise."""
+"""Default of ``context_text`` by ``context``."""
 
 
 def _placed(value: str | None) -> str | None:
@@ -352,55 +350,55 @@ def _placed(value: str | None) -> str | None:
 
 
 class Distillation(Section):
-    """On-policy distillation: a teacher scores the tokens that the policy has sampled, and every token has the
-    advantage weight · (ln π_teacher − ln π), the reverse KL divergence's, alone or beside that of the reward."""
+    """On-policy distillation: a teacher scores the tokens that the policy has sampled. The advantage of a token is
+    weight · (ln π_teacher − ln π), which minimises the reverse KL divergence, alone or added to that of the reward."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     teacher: OptionalText = None
-    """Who teaches: `base`, the frozen model without an adapter; `policy`, the student itself as it is before the
-    update, which is shown a `context`; a run's directory, its `final/` or another adapter of the same base; a model, by
-    directory, bundled name or hub name, with the same tokenizer. With `url` the name under which that server has it.
-    Unset: nobody."""
+    """The teacher: `base`, the frozen model without an adapter; `policy`, the student itself before the update, with a
+    privileged `context`; a run's directory, its `final/` or another adapter of the same base; or a model with the same
+    tokenizer, by directory, bundled name or hub name. With `url`, the model's name on that server. Unset switches
+    distillation off."""
     weight: NotNegative = 1.0
-    """Weight of the teacher's advantage. 0 switches it off: the reward's is then all there is, as in a baseline."""
+    """Weight of the teacher's advantage. 0 leaves only that of the reward, as in a baseline."""
     reward_weight: NotNegative = 0.0
-    """Weight of the reward's advantage beside it, by `advantage_mode` and `transform_mode`; 0 distils alone, and the
-    reward is only recorded."""
+    """Weight of the reward's advantage (by `advantage_mode` and `transform_mode`) in the sum; 0 trains on the teacher
+    only and records the reward."""
     estimate: Literal["sampled", "vocabulary"] = "sampled"
-    """What is asked of the teacher: its probability of the `sampled` token, which becomes that token's advantage, or
-    its whole distribution at every token, whose divergence from the student's is a term of the loss (`vocabulary`)."""
+    """Quantity that the teacher computes: the probability of the `sampled` token, which gives that token's advantage;
+    or the distribution over the whole `vocabulary` at every token, whose divergence from the student's is a term of the
+    loss."""
     alpha: Annotated[Share, _WHOLE] = 0.5
-    """Which divergence: 0 forward KL(teacher ‖ student), 1 reverse KL(student ‖ teacher), between them the generalised
-    Jensen-Shannon divergence."""
+    """Divergence: 0 is forward KL(teacher ‖ student), 1 reverse KL(student ‖ teacher), values between them the
+    generalised Jensen-Shannon divergence."""
     top_tokens: Annotated[Natural, _WHOLE] = 0
-    """Compare so many tokens, the student's likeliest, and all others as one (SDPO: 100); 0 compares all."""
+    """Compare this many of the student's most probable tokens, and the sum of the others (SDPO: 100); 0 is all."""
     clamp: Annotated[OptionalPositive, _SAMPLED] = None
     """Bound on |ln π_teacher − ln π| of a token, before the weight (verl: 10); unset is none."""
     student: Annotated[Literal["sampler", "trainer"], _SAMPLED] = "sampler"
-    """Whose ln π is compared with the teacher's: those that the tokens were sampled with, which cost nothing, or the
-    trainer's own before the update, one more forward pass over all completions. They are the same up to rounding unless
-    a server samples, or rollouts are behind the policy."""
+    """Student log-probabilities that are compared with the teacher's: those of the `sampler`, which cost nothing, or of
+    the `trainer` before the update, which cost one more forward pass over all completions. They are equal up to
+    rounding unless a server samples or rollouts are stale."""
     context: Literal["none", "answer", "sibling"] = "none"
-    """What the teacher is shown at the end of the prompt and the student is not: the problem's reference `answer`
-    (OPSD), or the first right completion of the same prompt besides its own, a `sibling` (SDPO). Completions for which
-    there is none have no teacher: distilled alone, they have no advantage."""
+    """Privileged context at the end of the teacher's prompt: the problem's reference `answer` (OPSD), or a `sibling`
+    (SDPO): the first correct completion of the same prompt other than the one that is scored. Completions without such
+    a context have no teacher; trained on the teacher only, they have no advantage."""
     context_text: Annotated[OptionalText, AfterValidator(_placed)] = None
-    """The words, with `{context}` where the answer or the completion stands; unset is
-    `The correct answer is {context}.`, or the like for a sibling."""
+    """Text of the privileged context, with `{context}` where the answer or completion goes; unset is `The correct
+    answer is {context}.`, or a similar sentence for a sibling."""
     url: Annotated[OptionalText, Role.NAMES] = None
-    """Address of a server that has the teacher, such as `http://gpu1:8000`; it is asked for the log-probabilities of
-    whole prompts."""
+    """Address of a server with the teacher, such as `http://gpu1:8000`; it must return prompt log-probabilities."""
     server: Annotated[Literal["vllm", "sglang", "openai"], Role.NAMES] = "vllm"
-    """What kind of server that is, as in `[inference] engine`. `retrain serve` is a `vllm`."""
+    """Kind of that server, as in `[inference] engine`. `retrain serve` is a `vllm`."""
     api_key_env: Annotated[OptionalText, Role.NAMES] = None
     """Environment variable that holds its API key."""
     timeout_s: Annotated[Positive, Role.SPEED] = 600.0
-    """Seconds after which a request without an answer is given up and made again."""
+    """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED] = 600.0
-    """Seconds that it may be away before the runs stop and are saved."""
+    """Seconds that the server may be unavailable before the runs save and stop."""
     max_in_flight: Annotated[Count, Role.SPEED] = 64
-    """Most requests that a run has it answer at a time."""
+    """Most concurrent requests of a run."""
 
     @property
     def active(self) -> bool:
@@ -408,49 +406,50 @@ class Distillation(Section):
 
     @property
     def sampled(self) -> bool:
-        """Whether the teacher gives sampled tokens an advantage."""
+        """True if the teacher gives advantages to sampled tokens."""
         return self.active and self.estimate == "sampled"
 
     @property
-    def whole(self) -> bool:
-        """Whether whole distributions are compared in the loss."""
+    def full_vocabulary(self) -> bool:
+        """True if full-vocabulary distributions are compared in the loss."""
         return self.active and self.estimate == "vocabulary"
 
     @property
-    def alone(self) -> bool:
-        """Whether nothing but the teacher gives advantages."""
+    def teacher_only(self) -> bool:
+        """True if only the teacher gives advantages."""
         return self.active and self.reward_weight == 0
 
     @property
-    def shown_words(self) -> str:
-        """What the teacher reads besides, ``{context}`` included; "" for nothing."""
+    def context_template(self) -> str:
+        """The privileged context, with ``{context}`` unfilled; "" without one."""
         return self.context_text or SHOWN.get(self.context, "")
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it cannot do without, beside what the algorithm needs."""
+        """Inputs that distillation requires, besides those of the algorithm."""
         if not self.sampled:
             return frozenset()
         return frozenset({Need.TEACHER, *([Need.LOGPROBS] if self.student == "trainer" else [])})
 
-    def findings(self) -> Iterator[Finding]:
-        """Keys need somebody who teaches, and some of them a server."""
+    def issues(self) -> Iterator[ConfigIssue]:
         fields = type(self).model_fields
         written = [key for key, field in fields.items() if getattr(self, key) != field.default and key != "teacher"]
         for key in written:
             if self.teacher is None:
                 fix = 'teacher = "base", or the directory of a run or model'
-                yield Finding((f"distillation.{key}", "distillation.teacher"), "has no effect without a teacher", fix)
+                yield ConfigIssue(
+                    (f"distillation.{key}", "distillation.teacher"), "has no effect without a teacher", fix
+                )
             elif self.url is None and key in OF_SERVERS:
                 fix = "remove the line"
-                yield Finding((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
+                yield ConfigIssue((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
         if self.teacher == POLICY and self.url is None and self.context == "none":
             keys = ("distillation.teacher", "distillation.context")
-            yield Finding(keys, 'is "policy", the student itself, which without a context teaches nothing',
+            yield ConfigIssue(keys, 'is "policy", the student itself, which without a context teaches nothing',
                           'context = "answer"')  # fmt: skip
         if self.context_text is not None and self.context == "none" and self.teacher is not None:
             keys = ("distillation.context_text", "distillation.context")
-            yield Finding(keys, "has no effect without a context", 'context = "answer"')
+            yield ConfigIssue(keys, "has no effect without a context", 'context = "answer"')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             message = f'is "{self.url}", which is no address'
-            yield Finding(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')
+            yield ConfigIssue(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')

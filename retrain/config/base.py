@@ -1,9 +1,8 @@
-"""The vocabulary in which sections are declared: bounded types, markers beside fields, findings of rules.
+"""Define what sections are declared with: bounded types, markers of fields, issues that rules report.
 
-A key is declared once, in its section: type, default and bound in the annotation, meaning in the docstring under
-it. What else belongs to a key is a marker in the same annotation: `Role` (what it decides, where that is not what its
-section does), `UsedWhen` (the key does nothing otherwise) and `Unavailable` (values that other tools know and this one
-does not have, with what to type instead).
+Each key is declared once, in its section: type, default, bounds and markers in the annotation, meaning in the
+docstring. Markers: `Role` (what the key decides, if it differs from its section's), `ActiveIf` (condition under which
+it has an effect) and `UnsupportedValues` (values of other tools, with what to type instead).
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ PLUGIN_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 
 
 class Role(Flag):
-    """Marker: what a key decides. From it follows what a fingerprint covers, what may change on resume, what runs may
-    differ in that are pooled, what shares a base and an evaluation, and what distinguishes conditions."""
+    """Marker: what a key decides. Fingerprints, changes allowed on resume, pooling of runs, sharing of bases and
+    evaluations, and the identity of conditions follow from it."""
 
     LEARNS = auto()
-    """What is learned, given where the run starts."""
+    """Changes what is learned, given the same start."""
     SAMPLES = auto()
-    """What is sampled from: base model, device, problems; runs that share a base agree in all of these."""
+    """Changes the start or the sampling: base model, device, problems. Runs that share a base agree in all of these."""
     EVALUATES = auto()
-    """How the result is measured."""
+    """Changes how the result is measured."""
     RECORDS = auto()
-    """What is kept, shown or looked at, and when; nothing that is computed."""
+    """Changes what is recorded or printed, and when, but no computed number."""
     SPEED = auto()
-    """Speed, memory, and when something is given up; of what is learned the rounding at most."""
+    """Changes speed, memory and timeouts; results change by rounding at most."""
     NAMES = auto()
-    """Which run it is, what it is called, and where things lie."""
+    """Changes names and paths only."""
 
 
 class Section(BaseModel):
@@ -56,29 +55,29 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     role: ClassVar[Role | None] = None
-    """The role of keys that have none of their own."""
+    """Role of the keys that do not declare one."""
 
     @classmethod
     def roles(cls) -> dict[str, Role | None]:
-        """The role of every key, by its name in the file."""
+        """Return the role of every key, by its name in the file."""
         return {
             field.alias or name: next((item for item in field.metadata if isinstance(item, Role)), cls.role)
             for name, field in cls.model_fields.items()
         }
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         return iter(())
 
     def __deepcopy__(self, memo: dict[int, object] | None = None) -> Self:
-        """Itself, being frozen: pydantic copies the default of every section that a file leaves out."""
+        """Return the frozen section itself: pydantic copies the default of every section that a file omits."""
         return self
 
 
-class Finding(NamedTuple):
-    """What a cross-field rule has found.
+class ConfigIssue(NamedTuple):
+    """One mistake that a rule reports.
 
-    ``keys`` are the dotted keys involved, the one to report first. A finding is not reported when one of its keys
-    is itself wrong. ``warning`` findings do not stop the run.
+    ``keys`` are the dotted keys involved, the one to report first. An issue is dropped if one of its keys is invalid by
+    itself. ``warning`` issues do not stop the run.
     """
 
     keys: tuple[str, ...]
@@ -88,38 +87,37 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UsedWhen:
-    """Marker: the key has an effect only while ``key`` has one of ``values``.
+class ActiveIf:
+    """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
 
-    ``values`` of (None,) means: only while that key is unset.
-    ``training_only``: elsewhere it still shapes what is recorded, so only a condition's override of it is an error.
+    ``training_only``: the key always affects records, so only a condition's override of it is an error.
     """
 
     key: str
     values: tuple[str | None, ...]
     plugins: bool = False
-    """Also while that key names code of the user's own."""
+    """The key also has an effect while that key names the user's own code."""
     training_only: bool = False
     unless: str = ""
-    """Also while this property, dotted as a key is, is true, ..."""
+    """Dotted property of the configuration: while it is true, the key has an effect too."""
     unless_words: str = ""
-    """... which is called so."""
+    """Description of ``unless`` for messages."""
 
 
 @dataclass(frozen=True)
-class Unavailable:
-    """Marker: values that are known but cannot be used, each with (why, what to type instead)."""
+class UnsupportedValues:
+    """Marker: values that other tools have and retrain does not, each with (why, what to type instead)."""
 
     values: Mapping[str, tuple[str, str]]
 
 
 def is_plugin(value: object) -> bool:
-    """Whether the value has the form `package.module:function`."""
+    """Return whether the value has the form `package.module:function`."""
     return isinstance(value, str) and re.fullmatch(PLUGIN_PATTERN, value) is not None
 
 
 def fault(message: str, fix: str = "") -> PydanticCustomError:
-    """The error for a field validator to raise: ``message`` says what was found, ``fix`` what to type."""
+    """Return the error of a field validator; ``message`` names value and fault, ``fix`` is what to type."""
     return PydanticCustomError("fault", "{message}", {"message": message, "fix": fix})
 
 
@@ -128,12 +126,12 @@ def _blank_is_none(value: object) -> object:
 
 
 def zero_is_none(value: object) -> object:
-    """0 as unset; for a validator before the others."""
+    """Return None for 0, which means unset; runs before other validators."""
     return None if type(value) in (int, float) and value == 0 else value
 
 
 def minus_one(meaning: int) -> BeforeValidator:
-    """The validator that reads -1, which other tools have for "none" or "all", as what it means here."""
+    """Return a validator that reads -1, which other tools use for "none" or "all", as ``meaning``."""
     return BeforeValidator(lambda value: meaning if type(value) is int and value == -1 else value)
 
 
@@ -145,7 +143,7 @@ def _split_commas(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-def _alone(value: list[str]) -> list[str]:
+def _exclusive(value: list[str]) -> list[str]:
     for word in ("all", "none"):
         if word in value and value != [word]:
             raise fault(f'has "{word}" beside others', f'"{word}", or a list without it')
@@ -153,7 +151,7 @@ def _alone(value: list[str]) -> list[str]:
 
 
 def _split_phrases(value: object) -> object:
-    """Phrases as a list, as a JSON list in a string, or separated by commas; an empty text means the default."""
+    """Return phrases as a list; accepts a JSON list or commas in a string. Empty text means the default."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value) or None
@@ -185,7 +183,7 @@ Tags = Annotated[list[Text], BeforeValidator(_split_commas, json_schema_input_ty
 Trackers = Annotated[
     list[Literal["wandb", "tensorboard", "trackio", "all", "none"] | Plugin],
     BeforeValidator(_split_commas, json_schema_input_type=list[str] | str),
-    AfterValidator(_alone),
+    AfterValidator(_exclusive),
 ]
 OptionalPhrases = Annotated[
     list[Text] | None, BeforeValidator(_split_phrases, json_schema_input_type=list[str] | str | None)
@@ -194,7 +192,7 @@ Device = Annotated[str, Field(pattern=DEVICE_PATTERN)]
 
 
 def _gpus_named(value: str | list[str]) -> str | list[str]:
-    """Each GPU once, and a range that goes up."""
+    """Reject a GPU that is listed twice and a range that does not rise."""
     if isinstance(value, list):
         if twice := [name for name in dict.fromkeys(value) if value.count(name) > 1]:
             raise fault(f"has {twice[0]} twice", json.dumps(list(dict.fromkeys(value))))

@@ -1,4 +1,4 @@
-"""[campaign] and [[campaign.conditions]]: what is compared, over which seeds."""
+"""[campaign] and [[campaign.conditions]]: conditions, seeds, executor and the declared comparison."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,15 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from retrain.config.algorithm import AdvantageMode, TransformMode
-from retrain.config.base import Count, Finding, Natural, OptionalText, Role, Section, Seed, fault
+from retrain.config.base import ConfigIssue, Count, Natural, OptionalText, Role, Section, Seed, fault
+from retrain.config.describe import no_effect
 from retrain.config.modes import condition_label
 
 DECIDING_KEYS = ("primary_metric", "equivalence_margin", "sequential")
-"""Keys that say what is compared by which rule, beside seeds and conditions."""
+"""Keys, besides seeds and conditions, that define the declared comparison."""
 FEWEST_SEEDS, FEWEST_INTERIM_SEEDS, SUGGESTED_SEEDS = 6, 8, 10
-"""Seeds that a verdict needs, seeds from which there is an interim analysis, and what to plan."""
+"""Fewest seeds for a verdict, fewest seeds for an interim analysis, and the number suggested to users."""
 MOST_COMPARISONS = 8
-"""Comparisons with the baseline up to which the error of the rule was simulated."""
+"""Most comparisons with the baseline for which the family-wise error was simulated."""
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -50,16 +51,16 @@ def _gpu_share(value: float) -> float:
 class Condition(Section):
     """One condition: its two modes, and any further key as an override of the base configuration.
 
-    Overrides are kept as tables, section by section; a file may also write them with dots (`"sepa.steps" = 50`)
-    or, when only one section has such a key, bare (`lr = 1e-4`).
+    Overrides are stored as tables by section; a file may also write them with dots (`"sepa.steps" = 50`) or, when only
+    one section has such a key, bare (`lr = 1e-4`).
     """
 
     model_config = ConfigDict(extra="allow")
 
     advantage_mode: AdvantageMode
-    """As in [algorithm]."""
+    """Same values as in [algorithm]."""
     transform_mode: TransformMode
-    """As in [algorithm]."""
+    """Same values as in [algorithm]."""
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -98,7 +99,6 @@ def find_label(name: str, labels: Iterable[str]) -> str | None:
 
 
 def transform_of(label: str) -> str:
-    """The transform mode of the condition with this label."""
     return label.partition("~")[0].partition("+")[2]
 
 
@@ -113,8 +113,8 @@ def _standard() -> list[Condition]:
     return [Condition(advantage_mode=advantage, transform_mode=transform) for advantage, transform in pairs]
 
 
-class Campaign(Section):
-    """Conditions × seeds. A file with this section is a campaign, all other sections are its base configuration."""
+class CampaignSection(Section):
+    """Conditions × seeds. A file with this section is a campaign; the other sections are its base configuration."""
 
     role: ClassVar[Role] = Role.NAMES
 
@@ -127,83 +127,80 @@ class Campaign(Section):
     max_steps: Count | None = None
     """Optimizer steps of every run; replaces `[training] max_steps`."""
     lanes: Literal["auto"] | Count = "auto"
-    """Runs that train together over one copy of the frozen base; `auto` fits them to memory, and to the workers."""
+    """Runs that train together over one copy of the frozen base; `auto` fits them to memory and to the workers."""
     executor: Literal["inprocess", "processes", "ray", "slurm"] = "inprocess"
-    """Where cohorts train: one after the other in the process that was started (`inprocess`), or side by side in
-    `workers` of their own, as processes of this machine (`processes`), on the nodes of a Ray cluster (`ray`, see
-    `[ray]`) or as jobs of a Slurm cluster (`slurm`, see `[slurm]`). What is computed is the same; a campaign may be
-    resumed with another."""
+    """Program that trains cohorts: the started process, one after another (`inprocess`), or several `workers` side by
+    side, as processes of this machine (`processes`), on the nodes of a Ray cluster (`ray`, see `[ray]`) or as jobs of a
+    Slurm cluster (`slurm`, see `[slurm]`). All compute the same; a campaign may be resumed with another executor."""
     workers: Literal["auto"] | Count = "auto"
-    """Processes that train cohorts side by side; `auto` is one for each of `[backend] devices`. A GPU has one, or as
-    many as `gpus_per_cohort` says; a CPU counts as one device, and its cores and memory are shared evenly by as many
-    as are asked for. On a Ray cluster, `auto` is one for each GPU that it has, or for every `[ray] cpus` of its CPUs
-    where it has none; a number waits for room. With `slurm`, how many are asked of it, which has to be said."""
+    """Processes that train cohorts side by side; `auto` is one for each of `[backend] devices`. A GPU has one worker,
+    or as many as `gpus_per_cohort` implies; the CPU counts as one device, whose cores and memory the workers share
+    evenly. On a Ray cluster, `auto` is one per GPU, or one per `[ray] cpus` CPUs where it has none; a number waits for
+    free resources. `slurm` requires a number."""
     gpus_per_cohort: Annotated[float, Field(ge=0.01), AfterValidator(_gpu_share)] = 1.0
-    """GPUs for each worker. With 0.5 two workers train on each GPU, each with half of its memory (not with `slurm`).
-    With 4 and `[backend] shard` a worker has four, and starts a rank on each."""
+    """GPUs of each worker. With 0.5, two workers train on each GPU with half of its memory each (not with `slurm`).
+    With 4 and `[backend] shard`, a worker has four GPUs and starts a rank on each."""
     max_restarts: Natural = 3
-    """With `workers`: how often a cohort whose process died goes on in a new one, from its last checkpoints, before
-    its runs have failed."""
+    """With `workers`: number of times that a cohort whose process died is restarted from its last checkpoints before
+    its runs count as failed."""
     seed: Annotated[Seed, Role.LEARNS | Role.NAMES] = 0
     """Seed of the campaign, part of every random stream. Another value repeats everything with fresh randomness."""
     vary: Annotated[Literal["all", "init", "data", "sampling"], Role.LEARNS | Role.SAMPLES] = "all"
-    """What the seeds of a condition differ in: everything; the initial adapter (and critic) alone, with the same
-    problems in the same order and the same random numbers for every answer; the order of the problems alone; or the
-    sampling alone (answers, their evaluation, and whatever else is drawn on the way). The spread over seeds is then the
-    noise that comes from there, and a verdict speaks of no other."""
+    """Difference between the seeds of a condition: `all`; the initial adapter and critic (`init`), with the same
+    problems in the same order and the same random numbers for every answer; the order of the problems (`data`); or the
+    random numbers of answers, evaluation and everything else that is drawn (`sampling`). The spread over seeds, and so
+    the verdict, then covers that source of noise only."""
     primary_metric: Annotated[str, AfterValidator(_measure)] = "final"
-    """What decides the comparison, declared before anything is seen: `final` (held-out accuracy after the last
-    update), `last3` (its mean over the last three evaluations, which `[evaluation] schedule = "verdict"` makes after
-    about 80, 90 and 100 % of the steps), `auc` (mean height of its curve over steps, which needs `eval_every`), or one
-    of them with another metric, as in `final:pass@4`, `last3:pass@4`, `auc:reward_mean`,
-    `final:completions/mean_length`. With `[[evaluation.sets]]` these speak of the first set, and
-    `eval/<name>/correct_rate`, `auc:eval/<name>/pass@4` of another. Without held-out problems, `final` is the correct
-    rate of training."""
+    """Metric that decides the comparison, declared before training: `final` (held-out accuracy after the last update),
+    `last3` (its mean over the last three evaluations, which `[evaluation] schedule = "verdict"` makes after about 80,
+    90 and 100 % of the steps), `auc` (mean height of its curve over steps, which needs `eval_every`), or one of them
+    with another metric, as in `final:pass@4`, `last3:pass@4`, `auc:reward_mean`, `final:completions/mean_length`. With
+    `[[evaluation.sets]]` these refer to the first set; `eval/<name>/correct_rate` and `auc:eval/<name>/pass@4` name
+    another. Without held-out problems, `final` is the correct rate of training."""
     equivalence_margin: Annotated[float, Field(gt=0)] | None = None
-    """Differences smaller than this do not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it,
-    the comparison can conclude that typical runs are alike within it; unset, it never does."""
+    """Largest difference that does not matter, in the unit of the metric (0.02 is 2 points of accuracy). With it, the
+    comparison can conclude that typical runs are equivalent within it; unset, it never does."""
     sequential: Annotated[Literal["on", "off"], BeforeValidator(_interim)] = "on"
-    """Analyse once before the end: after half of the seeds, seven at least, a condition that is better or worse trains
-    no further. Needs 8 seeds; with fewer it changes nothing. No seed after the interim analysis begins before it,
-    unless `lanes` is a number."""
+    """One interim analysis after half of the seeds, seven at least: a condition that is better or worse by then trains
+    no further. Needs 8 seeds; with fewer it has no effect. Later seeds start after the interim analysis, unless `lanes`
+    is a number."""
     allow_confounded: bool = False
-    """Permit settings that let conditions differ in more than what is compared."""
+    """Permit settings with which conditions differ in more than what is compared."""
     conditions: Annotated[list[Condition], Field(min_length=1)] = Field(default_factory=_standard)
-    """What is compared; without any, the five standard conditions."""
+    """Conditions to compare; without any, the five standard ones."""
 
     @property
     def workers_per_gpu(self) -> int:
-        """How many workers share a GPU, where there are several processes; 1 where each has one or more to itself."""
+        """Workers that share one GPU, with several processes; 1 where each has one GPU or more to itself."""
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
-def _worker_findings(campaign: Campaign) -> Iterator[Finding]:
-    """Keys of workers need an executor that has some."""
+def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
+    """Report worker keys that the executor does not use."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
     if executor == "inprocess" and campaign.workers != "auto":
-        yield Finding(("campaign.workers", "campaign.executor"), f'has no effect with executor = "{executor}"', fix)
-    keys = ("campaign.gpus_per_cohort", "campaign.executor")
+        yield no_effect("campaign.workers", "campaign.executor", executor, fix)
     if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-        yield Finding(keys, f'has no effect with executor = "{executor}"', fix)
+        yield no_effect("campaign.gpus_per_cohort", "campaign.executor", executor, fix)
     if executor == "slurm" and campaign.gpus_per_cohort < 1:
-        words = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
-        yield Finding(keys, words, "gpus_per_cohort = 1")
+        message = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
+        yield ConfigIssue(("campaign.gpus_per_cohort", "campaign.executor"), message, "gpus_per_cohort = 1")
 
 
-def campaign_rules(campaign: Campaign, is_run: bool) -> Iterator[Finding]:
-    """What a comparison needs. ``is_run``: this is one resolved run of a campaign, which compares nothing itself."""
+def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
+    """Report what a comparison lacks. ``is_run``: one resolved run of a campaign, which compares nothing."""
     if not is_run:
-        yield from _worker_findings(campaign)
+        yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     if comparisons and seeds < FEWEST_SEEDS:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.seeds",),
             f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type",
             f"seeds = {list(range(1, SUGGESTED_SEEDS + 1))}",
             warning=True,
         )
     if comparisons > MOST_COMPARISONS:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.conditions",),
             f"are {comparisons + 1}: {comparisons} comparisons share one error of 5 %, which was simulated up to "
             f"{MOST_COMPARISONS}, and little power is left for each; split the question into",

@@ -1,8 +1,7 @@
-"""All mistakes of a configuration at once: in keys, between keys, and in the conditions of a campaign, whose overrides
-are brought into one form and applied to the base configuration.
+"""Collect all mistakes of a configuration: in keys, between keys, and in the conditions of a campaign.
 
-Keys that are wrong by themselves are reported and put aside (they count as unset), so that the rules can still be
-asked about everything else. A rule that involves a key put aside says nothing.
+Keys that are invalid by themselves are reported and removed (they count as unset), so that rules can still check the
+rest. A rule that involves a removed key reports nothing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,11 +15,11 @@ from retrain.config.campaign import Condition, campaign_rules
 from retrain.config.legacy import FLAT_PREFIXES, REPLACED
 from retrain.config.problems import SYNONYMS, Mistake, Path, mistakes, nearest, path_of
 from retrain.config.root import Config, differing, effective, homes, keys, role_of, sections, unused
-from retrain.config.rules import idle_slurm, rule_findings
-from retrain.errors import ConfigError, Problem
+from retrain.config.rules import idle_slurm, rule_issues
+from retrain.errors import ConfigError, ConfigProblem
 
 LAST = 10**9
-"""Sorts ``--set`` problems behind all lines of the file."""
+"""Sort key that puts ``--set`` problems after all lines of the file."""
 
 MODES = ("advantage_mode", "transform_mode")
 _ONE_BASE = "all runs of a campaign share one frozen base and one engine"
@@ -43,35 +42,35 @@ FIXED: dict[str, str] = {
     "logging": _ONE_RECORD,
     "training.seed": "the seed is the replicate: [campaign] seeds",
 }
-"""What a condition may not override, by section or key, and why; but in these sections, too, it may what is learned."""
+"""Sections and keys that a condition may not override, with the reason; keys of these sections that change what is
+learned are exempt."""
 
 CONDITIONS: Path = ("campaign", "conditions")
 
 
 @dataclass
-class Places:
-    """Where each key was written: a line of the file, or ``--set``."""
+class KeyLocations:
+    """Location at which each key was written: a line of the file, or ``--set``."""
 
     name: str
     lines: dict[Path, int] = field(default_factory=dict)
     sets: set[Path] = field(default_factory=set)
 
     def written(self) -> list[str]:
-        """Every key of the configuration that was written, dotted, in the order of the reference."""
+        """Return every written key of the configuration, dotted, in the order of the reference."""
         pairs = {f"{path[0]}.{path[1]}" for path in (*self.lines, *self.sets) if len(path) == 2}
         return [dotted for dotted in keys() if dotted in pairs]
 
-    def given(self, path: Path) -> bool:
-        """Whether this very key was written anywhere."""
+    def is_written(self, path: Path) -> bool:
         return path in self.lines or path in self.sets
 
     def replace(self, path: Path) -> None:
-        """Note that ``--set`` has written this key, with all that stands in it, in place of the file."""
+        """Record that ``--set`` replaced this key and everything below it."""
         self.lines = {given: line for given, line in self.lines.items() if given[: len(path)] != path}
         self.sets.add(path)
 
     def find(self, path: Path) -> tuple[int, str]:
-        """(sort order, text) of the key, or of the nearest table around it that was written."""
+        """Return (sort order, text) of the key, or of the nearest enclosing table that was written."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.sets:
                 return LAST, "--set"
@@ -79,38 +78,37 @@ class Places:
                 line = self.lines[path[:length]]
                 return line, f"{self.name}:{line}"
         if any(given[: len(path)] == path for given in self.sets):
-            return LAST, "--set"  # a section that only --set speaks of
+            return LAST, "--set"  # a section that only --set names
         return (1, f"{self.name}:1") if self.lines or self.sets else (0, self.name)
 
 
 @dataclass
 class Review:
-    """The mistakes in one configuration, as far as they are known."""
+    """Mistakes collected so far in one configuration."""
 
     data: dict[str, Any]
-    places: Places
+    places: KeyLocations
     wrong: list[Mistake]
     warnings: list[Mistake] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    """Dotted keys that are wrong by themselves."""
+    """Dotted keys that are invalid by themselves."""
     overrides: list[dict[str, Path]] = field(default_factory=list)
-    """For each condition of the data, where each override (by dotted key) was written."""
+    """Locations of the overrides, by dotted key, of each condition in the data."""
     origins: list[int] = field(default_factory=list)
-    """For each condition of the data, its number in the file."""
+    """Number in the file of each condition in the data."""
     partial: set[int] = field(default_factory=set)
-    """Numbers of conditions with overrides that are wrong, and left out."""
+    """Numbers of conditions from which invalid overrides were removed."""
 
     def is_broken(self, dotted: str) -> bool:
-        """Whether this key, or a table around it, is wrong by itself."""
+        """Return whether this key, or a table around it, is invalid by itself."""
         return any(f"{dotted}.".startswith(f"{key}.") for key in self.broken)
 
     def report(self, path: Path, message: str, fix: str = "", warning: bool = False, about: str = "") -> None:
-        """Note a mistake, or what is only worth a warning."""
         (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 
-def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
-    """The configuration and its warnings; ConfigError with every mistake, ``wrong`` included."""
+def examine(data: dict[str, Any], places: KeyLocations, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
+    """Return the configuration and its warnings. Raises ConfigError with every mistake, ``wrong`` included."""
     review = Review(data, places, list(wrong))
     _fold_conditions(review)
     config = _validate(review)
@@ -124,14 +122,14 @@ def examine(data: dict[str, Any], places: Places, wrong: Iterable[Mistake] = ())
     return config, [str(problem) for problem in _problems(review.warnings, places)]
 
 
-def _problems(wrong: Iterable[Mistake], places: Places) -> list[Problem]:
-    """Mistakes with their places, in the order of the file, none twice."""
+def _problems(wrong: Iterable[Mistake], places: KeyLocations) -> list[ConfigProblem]:
+    """Return distinct mistakes with their locations, in the order of the file."""
     ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
-    return [Problem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
+    return [ConfigProblem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
 def _fold_conditions(review: Review) -> None:
-    """Bring every condition into the form of ``Condition``, in place."""
+    """Convert every condition to the form of ``Condition``, in place."""
     campaign = review.data.get("campaign")
     rows = campaign.get("conditions") if isinstance(campaign, dict) else None
     if not isinstance(rows, list):
@@ -148,7 +146,7 @@ def _fold_conditions(review: Review) -> None:
 
 
 def _validate(review: Review) -> Config | None:
-    """The configuration without the keys that are wrong by themselves; None if nothing then holds together."""
+    """Return the configuration without keys that are invalid by themselves; None if the rest is still invalid."""
     try:
         return Config.model_validate(review.data)
     except ValidationError as error:
@@ -165,7 +163,7 @@ def _validate(review: Review) -> Config | None:
 
 
 def _put_aside(data: dict[str, Any], path: Path) -> None:
-    """Remove a wrong section or key; of a list of tables, empty the whole table."""
+    """Remove an invalid section or key; in a list of tables, empty the whole table."""
     section, *below = path
     table = data.get(str(section))
     if not below:
@@ -177,7 +175,7 @@ def _put_aside(data: dict[str, Any], path: Path) -> None:
 
 
 def _close_gaps(review: Review) -> None:
-    """Drop the tables that were emptied, and lists of which nothing is left."""
+    """Drop emptied tables, and lists that become empty."""
     for section, key in (CONDITIONS, ("reward", "components"), ("evaluation", "sets")):
         table = review.data.get(str(section))
         rows = table.get(key) if isinstance(table, dict) else None
@@ -192,35 +190,35 @@ def _close_gaps(review: Review) -> None:
 
 
 def _header(review: Review, position: int) -> Path:
-    """The table of the condition at this position of the data; the whole campaign for a standard condition."""
+    """Return the table of the condition at this position in the data; [campaign] for a standard condition."""
     return (*CONDITIONS, review.origins[position]) if review.origins else ("campaign",)
 
 
-def _ask_rules(review: Review, config: Config, own: Mapping[str, Path], header: Path = ()) -> None:
-    """Ask all rules about one run, whose condition stands at ``header`` and overrides the keys of ``own``. A finding
-    points at an override of the condition, else at a key that was written, else at the condition."""
-    for finding in rule_findings(config):
-        if any(review.is_broken(key) for key in finding.keys):
+def _ask_rules(review: Review, config: Config, overrides: Mapping[str, Path], header: Path = ()) -> None:
+    """Report the issues of one run, whose condition stands at ``header`` and has ``overrides``. An issue points to an
+    override of the condition, else to a written key, else to the condition."""
+    for issue in rule_issues(config):
+        if any(review.is_broken(key) for key in issue.keys):
             continue
-        main = path_of(finding.keys[0])
-        overridden = [own[key] for key in finding.keys if key in own]
-        written = [path_of(key) for key in finding.keys if review.places.given(path_of(key))]
+        main = path_of(issue.keys[0])
+        overridden = [overrides[key] for key in issue.keys if key in overrides]
+        written = [path_of(key) for key in issue.keys if review.places.is_written(path_of(key))]
         path = (overridden or written or [header or main])[0]
-        about = "" if finding.keys[0] in own else Mistake(main, "").key
-        review.report(path, finding.message, finding.fix, finding.warning, about)
+        about = "" if issue.keys[0] in overrides else Mistake(main, "").key
+        review.report(path, issue.message, issue.fix, issue.warning, about)
 
 
 def _examine_single(review: Review, config: Config) -> None:
     _ask_rules(review, config, {})
-    for finding in idle_slurm(config):
-        review.report(path_of(finding.keys[0]), finding.message, finding.fix)
+    for issue in idle_slurm(config):
+        review.report(path_of(issue.keys[0]), issue.message, issue.fix)
     _examine_unused(review, config, [config])
     if review.data.get("training", {}).get("seed") == -1:
         review.report(("training", "seed"), "is -1: every run is seeded, this one with 0", warning=True)
 
 
 def _examine_campaign(review: Review, config: Config) -> None:
-    """Ask about every condition as the run that it would be."""
+    """Report the issues of every condition, as the run that it defines."""
     runs: dict[int, Config] = {}
     for position, condition in enumerate(config.campaign.conditions):
         if run := _examine_condition(review, condition, position):
@@ -232,7 +230,7 @@ def _examine_campaign(review: Review, config: Config) -> None:
 
 
 def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]) -> None:
-    """No two conditions may have one label, and none should be another one under a second label."""
+    """Report conditions with equal labels, and warn about conditions that differ by label only."""
     labels: dict[str, int] = {}
     contents: list[tuple[int, dict[str, object]]] = []
     for position, run in runs.items():
@@ -253,30 +251,30 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
 
 
 def _examine_condition(review: Review, condition: Condition, position: int) -> Config | None:
-    """The condition as a run, asked about everything; None when an override is wrong by itself."""
-    own, header = review.overrides[position] if review.overrides else {}, _header(review, position)
+    """Report the issues of a condition; return it as a run, or None when an override is invalid by itself."""
+    overridden, header = review.overrides[position] if review.overrides else {}, _header(review, position)
     data = assemble(review.data, condition, None)
     try:
         run = Config.model_validate(data)
     except ValidationError as error:
         for mistake in mistakes(error, data):
             dotted = ".".join(str(part) for part in mistake.path[:2])
-            review.wrong.append(mistake._replace(path=own.get(dotted, header)))
+            review.wrong.append(mistake._replace(path=overridden.get(dotted, header)))
         return None
-    _ask_rules(review, run, own, header)
+    _ask_rules(review, run, overridden, header)
     for dotted in condition.overrides:
         if idle := unused(run, dotted, override=True):
-            review.report(own.get(dotted, header), idle.message, idle.fix)
+            review.report(overridden.get(dotted, header), idle.message, idle.fix)
     return run
 
 
 def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
-    """A key that was written and has no effect in any run is a mistake: somebody believes that it has one."""
+    """Report written keys that have no effect in any run."""
     if review.is_broken("campaign.conditions") or review.partial:
         return
     places = review.places
     for dotted in places.written() if places.lines or places.sets else differing(config):
-        idle = [finding for run in runs if (finding := unused(run, dotted)) is not None]
+        idle = [issue for run in runs if (issue := unused(run, dotted)) is not None]
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue
         message = "has no effect in any condition" if config.is_campaign else idle[0].message
@@ -284,16 +282,16 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 
 
 def _examine_shadowed(review: Review, config: Config) -> None:
-    """Say which values of the base are replaced in every run; and what a comparison lacks."""
+    """Report base values that every condition replaces, and what the comparison lacks."""
     is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
-    for finding in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
-        review.report(path_of(finding.keys[0]), finding.message, finding.fix, finding.warning)
+    for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
+        review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
     for key in MODES:
-        if review.places.given(("algorithm", key)):
+        if review.places.is_written(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
             review.report(("algorithm", key), message, "remove the line", warning=True)
     steps = config.campaign.max_steps
-    if review.places.given(("training", "max_steps")) and steps not in (None, config.training.max_steps):
+    if review.places.is_written(("training", "max_steps")) and steps not in (None, config.training.max_steps):
         message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
         review.report(("training", "max_steps"), message, "keep one of the two", warning=True)
 
@@ -303,45 +301,47 @@ def why_fixed(dotted: str) -> str:
 
 
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
-    """Bring a condition as written at ``path`` into the form of ``Condition``.
+    """Convert a condition as written at ``path`` to the form of ``Condition``.
 
-    Returns the condition with its overrides as tables, where in the file each override (by dotted key) stands,
-    and the mistakes, whose overrides are left out.
+    Returns the condition with its overrides as tables, the location of each override by dotted key, and the mistakes,
+    whose overrides are left out.
     """
     folded: dict[str, Any] = {}
     places: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
-    def override(name: str, place: Path, value: object) -> None:
+    def override(name: str, location: Path, value: object) -> None:
         dotted = _dotted(name)
         if isinstance(dotted, Mistake):
-            wrong.append(dotted._replace(path=place))
+            wrong.append(dotted._replace(path=location))
             return
         reason = why_fixed(dotted)
         section, _, key = dotted.partition(".")
         if reason:
-            wrong.append(Mistake(place, f"cannot differ between conditions: {reason}", "a campaign file for each"))
+            wrong.append(Mistake(location, f"cannot differ between conditions: {reason}", "a campaign file for each"))
         elif dotted in places:
-            wrong.append(Mistake(place, f"overrides {dotted} a second time in this condition", "keep one of the two"))
+            wrong.append(
+                Mistake(location, f"overrides {dotted} a second time in this condition", "keep one of the two")
+            )
         elif section == "algorithm" and key in MODES:
-            wrong.append(Mistake(place, "is the condition's own mode under another name", f'{key} = "{value}"'))
+            wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
-            places[dotted] = place
+            places[dotted] = location
             folded.setdefault(section, {})[key] = value
 
     for name, value in condition.items():
-        place = (*path, name)
+        location = (*path, name)
         if name in MODES:
             folded[name] = value
         elif name in sections() and isinstance(value, Mapping):
             if not value:
-                wrong.append(Mistake(place, "has no effect: the table is empty", "remove it"))
+                wrong.append(Mistake(location, "has no effect: the table is empty", "remove it"))
             for key, item in value.items():
-                override(f"{name}.{key}", (*place, key), item)
+                override(f"{name}.{key}", (*location, key), item)
         elif isinstance(value, Mapping) and _replaced(name) is None:
-            wrong.append(_no_section(name)._replace(path=place))
+            wrong.append(_no_section(name)._replace(path=location))
         else:
-            override(name, place, value)
+            override(name, location, value)
     return folded, places, wrong
 
 
@@ -351,23 +351,19 @@ def _no_section(name: str) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """Return why a removed key is gone that a condition writes without its section or flat, as in ``sepa_steps``."""
+    """Return (reason, fix) for a removed key that a condition writes bare, or flat as in ``sepa_steps``."""
     return next(
         (why for dotted, why in REPLACED.items() if name in (dotted.partition(".")[2], dotted.replace(".", "_"))), None
     )
 
 
 def _dotted(name: str) -> str | Mistake:
-    """The dotted key that a condition means by ``name``: dotted, bare, or flat as in ``sepa_steps``."""
+    """Return the dotted key for ``name``, which may be dotted, bare, or flat as in ``sepa_steps``."""
     if name in keys():
         return name
     section, dot, key = name.partition(".")
     if dot:
-        if section not in sections():
-            return _no_section(section)
-        if name in REPLACED:
-            return Mistake((), f"is not a key: {REPLACED[name][0]}", REPLACED[name][1])
-        return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
+        return _unknown_key(section, key)
     if f"{name}.{name}" in keys():  # a bare ``model`` is the base model, not the embedding model of [planning]
         return f"{name}.{name}"
     named = homes(name)
@@ -379,8 +375,18 @@ def _dotted(name: str) -> str | Mistake:
         return next((dotted for dotted in free or named if not dotted.startswith("campaign.")), named[0])
     prefix, _, rest = name.partition("_")
     flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
-    if flat in keys():
-        return flat
+    return flat if flat in keys() else _unknown_bare_key(name)
+
+
+def _unknown_key(section: str, key: str) -> Mistake:
+    if section not in sections():
+        return _no_section(section)
+    if replaced := REPLACED.get(f"{section}.{key}"):
+        return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
+    return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
+
+
+def _unknown_bare_key(name: str) -> Mistake:
     if replaced := _replaced(name):
         return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
     if name in SYNONYMS:
@@ -391,9 +397,9 @@ def _dotted(name: str) -> str | Mistake:
 
 
 def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
-    """The configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
+    """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
-    In a campaign it is again a campaign, of this one run, so that planning it gives the same run.
+    A campaign's run is a campaign of this one run, so that planning it gives the same run.
     """
     data = {section: dict(table) for section, table in base.items()}
     training = data.setdefault("training", {})

@@ -1,4 +1,4 @@
-"""What a key accepts, in words and in TOML: for error messages and for the reference."""
+"""Describe what a key accepts, in words and as TOML, for error messages and the reference."""
 
 import datetime
 import json
@@ -17,31 +17,30 @@ from retrain.config.base import (
     GPU_PATTERN,
     INT_MAX,
     PLUGIN_PATTERN,
-    Finding,
+    ConfigIssue,
     Section,
-    Unavailable,
+    UnsupportedValues,
 )
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
 _ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[object]]] = {}
-"""By the identity of the field, which has no hash; the field beside it keeps that number from being given again."""
+"""Cached by the identity of the field, which has no hash; holding the field keeps the identity from being reused."""
 _PATTERNS = {
     DEVICE_PATTERN: '"auto", "cpu" or a GPU such as "gpu:0"',
     DEVICES_PATTERN: '"auto", "all", "cpu", a GPU such as "gpu:0" or a range of them such as "gpu:0-7"',
     GPU_PATTERN: 'GPUs such as "gpu:0"',
     PLUGIN_PATTERN: 'a "module:function" of your own',
 }
-"""What strings of a pattern are."""
+"""Descriptions of strings that must match a pattern."""
 
 
 def show(value: object, limit: int = 60) -> str:
-    """``value`` as TOML, shortened for a message."""
+    """Return ``value`` as TOML, shortened for a message."""
     text = toml(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def toml(value: object) -> str:
-    """``value`` as a TOML value on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -55,7 +54,7 @@ def toml(value: object) -> str:
 
 
 def document(data: Mapping[str, object]) -> str:
-    """Sections and their keys as a TOML file, without the keys that are None."""
+    """Return sections and their keys as a TOML file, without keys that are None."""
     loose = _pairs({name: value for name, value in data.items() if not isinstance(value, Mapping)})
     tables = [[f"[{_name(name)}]", *_pairs(table)] for name, table in data.items() if isinstance(table, Mapping)]
     return "\n\n".join("\n".join(lines) for lines in [loose, *tables] if lines) + "\n"
@@ -79,9 +78,9 @@ KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> Finding:
-    """That ``key`` does nothing while the key ``other`` has this value."""
-    return Finding((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
+def no_effect(key: str, other: str, value: object, fix: str = "remove the line") -> ConfigIssue:
+    """Return the issue that ``key`` has no effect while the key ``other`` has this value."""
+    return ConfigIssue((key, other), f"has no effect with {other.rpartition('.')[2]} = {show(value)}", fix)
 
 
 def kind(value: object) -> str:
@@ -89,7 +88,7 @@ def kind(value: object) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """All strings that a field with a fixed set of values accepts."""
+    """Return all strings that a field with a fixed set of values accepts."""
     return [value for value in _literals(field.annotation) if isinstance(value, str)]
 
 
@@ -102,7 +101,7 @@ def _literals(annotation: object) -> Iterator[object]:
 
 
 def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = False, limits: bool = False) -> str:
-    """What a type accepts, such as ``an integer ≥ 1, or "auto"``; with ``limits`` also the largest integer."""
+    """Return what a type accepts, such as ``an integer ≥ 1, or "auto"``; ``limits`` adds the largest integer."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
@@ -110,7 +109,7 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
     if origin in (Union, types.UnionType):
         parts = [part for part in get_args(annotation) if part is not type(None)]
         parts = [part for part in parts if not (part is int and float in parts)]
-        # Bounds on a union are those of its numbers.
+        # Bounds on a union apply to its numbers.
         return ", or ".join(expected(part, metadata, plural, limits) for part in reversed(parts))
     if origin is Literal:
         values = [f'"{value}"' for value in get_args(annotation)]
@@ -120,18 +119,23 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
     if annotation is bool:
         return "true or false"
     if annotation in NUMBER_WORDS:
-        word = NUMBER_WORDS[annotation]
-        word = f"{word.split()[1]}s" if plural else word
-        bounds = bound(metadata, limits)
-        return f"{word} {bounds}" if bounds else word
+        return _expected_number(NUMBER_WORDS[annotation], bound(metadata, limits), plural)
     if annotation is str:
-        patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
-        if words := next(filter(None, patterns), None):
-            return words
-        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return "tables" if plural else "a table"
-    return "a table"
+        return _expected_text(metadata, plural)
+    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return "tables" if plural and is_section else "a table"
+
+
+def _expected_number(word: str, bounds: str, plural: bool) -> str:
+    word = f"{word.split()[1]}s" if plural else word
+    return f"{word} {bounds}" if bounds else word
+
+
+def _expected_text(metadata: Sequence[object], plural: bool) -> str:
+    patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
+    if description := next(filter(None, patterns), None):
+        return description
+    return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
 
 
 def _flat(metadata: Sequence[object]) -> Iterator[object]:
@@ -141,30 +145,30 @@ def _flat(metadata: Sequence[object]) -> Iterator[object]:
 
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 LARGEST = (INT_MAX, 2**63 - 1)
-"""Upper bounds that only keep integers within what arrays and random streams hold."""
+"""Upper bounds that only keep integers within the range of arrays and random streams."""
 
 
 def bound(metadata: Sequence[object], limits: bool = False) -> str:
-    """The bounds among a field's metadata, such as ``≥ 0 and < 1``; with ``limits`` also those of all integers."""
-    words = []
+    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` adds those of all integers."""
+    bounds = []
     for item in _flat(metadata):
         for name, sign in SIGNS.items():
             end = getattr(item, name, None)
             if end is not None and (limits or name != "le" or end not in LARGEST):
-                words.append(f"{sign} {end}")
+                bounds.append(f"{sign} {end}")
         if isinstance(item, annotated_types.MinLen):
-            words.append("not empty")
-    return " and ".join(words)
+            bounds.append("not empty")
+    return " and ".join(bounds)
 
 
 def field_expected(field: FieldInfo, value: object = None) -> str:
-    """What a field accepts; the largest integer is named where ``value`` has one that may be above it."""
+    """Return what a field accepts; names the largest integer if ``value`` contains one that may exceed it."""
     values = value if isinstance(value, list) else [value]
     return expected(field.annotation, field.metadata, limits=any(type(v) is int and v > INT_MAX for v in values))
 
 
 def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
-    """In a table whose values are of one type: path, value and type of the first value that is not of it, or None."""
+    """Return path, value and type of the first value with the wrong type in a table of values of one type, or None."""
     if get_origin(annotation) is not dict or not isinstance(value, Mapping):
         return None
     inner = get_args(annotation)[1]
@@ -177,15 +181,15 @@ def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, A
 
 
 def unavailable(field: FieldInfo, value: object) -> tuple[str, str] | None:
-    """Why a known value cannot be used here and what to type instead, or None."""
+    """Return why a value of other tools is not supported and what to type instead, or None."""
     for item in field.metadata:
-        if isinstance(item, Unavailable) and isinstance(value, str):
+        if isinstance(item, UnsupportedValues) and isinstance(value, str):
             return item.values.get(value)
     return None
 
 
 def accepts(field: FieldInfo, value: object) -> bool:
-    """Whether the field by itself would accept the value."""
+    """Return whether the field by itself accepts the value."""
     return _holds(_adapter(field), value)
 
 
@@ -211,5 +215,5 @@ def _adapter(field: FieldInfo) -> TypeAdapter[object]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The field's default; None also where there is none."""
+    """Return the field's default; None also if it has none."""
     return None if field.is_required() else field.get_default(call_default_factory=True)  # type: ignore[call-arg]

@@ -1,5 +1,4 @@
-"""[evaluation], [squeeze], [logging], [resume], [backpressure]: what is measured and kept, and what goes on around the
-learning."""
+"""[evaluation], [squeeze], [logging], [resume], [backpressure]: what is measured and recorded around the training."""
 
 from __future__ import annotations
 
@@ -13,10 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
     Device,
-    Finding,
     Natural,
     NotNegative,
     OptionalCount,
@@ -29,7 +29,6 @@ from retrain.config.base import (
     Tags,
     Text,
     Trackers,
-    UsedWhen,
     fault,
 )
 from retrain.config.describe import no_effect, toml
@@ -37,17 +36,17 @@ from retrain.config.tasks import Data, Level, OptionalSource, Template
 from retrain.config.training import Sampling, TopK, Training
 
 HELDOUT = "heldout"
-"""The name of what is held out when no set is named."""
+"""Name of the held-out set when no set is named."""
 NAME_MAX = 64
 PART = "~part"
-"""Ends the name under which the part of a set that is for the curve alone stands in files and metrics; no set has such
-a name of its own."""
+"""Suffix, in files and metrics, of the part of a set that is evaluated for the curve only; set names may not end in
+it."""
 PART_EVERY = 8
-"""Of every so many problems that part has one."""
+"""Interval of the problems in that part."""
 
 
 def _set_name(value: str) -> str:
-    """A name that is one piece of a file name and of a metric's key."""
+    """Accept a name that can be part of a file name and of a metric's key."""
     if value == "train":
         raise fault('is "train", which is what a run calls its training problems', 'name = "train_part"')
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
@@ -60,13 +59,12 @@ def _set_name(value: str) -> str:
 
 
 class EvaluationSet(Section):
-    """A held-out set under a name of its own. What it leaves unset is as in [evaluation] and [data]. A problem that is
-    in a set is never trained on."""
+    """A named held-out set. Unset keys follow [evaluation] and [data]. Problems of a set are never trained on."""
 
     name: Annotated[Text, AfterValidator(_set_name)]
     """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
     source: OptionalSource = None
-    """As in [data]; all problems of a file are in the set. Unset is what `[data]` holds out."""
+    """Source of problems, as in [data]; all problems of a file are used. Unset is what `[data]` holds out."""
     subset: OptionalText = None
     """Configuration of a data set that has several."""
     split: OptionalText = None
@@ -78,7 +76,7 @@ class EvaluationSet(Section):
     answer_column: OptionalText = None
     """Column of the reference answer."""
     tags_column: OptionalText = None
-    """Column of tags."""
+    """Column of a tag or a list of tags."""
     system_prompt: OptionalText = None
     """The system message."""
     prompt_template: Template | None = None
@@ -99,9 +97,9 @@ class EvaluationSet(Section):
     """Longest completion."""
 
 
-class Evaluation(Section):
-    """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update. All keys
-    but `at_start` and `schedule` are also those of `[[evaluation.sets]]` that do not have their own."""
+class EvaluationSection(Section):
+    """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update.
+    `[[evaluation.sets]]` may override all keys but `at_start` and `schedule`."""
 
     role: ClassVar[Role] = Role.EVALUATES
 
@@ -110,25 +108,25 @@ class Evaluation(Section):
     samples: Count = 1
     """Completions for each held-out problem."""
     temperature: NotNegative | None = None
-    """Sampling temperature; unset is that of training, 0 is greedy."""
+    """Sampling temperature; 0 is greedy. Unset follows training."""
     top_p: PositiveShare | None = None
-    """Nucleus sampling; unset is that of training, 1 is off."""
+    """Nucleus sampling; 1 is off. Unset follows training."""
     top_k: TopK | None = None
-    """Sample from so many most probable tokens; unset is that of training, 0 is off."""
+    """Sample from so many most probable tokens; 0 is off. Unset follows training."""
     min_p: Decay | None = None
-    """Least share of the largest probability; unset is that of training, 0 is off."""
+    """Least share of the largest probability; 0 is off. Unset follows training."""
     max_tokens: Count | None = None
-    """Longest completion; unset is that of training."""
+    """Longest completion; unset follows training."""
     at_start: Annotated[bool, Role.EVALUATES | Role.RECORDS] = True
-    """Evaluate the untrained model, so that there is something to compare with."""
+    """Evaluate the untrained model too, as the baseline of the curve."""
     schedule: Annotated[Literal["every", "verdict"], Role.EVALUATES | Role.RECORDS] = "every"
-    """Where the answers are spent: `every` evaluation has all problems and samples, or, with `verdict`, only the first
-    one and those after about 80, 90 and 100 % of the steps, which `last3` is the mean of. The others that `eval_every`
-    asks for then have every eighth problem and one answer, for the curve alone, under a name of their own:
+    """Number of problems per evaluation: `every` evaluation uses all problems and samples; with `verdict`, only the
+    first evaluation and those after about 80, 90 and 100 % of the steps, whose mean is `last3`, do. The other
+    evaluations of `eval_every` then use every eighth problem with one answer, for the curve only, under the name
     `eval/heldout~part/correct_rate`."""
     sets: list[EvaluationSet] = Field(default_factory=list)
-    """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. The first one is what `final`,
-    `pass@4` and other short names of metrics mean, and what is shown where there is room for one."""
+    """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. Short metric names such as
+    `final` and `pass@4` refer to the first set, and displays with space for one set show it."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,29 +134,27 @@ class Evaluation(Section):
             return ()
         return tuple(each.name for each in self.sets) or (HELDOUT,)
 
-    def findings(self) -> Iterator[Finding]:
-        """Sets have names of their own, and there are none where evaluation is switched off."""
+    def issues(self) -> Iterator[ConfigIssue]:
+        """Report sets with equal names, and sets where evaluation is switched off."""
         if self.sets and not self.problems:
-            yield Finding(
+            yield ConfigIssue(
                 ("evaluation.problems", "evaluation.sets"),
                 f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
                 "problems = 128, or remove the sets",
             )
         seen = dict[str, int]()
-        for index, each in enumerate(self.sets):
-            first = seen.setdefault(each.name.casefold(), index)
+        for index, held_out in enumerate(self.sets):
+            first = seen.setdefault(held_out.name.casefold(), index)
             if first != index:
                 path = f"evaluation.sets.{index}"
-                what = f'is "{each.name}", like set {first + 1}: their files and metrics would be one'
-                yield Finding((f"{path}.name", path), what, f'name = "{each.name}_{index + 1}"')
+                what = f'is "{held_out.name}", like set {first + 1}: their files and metrics would be one'
+                yield ConfigIssue((f"{path}.name", path), what, f'name = "{held_out.name}_{index + 1}"')
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set with nothing left to be worked out: how many problems, sampled how, and from where.
-
-    ``data`` is [data] with the set's own keys in their place: its ``eval_source`` and ``eval_split`` hold the problems.
-    """
+    """A held-out set with every value resolved. ``data`` is [data] with the set's own keys; its ``eval_source`` and
+    ``eval_split`` select the problems."""
 
     name: str
     problems: int
@@ -166,11 +162,11 @@ class HeldOut:
     sampling: Sampling
     data: Data
     every: int = 1
-    """Of so many problems one is asked."""
+    """One of every so many problems is evaluated."""
 
     @property
     def part(self) -> HeldOut:
-        """What of it is asked for the curve alone."""
+        """The part of the set that is evaluated for the curve only."""
         return replace(self, problems=-(-self.problems // PART_EVERY), samples=1, every=PART_EVERY)
 
     @property
@@ -179,61 +175,61 @@ class HeldOut:
 
 
 CUTS = ("top_p", "top_k", "min_p")
-"""Keys that cut the distribution sampled from."""
+"""Keys that truncate the distribution sampled from."""
 OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
-"""Keys of a set that stand in the place of the same keys of [data]."""
+"""Keys of a set that replace the same keys of [data]."""
 
 
-def resolved(each: EvaluationSet, evaluation: Evaluation, training: Training, data: Data) -> HeldOut:
-    """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
+def resolved(held_out: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
+    """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
 
     def sampled(key: str) -> Any:
-        asked = (getattr(section, key) for section in (each, evaluation, training))
+        asked = (getattr(section, key) for section in (held_out, evaluation, training))
         return next(value for value in asked if value is not None)
 
-    own = {key: value for key in OWN_DATA if (value := getattr(each, key)) is not None}
-    own |= {"eval_source": each.source} if each.source is not None else {}
-    own |= {"eval_split": each.split} if each.split is not None else {}
+    changed = {key: value for key in OWN_DATA if (value := getattr(held_out, key)) is not None}
+    changed |= {"eval_source": held_out.source} if held_out.source is not None else {}
+    changed |= {"eval_split": held_out.split} if held_out.split is not None else {}
     return HeldOut(
-        name=each.name,
-        problems=each.problems or evaluation.problems,
-        samples=each.samples or evaluation.samples,
+        name=held_out.name,
+        problems=held_out.problems or evaluation.problems,
+        samples=held_out.samples or evaluation.samples,
         sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=data.model_copy(update=own) if own else data,
+        data=data.model_copy(update=changed) if changed else data,
     )
 
 
 Extent = Literal["whole", "part"]
-"""All problems and samples of every held-out set, or the part of them that is for the curve alone."""
+"""Size of an evaluation: all problems and samples of every held-out set, or the part for the curve."""
 DECIDING = 3
-"""Evaluations whose mean is `last3`."""
+"""Number of evaluations in the mean `last3`."""
 LATE = 0.75
-"""`last3` is about the end of training where its evaluations lie after this share of the steps."""
+"""Share of the steps after which an evaluation counts as the end of training, for `last3`."""
 
 
 def deciding_marks(max_steps: int) -> tuple[int, ...]:
-    """Updates done at the evaluations that `schedule = "verdict"` decides by: about 80, 90 and 100 % of the steps; all
-    of them, where there are fewer than three."""
+    """Return the numbers of updates done at the evaluations of `schedule = "verdict"`: about 80, 90 and 100 % of the
+    steps, or every step where there are fewer than three."""
     ninety = min(max_steps - 1, round(0.9 * max_steps))
     return tuple(step for step in (min(ninety - 1, round(0.8 * max_steps)), ninety, max_steps) if step > 0)
 
 
 def whole_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
-    """Updates done at every evaluation of all problems and samples after the start, in order."""
+    """Return the number of updates done at every full evaluation after the start, in order."""
     if schedule == "verdict":
         return deciding_marks(max_steps)
     return (*(range(eval_every, max_steps, eval_every) if eval_every else ()), max_steps)
 
 
 def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[int, ...]:
-    """Updates done at every evaluation of a part of the problems, in order."""
+    """Return the number of updates done at every evaluation of a part of the problems, in order."""
     if schedule != "verdict" or not eval_every:
         return ()
     return tuple(step for step in range(eval_every, max_steps, eval_every) if step not in deciding_marks(max_steps))
 
 
 def too_early(first: int, max_steps: int) -> bool:
-    """Whether an evaluation that `last3` begins with lies outside the end of training."""
+    """Return whether the first evaluation of `last3` lies before the end of training."""
     return first < min(LATE * max_steps, deciding_marks(max_steps)[0])
 
 
@@ -242,7 +238,7 @@ KNOWN_TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 def trackers(report_to: Sequence[str], wandb_project: str | None) -> list[str]:
-    """The trackers that runs report to: ``all`` are the known ones that are installed, a project means wandb too."""
+    """Return the trackers of runs: ``all`` stands for the supported ones that are installed; a project adds wandb."""
     if "none" in report_to:
         return []
     asked = [name for name in KNOWN_TRACKERS if find_spec(name)] if "all" in report_to else list(report_to)
@@ -256,14 +252,14 @@ def _url(value: str | None) -> str | None:
 
 
 class Backpressure(Section):
-    """Adapting the load to what the hardware can take (Universal Scalability Law)."""
+    """Adaptation of the load to the hardware (Universal Scalability Law)."""
 
     role: ClassVar[Role] = Role.SPEED
 
     enabled: bool = False
     """Measure throughput and adapt."""
     target: Literal["concurrency", "batch_size"] = "concurrency"
-    """What is adapted. `concurrency`: how many prompts decode at once, which changes speed and memory only."""
+    """Load that is adapted. `concurrency`: number of prompts that decode at once, which changes speed and memory."""
     warmup_steps: Natural = 10
     """Steps of measuring before the first decision."""
     throttle_margin: PositiveShare = 0.85
@@ -275,14 +271,13 @@ class Backpressure(Section):
     max_batch_size: Count = 64
     """Largest load, in prompts."""
     peak_gflops: NotNegative = 0.0
-    """Peak arithmetic of the device in GFLOP/s, for telling memory-bound from compute-bound; 0 is unknown."""
+    """Peak arithmetic of the device in GFLOP/s, which distinguishes memory-bound from compute-bound; 0 is unknown."""
     peak_bw_gb_s: NotNegative = 0.0
     """Peak memory bandwidth of the device in GB/s; 0 is unknown."""
 
-    def findings(self) -> Iterator[Finding]:
-        """The smallest load is not above the largest."""
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.min_batch_size > self.max_batch_size:
-            yield Finding(
+            yield ConfigIssue(
                 ("backpressure.min_batch_size", "backpressure.max_batch_size"),
                 f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
                 f"min_batch_size = {self.max_batch_size}",
@@ -295,10 +290,10 @@ class Squeeze(Section):
     role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
-    """Analyse the first run's adapter."""
+    """Analyse the adapter of the first run."""
     runs: Literal["first", "one per condition"] = "first"
-    """Whose adapters are analysed, compressed and verified: that of the first run alone, or of the first one of every
-    condition, where more than one adapter is to be known. Each costs its evaluations."""
+    """Adapters to analyse, compress and verify: that of the first run, or of the first run of every condition. Each
+    adapter costs its evaluations."""
     min_variance_retention: PositiveShare = 0.95
     """Energy that a rank must keep on average over layers to be recommended."""
     min_layer_retention: PositiveShare = 0.9
@@ -308,20 +303,20 @@ class Squeeze(Section):
     compress_to: OptionalCount = None
     """Rank of the compressed adapter; unset or 0 is the recommended rank."""
     verify: Literal["all", "recommended", "off"] = "all"
-    """Evaluate the adapter on the held-out problems at every rank of the table (`all`), or at the one it is
-    compressed to, beside the full one; each rank costs one evaluation of one run."""
+    """Evaluate the adapter on the held-out problems at full rank and at every rank of the table (`all`), or only at the
+    rank it is compressed to (`recommended`); each rank costs one evaluation of one run."""
     output_path: OptionalText = None
     """Directory for the compressed adapter; unset is `squeeze/` in the output directory."""
     device: Device = "cpu"
-    """Where the decomposition runs."""
+    """Device of the decomposition."""
     wandb: bool | None = None
-    """Whether the analysis becomes a wandb run of its own, `squeeze-analysis`, where runs report to wandb; unset is
-    whether the file has a [squeeze] section."""
+    """Send the analysis to wandb as the run `squeeze-analysis`, where runs report to wandb; unset does so if the file
+    has a [squeeze] section."""
 
-    def findings(self) -> Iterator[Finding]:
-        """One directory holds one compressed adapter."""
+    def issues(self) -> Iterator[ConfigIssue]:
+        """Report one output directory for several compressed adapters."""
         if self.runs != "first" and self.output_path is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("squeeze.output_path", "squeeze.runs"),
                 f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
                 'runs = "first"',
@@ -329,7 +324,7 @@ class Squeeze(Section):
 
 
 class Resume(Section):
-    """Starting from what another run left."""
+    """Continuation from another run's checkpoint."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
@@ -338,45 +333,44 @@ class Resume(Section):
 
 
 class Logging(Section):
-    """Where records go, and under which names."""
+    """Locations and names of records, and the trackers that receive them."""
 
     role: ClassVar[Role] = Role.RECORDS
 
     log_dir: OptionalText = None
-    """Output directory; unset is `logs/` and the name of the TOML file."""
+    """Output directory; unset is `logs/` followed by the name of the TOML file."""
     mirror: Annotated[OptionalText, AfterValidator(_url)] = None
-    """URL below which everything in the output directory is copied while it is written, such as
-    `s3://bucket/experiments/gtpo`; `retrain resume URL` goes on from the copy. Any protocol of fsspec."""
+    """URL to which everything in the output directory is copied while it is written, such as
+    `s3://bucket/experiments/gtpo`; `retrain resume URL` continues from the copy. Any protocol of fsspec."""
     report_to: Trackers = Field(default_factory=list)
-    """Trackers besides the files, one or a list: known ones, or `module:function` that returns one of your own.
-    Setting `wandb_project` is enough for wandb. `all` are the known ones that are installed; `none` is none, also
-    with a `wandb_project`."""
+    """Trackers besides the files, one or a list: supported names, or a `module:function` of your own that returns one.
+    `wandb_project` adds wandb. `all` are the supported ones that are installed; `none` is none, even with a
+    `wandb_project`."""
     logging_dir: OptionalText = None
-    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. The runs of a campaign have
-    a directory each in it."""
+    """Directory of tensorboard's files; unset is `tensorboard/` in each run's directory. Runs get subdirectories."""
     wandb_project: OptionalText = None
     """wandb project; unset is `retrain`. Also the project of trackio; unset is `[campaign] name`, else the name of the
     output directory."""
     wandb_run_name: OptionalText = None
-    """wandb run name; unset is the condition's label. The runs of a campaign are called `<label>_s<seed>`, and
-    `<wandb_run_name>_<label>_s<seed>` where this is set."""
+    """wandb run name; unset is the condition's label. Runs of a campaign are named `<label>_s<seed>`, with
+    `<wandb_run_name>_` in front if this is set."""
     wandb_entity: OptionalText = None
     """wandb team or user."""
     wandb_group: OptionalText = None
-    """wandb and trackio group; unset it is the condition's label in a campaign."""
+    """wandb and trackio group; unset is the condition's label in a campaign."""
     wandb_tags: Tags = Field(default_factory=list)
     """wandb tags, a list or separated by commas; a campaign adds the label and `seed<seed>`."""
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """wandb mode; unset leaves it to wandb."""
-    strategic_grams: Annotated[OptionalPhrases, UsedWhen("planning.detector", ("regex",)), Role.LEARNS] = None
-    """Phrases that mark planning tokens, in place of the built-in ones: a list, or separated by commas."""
+    strategic_grams: Annotated[OptionalPhrases, ActiveIf("planning.detector", ("regex",)), Role.LEARNS] = None
+    """Phrases that mark planning tokens and replace the built-in ones: a list, or separated by commas."""
     aliases: list[Tool] = Field(default_factory=lambda: list(get_args(Tool)))
-    """Whose names for metrics are written besides ours, so that scripts made for those tools work."""
+    """Tools whose metric names are written as aliases, so that scripts made for them work."""
     rollouts_every: Natural = 10
-    """Write the page and the logtree of every n-th step, of the last one, and of every evaluation; 0 writes none.
-    The summary lines of all trajectories are written at every step."""
+    """Write the HTML page and the logtree of every n-th step, of the last one, and of every evaluation; 0 writes none.
+    Summary lines of all trajectories are written at every step."""
     num_groups_to_log: Natural = 4
-    """Groups of a page and logtree that appear with their texts; what is known of the others in numbers always does."""
+    """Groups whose texts appear on a page and in a logtree; numbers appear for all groups."""
     log_kl: bool = False
     """Record the KL divergence to the frozen base; costs one more forward pass."""
 
@@ -384,11 +378,11 @@ class Logging(Section):
     def wandb(self) -> bool:
         return "wandb" in trackers(self.report_to, self.wandb_project)
 
-    def findings(self) -> Iterator[Finding]:
-        """What is chosen for pages or for tensorboard needs them."""
+    def issues(self) -> Iterator[ConfigIssue]:
+        """Report settings of rollout pages or tensorboard that are switched off."""
         asked = self.report_to
         if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
-            yield Finding(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
+            yield ConfigIssue(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
         if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
             yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

@@ -1,14 +1,14 @@
-"""Keys that retrain no longer has, with what to type instead: those of retrain 0.3, and those removed since.
+"""List removed keys, those of retrain 0.3 and later ones, with what to type instead.
 
-The keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
+Keys of 0.3: https://github.com/teilomillet/retrain/blob/v0.3.2/retrain/config.py
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Removed(NamedTuple):
-    """A removed key: why, what to type instead, and the default that it had."""
+class RemovedKey(NamedTuple):
+    """A removed key: the reason, what to type instead, and its former default."""
 
     why: str
     instead: str
@@ -25,19 +25,19 @@ _NO_STOPPING_UNDECIDED = (
 )
 _NO_PRIOR = ("the rule assumes no spread", "remove the line")
 
-REMOVED: dict[str, Removed] = {
-    "campaign.test": Removed(*_ONE_RULE, "exact"),
-    "campaign.futility": Removed(*_NO_STOPPING_UNDECIDED, False),
-    "campaign.race": Removed(*_NO_STOPPING_UNDECIDED, False),
-    "campaign.prior_spread": Removed(*_NO_PRIOR, 0.0),
-    "campaign.prior_freedom": Removed(*_NO_PRIOR, 4),
-    "planning.grams": Removed(*_NO_GRAMS),
-    "planning.model": Removed(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
-    "planning.threshold": Removed(*NO_SEMANTIC, 0.02),
-    "planning.planning_anchors": Removed(*NO_SEMANTIC),
-    "planning.execution_anchors": Removed(*NO_SEMANTIC),
+REMOVED: dict[str, RemovedKey] = {
+    "campaign.test": RemovedKey(*_ONE_RULE, "exact"),
+    "campaign.futility": RemovedKey(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.race": RemovedKey(*_NO_STOPPING_UNDECIDED, False),
+    "campaign.prior_spread": RemovedKey(*_NO_PRIOR, 0.0),
+    "campaign.prior_freedom": RemovedKey(*_NO_PRIOR, 4),
+    "planning.grams": RemovedKey(*_NO_GRAMS),
+    "planning.model": RemovedKey(*NO_SEMANTIC, "all-MiniLM-L6-v2"),
+    "planning.threshold": RemovedKey(*NO_SEMANTIC, 0.02),
+    "planning.planning_anchors": RemovedKey(*NO_SEMANTIC),
+    "planning.execution_anchors": RemovedKey(*NO_SEMANTIC),
 }
-"""Removed keys by dotted name. ``config.json`` and ``plan.json`` of earlier versions contain them, at any value."""
+"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions contain them with any value."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")
@@ -95,7 +95,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
     **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""By dotted key: why it no longer exists, and what to type instead."""
+"""(reason, fix) of keys that do not exist, by dotted name."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
@@ -106,31 +106,31 @@ REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
 }
 
 FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
-"""Sections that a condition's key may name by a shorter prefix: ``optim_beta1`` is ``optimizer.beta1``."""
+"""Short prefixes of sections in flat keys of a condition: ``optim_beta1`` is ``optimizer.beta1``."""
 
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration, or a recorded condition, without removed keys."""
-    kept = dict(config)
+    """Return a recorded configuration or condition without removed keys."""
+    cleaned = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):
-        table = kept.get(section)
+        table = cleaned.get(section)
         if isinstance(table, dict) and key in table:
-            kept[section] = {name: value for name, value in table.items() if name != key}
-            if not kept[section]:  # an empty table in a condition is a mistake
-                del kept[section]
-    campaign = kept.get("campaign")
+            cleaned[section] = {name: value for name, value in table.items() if name != key}
+            if not cleaned[section]:  # an empty table in a condition is a mistake
+                del cleaned[section]
+    campaign = cleaned.get("campaign")
     if isinstance(campaign, dict):
         campaign = {**campaign}
         if "sequential" in campaign and campaign["sequential"] != "off":
             campaign["sequential"] = "on"  # any stopping rule of earlier versions
         if isinstance(rows := campaign.get("conditions"), list):
             campaign["conditions"] = [without_removed(row) if isinstance(row, dict) else row for row in rows]
-        kept["campaign"] = campaign
-    return kept
+        cleaned["campaign"] = campaign
+    return cleaned
 
 
 def removed_note(config: Mapping[str, object]) -> str:
-    """Return a sentence that names the removed keys of a recorded configuration whose values are not the former
+    """Return a sentence that names removed keys of a recorded configuration whose values differ from the former
     defaults; "" without any."""
     campaign = config.get("campaign")
     rows = campaign.get("conditions") if isinstance(campaign, dict) else None

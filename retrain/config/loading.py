@@ -1,7 +1,7 @@
-"""From a TOML file and ``--set`` values to a `Config`, or to all of its mistakes at once.
+"""Convert a TOML file and ``--set`` values to a `Config`, or report all of their mistakes at once.
 
-`tomli` gives values without positions, so ``key_lines`` walks over a text that `tomli` has already accepted and notes
-the line of every key, table header and array element. It need not reject anything.
+`tomli` returns values without positions, so ``key_lines`` scans a text that `tomli` has accepted and finds the line of
+every key, table header and array element, without validation.
 """
 
 import os
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from retrain.config.checking import Places, examine
+from retrain.config.checking import KeyLocations, examine
 from retrain.config.problems import Mistake, Path
 from retrain.config.root import Config, homes, sections
 from retrain.config.tasks import FILE_ENDINGS, SOURCES
-from retrain.errors import ConfigError, Problem, UsageError
+from retrain.errors import ConfigError, ConfigProblem, UsageError
 
 _BLANK = re.compile(r"[ \t]*")
 _FILLER = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
@@ -36,7 +36,7 @@ _SCALAR = re.compile(r"[^,\]}\n#]*")
 
 
 class Repeat(NamedTuple):
-    """A key or table that is written twice, on these 1-based lines."""
+    """A key or table that is written twice, with its 1-based lines."""
 
     path: Path
     first: int
@@ -45,19 +45,18 @@ class Repeat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A configuration file that holds: its text, what it means, where its keys were written, what there is to say about
-    it, and the ``section.key=value`` settings that were applied."""
+class LoadedConfig:
+    """A valid configuration file: parsed configuration, text, locations of keys, warnings, and applied settings."""
 
     config: Config
     path: FilePath
     text: str
-    places: Places
+    places: KeyLocations
     warnings: list[str] = field(default_factory=list)
     sets: tuple[str, ...] = ()
 
 
-def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
+def load(path: FilePath | str, sets: Sequence[str] = ()) -> LoadedConfig:
     """Read a configuration file, apply ``section.key=value`` settings, and validate all of it.
 
     Raises UsageError when there is no such file, and ConfigError with every mistake, ordered by line.
@@ -68,40 +67,44 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> Loaded:
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     text, data = _parse(raw, path.name)
-    places = Places(path.name, key_lines(text))
+    places = KeyLocations(path.name, key_lines(text))
     wrong = _apply_sets(data, sets, places, is_file=True)
-    _beside(data, path)
+    _resolve_paths(data, path)
     config, warnings = examine(data, places, wrong)
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return Loaded(config, path, text, places, warnings, tuple(sets))
+    return LoadedConfig(config, path, text, places, warnings, tuple(sets))
 
 
 def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
-    """The configuration in plain data such as ``config.to_dict()``, after ``section.key=value`` settings; ConfigError
-    with every mistake."""
-    changed, places = deepcopy(dict(data)), Places("config")
+    """Return the configuration in plain data such as ``config.to_dict()``, with ``section.key=value`` settings applied.
+    Raises ConfigError with every mistake."""
+    changed, places = deepcopy(dict(data)), KeyLocations("config")
     wrong = _apply_sets(changed, sets, places)
     return examine(changed, places, wrong)[0]
 
 
 def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
-    """Text and data of a TOML file; a syntax error becomes a problem with its line."""
+    """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError([Problem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]) from error
+        raise ConfigError(
+            [ConfigProblem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]
+        ) from error
     try:
         return text, tomli.loads(text)
     except RecursionError as error:
-        raise ConfigError([Problem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]) from error
+        raise ConfigError(
+            [ConfigProblem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]
+        ) from error
     except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
         raise ConfigError([_syntax_problem(str(error), text, name)]) from error
 
 
-def _syntax_problem(message: str, text: str, name: str) -> Problem:
+def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
     match = re.search(r"\(at line (\d+), column (\d+)\)", message)
     lines = text.replace("\r\n", "\n").split("\n")
     number = int(match.group(1)) if match else len(text.rstrip("\n").split("\n"))
@@ -120,56 +123,70 @@ def _syntax_problem(message: str, text: str, name: str) -> Problem:
         fix = f'{pair.group(1)} = "{pair.group(2)}"'
     else:
         fix = "a line is key = value or [section], and strings are in quotes"
-    return Problem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
+    return ConfigProblem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
 
 
-def _repeat_problem(repeat: Repeat, name: str) -> Problem:
+def _repeat_problem(repeat: Repeat, name: str) -> ConfigProblem:
     table = ".".join(part for part in repeat.path if isinstance(part, str))
     fix = f"put the keys of both under one [{table}]" if repeat.is_table else "keep one of them"
     message = f"is {'declared' if repeat.is_table else 'written'} twice, first in line {repeat.first}"
-    return Problem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
+    return ConfigProblem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
 
 
-def _apply_sets(data: dict[str, Any], sets: Iterable[str], places: Places, *, is_file: bool = False) -> list[Mistake]:
+def _apply_sets(
+    data: dict[str, Any], sets: Iterable[str], places: KeyLocations, *, is_file: bool = False
+) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
-    [campaign] settings are refused for a file without that section: they would turn one run into dozens.
+    Rejects [campaign] settings for a file without that section: they would turn one run into dozens.
     """
     wrong = []
-    is_run_file = is_file and "campaign" not in data
+    single_run = places.name if is_file and "campaign" not in data else ""
     for setting in sets:
-        name, equals, value = setting.partition("=")
-        parts = tuple(part.strip() for part in name.split("."))
-        problem = ""
-        if not equals or not all(parts):
-            problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
-        elif len(parts) == 1 and parts[0] not in sections() and (named := homes(parts[0])):
-            problem, fix = "needs its section", " or ".join(f"--set {dotted}={value.strip()}" for dotted in named)
-        elif is_run_file and parts[0] == "campaign":
-            problem = f"is for campaigns, and {places.name} describes a single run: it has no section [campaign]"
-            fix = "leave it out, or add [campaign] to the file"
-            if parts[1:] == ("max_steps",):
-                fix = f"--set training.max_steps={value.strip()}"
-        if problem:
+        name, _, value = setting.partition("=")
+        if mistake := _setting_mistake(setting, single_run):
             places.sets.add(("--set",))
-            wrong.append(Mistake(("--set",), problem, fix, about=name.strip() if equals and name.strip() else setting))
+            wrong.append(mistake)
             continue
+        parts = tuple(part.strip() for part in name.split("."))
         places.replace(parts)
-        table = data
-        for part in parts[:-1]:
-            inner = table.setdefault(part, {})
-            if not isinstance(inner, dict):
-                inner = table[part] = {}
-            table = inner
-        table[parts[-1]] = _set_value(value.strip())
+        _put(data, parts, _set_value(value.strip()))
         if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
-            # A file's [campaign] max_steps would otherwise win over what was just typed.
+            # A file's [campaign] max_steps would otherwise override this setting.
             data["campaign"].pop("max_steps", None)
     return wrong
 
 
+def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
+    """Return the mistake in a setting, or None; ``single_run`` is the name of a file without [campaign], or ""."""
+    name, equals, value = (part.strip() for part in setting.partition("="))
+    section, *keys = (part.strip() for part in name.split("."))
+    if not (equals and section and all(keys)):
+        problem, fix = "is not of the form section.key=value", "--set training.lr=1e-4"
+    elif not keys and section not in sections() and (named := homes(section)):
+        problem, fix = "needs its section", " or ".join(f"--set {dotted}={value}" for dotted in named)
+    elif single_run and section == "campaign":
+        problem = f"is for campaigns, and {single_run} describes a single run: it has no section [campaign]"
+        fix = "leave it out, or add [campaign] to the file"
+        if keys == ["max_steps"]:
+            fix = f"--set training.max_steps={value}"
+    else:
+        return None
+    return Mistake(("--set",), problem, fix, about=name if equals and name else setting)
+
+
+def _put(table: dict[str, Any], path: tuple[str, ...], value: object) -> None:
+    """Set the value at this path, and replace what is no table on the way."""
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = table[part] = {}
+        table = inner
+    table[path[-1]] = value
+
+
 def _set_value(text: str) -> object:
-    """The text as a TOML value, or as it stands when it is none."""
+    """Return the text parsed as a TOML value, or the text itself if it is not TOML."""
     try:
         parsed = tomli.loads(f"v = {text}")
     except (ValueError, RecursionError):
@@ -177,8 +194,8 @@ def _set_value(text: str) -> object:
     return parsed["v"] if list(parsed) == ["v"] else text
 
 
-def _beside(data: dict[str, Any], path: FilePath) -> None:
-    """Problems and rewards that lie beside the TOML file, by their full path, so that a resume finds them."""
+def _resolve_paths(data: dict[str, Any], path: FilePath) -> None:
+    """Make paths of problems and rewards beside the TOML file absolute, so that a resume finds them."""
     graders = [data.get("reward"), data.get("audit"), *_rows(data.get("reward"), "components")]
     named = [(data.get("data"), key) for key in ("source", "eval_source")]
     named += [(table, "source") for table in _rows(data.get("evaluation"), "sets")]
@@ -191,33 +208,32 @@ def _beside(data: dict[str, Any], path: FilePath) -> None:
             continue
         if key == "custom_module" and not value.endswith(".py"):
             value = value.replace(".", "/") + ".py"
-        beside = path.parent / value
+        candidate = path.parent / value
         may_be_directory = key == "reward_model" or (key != "custom_module" and value not in SOURCES)
-        is_file = value.endswith((".py", *FILE_ENDINGS)) and beside.is_file()
-        if is_file or (may_be_directory and beside.is_dir()):
-            table[key] = os.path.abspath(beside)  # a link keeps its own name, which says what it is
+        is_file = value.endswith((".py", *FILE_ENDINGS)) and candidate.is_file()
+        if is_file or (may_be_directory and candidate.is_dir()):
+            table[key] = os.path.abspath(candidate)  # not resolved: a link may have a more meaningful name
 
 
 def _rows(table: object, key: str) -> list[object]:
-    """Return the list under this key of a table; empty where there is none."""
     rows = table.get(key) if isinstance(table, dict) else None
     return rows if isinstance(rows, list) else []
 
 
 def key_lines(text: str) -> dict[Path, int]:
-    """The 1-based line of every path in a valid TOML ``text``.
+    """Return the 1-based line of every path in a valid TOML ``text``.
 
-    A path has the names of tables and keys, and indices for elements of arrays and of arrays of tables:
-    ``("campaign", "conditions", 0, "lr")``. A quoted key that contains dots is one name. Tables that are only
-    implied (``a`` in ``[a.b]``) stand where they first appear.
+    A path consists of names of tables and keys, and of indices into arrays: ``("campaign", "conditions", 0, "lr")``. A
+    quoted key that contains dots is one name. Implied tables (``a`` in ``[a.b]``) have the line where they first
+    appear.
     """
     return _Walk(text.replace("\r\n", "\n")).document()
 
 
 def find_repeat(text: str) -> Repeat | None:
-    """What ``text``, valid TOML but for the end of its last line, writes twice; None when it is wrong otherwise."""
+    """Return the key or table that ``text``, valid TOML up to its last line, writes twice; None for other faults."""
     walk = _Walk(text.replace("\r\n", "\n"))
-    with suppress(ValueError, IndexError):  # where the text stops to be TOML
+    with suppress(ValueError, IndexError):  # the scan fails where the text is no longer TOML
         walk.document()
     return walk.repeat
 
@@ -264,7 +280,7 @@ class _Walk:
             self.lines.setdefault(path[:length], line)
 
     def _write(self, path: Path, line: int, is_table: bool) -> None:
-        """As ``_note``, of what may be written only once."""
+        """Record the line of a key or table that may be written only once."""
         if path in self.written and self.repeat is None:
             self.repeat = Repeat(path, self.written[path], line, is_table)
         self.written.setdefault(path, line)
@@ -306,14 +322,14 @@ class _Walk:
         return path
 
     def _latest(self, path: Path) -> Path:
-        """Inside an array of tables, the path goes on in its latest element."""
+        """Return the path extended by the latest element if it is an array of tables."""
         length = self.array_lengths.get(path)
         return path if length is None else (*path, length - 1)
 
     def _pair(self, table: Path) -> None:
         line = self._line()
         path = (*table, *self._names())
-        for length in range(len(table) + 1, len(path)):  # a dotted key writes the tables that it goes through
+        for length in range(len(table) + 1, len(path)):  # a dotted key also defines the tables in it
             self.written.setdefault(path[:length], line)
         self.position += 1  # the equals sign
         self._write(path, line, is_table=False)

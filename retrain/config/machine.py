@@ -1,4 +1,4 @@
-"""[backend], [inference], [ray], [slurm]: what computes, what samples, and what a cluster is asked for."""
+"""[backend], [inference], [ray], [slurm]: devices, engines and cluster resources."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Devices,
-    Finding,
     NotNegative,
     OptionalCount,
     OptionalPositive,
@@ -21,43 +22,43 @@ from retrain.config.base import (
     Role,
     Section,
     Text,
-    Unavailable,
-    UsedWhen,
+    UnsupportedValues,
     fault,
 )
 
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 
-class Backend(Section):
-    """Where the training happens."""
+class BackendSection(Section):
+    """Backend and devices of training."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
-    backend: Annotated[Literal["local"] | Plugin, Unavailable({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = "local"
+    backend: Annotated[Literal["local"] | Plugin, UnsupportedValues({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = (
+        "local"
+    )
     """`local`: torch, transformers and peft in this process. Or a `module:Class` of your own."""
     options: Annotated[
-        dict[str, str | int | float | bool], UsedWhen("backend.backend", ("module:Class",), plugins=True)
+        dict[str, str | int | float | bool], ActiveIf("backend.backend", ("module:Class",), plugins=True)
     ] = Field(default_factory=dict)
-    """Settings of a backend of your own, such as `{ address = "…" }`; it finds them in its configuration."""
+    """Settings of your own backend, such as `{ address = "…" }`, which it reads from its configuration."""
     devices: Annotated[Devices, Role.NAMES] = "auto"
-    """Where to compute: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. With `shard`, and for
-    `[campaign] executor = "processes"`, also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0",
-    "gpu:2"]`."""
+    """Devices: `auto` (GPUs when there are any), `cpu`, or one GPU such as `gpu:0`. With `shard` or `[campaign]
+    executor = "processes"` also several: `all`, a range such as `gpu:0-7`, or a list such as `["gpu:0", "gpu:2"]`."""
     shard: Annotated[Literal["none", "dp", "fsdp2"], Role.NAMES] = "none"
-    """`dp`: several processes, ranks, train each cohort together. Every rank holds the base; each samples and updates
-    with its share of the rollouts. `fsdp2`: the same, and every rank holds a part of the base, for one that does not
-    fit on a device. See docs/gpu_servers.md."""
+    """`dp`: several processes, called ranks, train each cohort together; each holds the base, and samples and updates
+    with its share of the rollouts. `fsdp2`: each rank holds a shard of the base, for a base that does not fit on a
+    device. See docs/gpu_servers.md."""
     ranks: Annotated[Literal["auto"] | Count, Role.NAMES] = "auto"
-    """How many processes `shard` means. `auto`: those that torchrun has started, else one for each GPU of `devices`, or
-    of each worker's `[campaign] gpus_per_cohort`. Without torchrun retrain starts them itself."""
+    """Number of processes of `shard`. `auto`: those that torchrun has started, else one for each GPU of `devices`, or
+    of each worker's `[campaign] gpus_per_cohort`. Without torchrun, retrain starts them itself."""
     adapter_path: Annotated[OptionalText, Role.RECORDS] = None
-    """Directory that also receives the files of the final adapter, beside whatever else lies there; a campaign writes
-    one directory per run beneath it. The run directory's `final/` is written in any case."""
+    """Directory that also receives the files of the final adapter, beside its other contents; a campaign writes one
+    directory per run beneath it. The run directory's `final/` is written in any case."""
 
     @property
     def named_gpus(self) -> list[str]:
-        """The GPUs that `devices` names one by one; none for `auto`, `all` and `cpu`."""
+        """GPUs that `devices` lists; none for `auto`, `all` and `cpu`."""
         if isinstance(self.devices, list):
             return self.devices
         if not self.devices.startswith("gpu:"):
@@ -67,27 +68,27 @@ class Backend(Section):
 
     @property
     def device(self) -> str:
-        """The one device of a process that has not been given another: `auto`, `cpu`, or the first GPU."""
+        """Device of a process that was not assigned one: `auto`, `cpu`, or the first GPU."""
         if self.named_gpus:
             return self.named_gpus[0]
         return "cpu" if self.devices == "cpu" else "auto"
 
     @property
     def several(self) -> bool:
-        """Whether `devices` asks for more than one process can use."""
+        """True if `devices` names more than one process can use."""
         return self.devices == "all" or len(self.named_gpus) > 1
 
 
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
 _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for what speaks its protocol')
-_OF_SERVERS = UsedWhen("inference.engine", SERVERS)
-_WHERE_WATCHED = UsedWhen("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
+_OF_SERVERS = ActiveIf("inference.engine", SERVERS)
+_WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
-"""Of ``mismatch_limit`` where it is not set (nats²), by the number format of the base in training. Sound servers are at
-1e-9 in float32 and at 1e-4 to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
+"""Defaults of ``mismatch_limit`` (nats²) by the base's number format. Sound servers are at 1e-9 in float32 and at 1e-4
+to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
 CANARY_TOLERANCES = {"float64": 2e-3, "float32": 2e-3, "bfloat16": 0.1}
-"""Of ``tolerance`` where it is not set (nats), likewise."""
+"""Defaults of ``tolerance`` (nats) by the base's number format."""
 
 
 def _local_engine(value: object) -> object:
@@ -95,27 +96,26 @@ def _local_engine(value: object) -> object:
 
 
 def _addresses(value: object) -> object:
-    """One address is a list of one; a blank one is none."""
+    """Return one address as a list; a blank one as none."""
     if isinstance(value, str):
         return [value] if value.strip() else None
     return value
 
 
 class Inference(Section):
-    """How completions are sampled: by the model that is trained, or by servers that hold the same base model and are
-    given the runs' adapters."""
+    """Engine of completions: the trained model, or servers that hold the same base and load the adapters."""
 
     role: ClassVar[Role] = Role.SAMPLES
 
     engine: Annotated[
         Literal["local", "vllm", "sglang", "openai"],
         BeforeValidator(_local_engine),
-        Unavailable({name: _ELSEWHERE for name in ("max", "mlx")}),
+        UnsupportedValues({name: _ELSEWHERE for name in ("max", "mlx")}),
     ] = "local"
-    """`local`: the model that is trained also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with
-    OpenAI's completions that return token ids, and load adapters by vLLM's routes. `pytorch` is read as `local`."""
+    """`local`: the trained model also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with OpenAI's
+    completions that return token ids and load adapters by vLLM's routes. `pytorch` is read as `local`."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU. A server has its own."""
+    """Number format of the base model: `auto` is bfloat16 on a GPU and float32 on the CPU. Servers choose their own."""
     url: Annotated[
         Annotated[list[Text], Field(min_length=1)] | None,
         BeforeValidator(_addresses, json_schema_input_type=list[Text] | str | None),
@@ -124,90 +124,86 @@ class Inference(Section):
     ] = None
     """Address of a server such as `http://gpu1:8000`, or a list of several that share the load."""
     launch: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """Command of a server that is started here, watched, started again when it dies or hangs, and ended with the
-    campaign, in place of `url`, such as `vllm serve {model} --enable-lora --max-lora-rank 32`. `{model}`, `{host}` and
-    `{port}` are filled in; where it has none, a free port and `--host 127.0.0.1` are added. What it says goes to
-    `server.log` of the run or campaign. With workers the controller starts it for all of them; with `executor = "ray"`
-    Ray finds a node for it, where it listens at the node's address if the cluster has other machines."""
-    replicas: Annotated[Count, Role.NAMES, UsedWhen("inference.engine", SERVERS)] = 1
-    """How many servers `launch` starts; they share the load, and their logs are `server_1.log` and so on."""
+    """Command that starts a server for the campaign, in place of `url`, such as `vllm serve {model} --enable-lora
+    --max-lora-rank 32`; it is restarted when it dies or hangs. `{model}`, `{host}` and `{port}` are filled in; if
+    missing, a free port and `--host 127.0.0.1` are added. Output goes to `server.log` of the run or campaign. With
+    workers, the controller starts it for all of them; with `executor = "ray"` it runs on a node that Ray chooses, and
+    listens at the node's address if the cluster has other machines."""
+    replicas: Annotated[Count, Role.NAMES, ActiveIf("inference.engine", SERVERS)] = 1
+    """Number of servers that `launch` starts; they share the load and log to `server_1.log` and so on."""
     launch_gpus: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """The GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
-    Unset: those that there are. Workers have the others."""
+    """GPUs of the launched servers, as in CUDA_VISIBLE_DEVICES: `1`, or `1,2`; `replicas` divide them up in order.
+    Unset is all. Workers use the others."""
     api_key_env: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """Environment variable that holds the servers' API key. The key itself is written nowhere."""
+    """Environment variable that holds the servers' API key. The key itself is never written to a file."""
     adapter_dir: Annotated[OptionalText, Role.NAMES, _OF_SERVERS] = None
-    """Directory for the adapters of the moment, which this process and the servers see under the same path. Unset:
+    """Directory through which adapters reach the servers; both sides must see it under the same path. Unset is
     `adapters/` in the directory of the run or campaign, for servers on this machine or on the same file system."""
-    upload: Annotated[bool, Role.NAMES, UsedWhen("inference.engine", ("vllm", "openai"))] = False
-    """Send adapters in the request that loads them, to servers that see no directory of ours: `retrain serve` takes
-    that, vLLM does not."""
+    upload: Annotated[bool, Role.NAMES, ActiveIf("inference.engine", ("vllm", "openai"))] = False
+    """Send adapters in the load request, for servers without a shared directory: `retrain serve`, not vLLM."""
     timeout_s: Annotated[Positive, Role.SPEED, _OF_SERVERS] = 600.0
-    """Seconds after which a request without an answer is given up and made again."""
+    """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED, _OF_SERVERS] = 600.0
-    """Seconds that all servers may be away, being started anew for instance, before the runs stop and are saved; also
-    how long a launched server may take to start."""
+    """Seconds that all servers may be unavailable, as during a restart, before the runs save and stop; also the limit
+    for the start of a launched server."""
     max_in_flight: Annotated[Count, Role.SPEED, _OF_SERVERS] = 256
-    """Most requests that a server has at a time."""
-    sleep: Annotated[bool, Role.SPEED, UsedWhen("inference.engine", ("vllm",))] = False
-    """Have vLLM free its GPU while this process trains on it, for one GPU shared by both; it needs
-    `--enable-sleep-mode`, and VLLM_SERVER_DEV_MODE=1 in its environment (which `launch` sets)."""
+    """Most concurrent requests to a server."""
+    sleep: Annotated[bool, Role.SPEED, ActiveIf("inference.engine", ("vllm",))] = False
+    """Let vLLM free its GPU while this process trains on the same one; needs `--enable-sleep-mode`, and
+    VLLM_SERVER_DEV_MODE=1 in its environment (which `launch` sets)."""
     swap: Annotated[Literal["between", "in_flight"], _OF_SERVERS] = "between"
-    """With `max_off_policy_steps`: whether an episode is drawn to its end by the weights that began it, or every turn
-    of it by the newest that there are; each token keeps the version that drew it."""
+    """With `max_off_policy_steps`: sample an episode to its end with the weights that began it (`between`), or each
+    turn with the newest weights (`in_flight`); each token records its policy version."""
     tolerance: Annotated[OptionalPositive, Role.SPEED, _OF_SERVERS] = None
-    """Root mean square (nats) up to which a server's log-probabilities of the canary's tokens may differ from our own
-    before anything is trained. Unset: 0.002, and 0.1 where the base is in bfloat16."""
+    """Largest root mean square difference (nats) between a server's log-probabilities and the trainer's on the canary,
+    which is checked before training. Unset: 0.002, and 0.1 with a base in bfloat16."""
     mismatch_limit: Annotated[OptionalPositive, Role.SPEED, _WHERE_WATCHED] = None
-    """`kl_sample_train_v2` (nats²) above which a run warns, and stops when the next step is above it too. Unset: 1e-4,
-    and 0.02 where the base is in bfloat16."""
+    """`kl_sample_train_v2` (nats²) above which a run warns; it stops when the next step exceeds it too. Unset: 1e-4,
+    and 0.02 with a base in bfloat16."""
 
     @property
     def served(self) -> bool:
         return self.engine in SERVERS
 
     def mismatch_limit_in(self, dtype: str) -> float:
-        """``mismatch_limit`` for a base in this number format."""
         return self.mismatch_limit or MISMATCH_LIMITS.get(dtype, MISMATCH_LIMITS["bfloat16"])
 
     def tolerance_in(self, dtype: str) -> float:
-        """``tolerance`` for a base in this number format."""
         return self.tolerance or CANARY_TOLERANCES.get(dtype, CANARY_TOLERANCES["bfloat16"])
 
-    def findings(self) -> Iterator[Finding]:
-        """Servers are either there or started here."""
+    def issues(self) -> Iterator[ConfigIssue]:
         if not self.served:
             return
         if self.url is None and self.launch is None:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.engine", "inference.url", "inference.launch"),
                 f'is "{self.engine}", and neither url nor launch says where its server is',
                 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"',
             )
         if self.url is not None and self.launch is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch", "inference.url"),
                 "starts a server here, while url names one that is there",
                 "remove one of the two",
             )
         for address in self.url or ():
             if not address.startswith(("http://", "https://")):
-                yield Finding(
+                yield ConfigIssue(
                     ("inference.url",), f'has "{address}", which is no address', f'url = "http://{address.lstrip("/")}"'
                 )
         for key, default in (("launch_gpus", None), ("replicas", 1)):
             if self.launch is None and getattr(self, key) != default:
                 keys = (f"inference.{key}", "inference.launch")
-                yield Finding(keys, "has no effect without launch", "remove the line")
+                yield ConfigIssue(keys, "has no effect without launch", "remove the line")
         if self.launch is not None and self.replicas > 1 and (port := re.search(r"--port[ =]+(\d+)", self.launch)):
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch", "inference.replicas"),
                 f"has {port[0]}, and {self.replicas} servers cannot listen at one port of a machine",
                 "remove --port: each gets a free one",
             )
         gpus = len((self.launch_gpus or "").split(","))
         if self.launch_gpus is not None and gpus % self.replicas:
-            yield Finding(
+            yield ConfigIssue(
                 ("inference.launch_gpus", "inference.replicas"),
                 f"has {gpus}, which {self.replicas} replicas cannot divide up evenly",
                 f"replicas = {gpus}",
@@ -227,23 +223,23 @@ def _address(value: str) -> str:
 
 
 class Ray(Section):
-    """The cluster of `[campaign] executor = "ray"`; without effect for other executors."""
+    """Cluster of `[campaign] executor = "ray"`; other executors ignore it."""
 
     role: ClassVar[Role] = Role.NAMES
 
     address: Annotated[str, AfterValidator(_address)] = "auto"
-    """Which cluster: `auto` is the one that `RAY_ADDRESS` names or that runs on this machine, `local` one that is
-    started for this campaign and ends with it, else `host:port` of a cluster's head."""
+    """Cluster address: `auto` is the one in `RAY_ADDRESS` or running on this machine, `local` one that is started for
+    this campaign and ends with it, else `host:port` of a cluster's head."""
     cpus: Count = 1
-    """CPUs that each worker asks the cluster for, and threads that it computes with. A worker holds a base model of its
-    own: where a node has little memory for its CPUs, ask for more of them."""
+    """CPUs per worker, and threads that it computes with. Every worker holds a base model; if nodes have little memory
+    per CPU, ask for more CPUs."""
     server_gpus: NotNegative = 1.0
-    """GPUs that each server of `[inference] launch` asks the cluster for, where workers have GPUs; parts too."""
+    """GPUs per server of `[inference] launch`, where workers have GPUs; fractions are allowed."""
     server_cpus: Count = 1
-    """CPUs that each such server asks for."""
+    """CPUs per server of `[inference] launch`."""
     ship: bool = True
-    """Whether nodes of other machines get this code, and the files beside the campaign's file, through Ray's
-    `runtime_env`; turned off, retrain has to be installed on them. `ray job submit` ships what it is told itself."""
+    """Send this code, and the files beside the campaign's file, to other nodes through Ray's `runtime_env`; if false,
+    retrain must be installed on them. `ray job submit` sends its own working directory."""
     runtime_env: dict[str, str | list[str] | dict[str, str]] = Field(default_factory=dict)
     """Further fields of Ray's `runtime_env`, such as `{ pip = ["math-verify"], env_vars = { HF_HOME = "/shared/hf" }
     }`."""
@@ -251,12 +247,13 @@ class Ray(Section):
 
 LIMIT = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "tres-per-task")
-"""Options of sbatch that ask for GPUs; with one of them among the further options nothing else is asked for."""
+"""Options of sbatch that request GPUs; with one of them in ``extra``, retrain requests none itself."""
 
 
 def minutes_of(limit: str) -> int:
-    """A time limit as sbatch takes it, in whole minutes, rounded up: minutes, minutes:seconds, hours:minutes:seconds,
-    days-hours, days-hours:minutes or days-hours:minutes:seconds. ValueError for anything else."""
+    """Return a time limit of sbatch in whole minutes, rounded up. Formats: minutes, minutes:seconds,
+    hours:minutes:seconds, days-hours, days-hours:minutes or days-hours:minutes:seconds. Raises ValueError for anything
+    else."""
     match = LIMIT.fullmatch(limit)
     if match is None:
         raise ValueError(limit)
@@ -288,54 +285,53 @@ def _memory(text: str | None) -> str | None:
 
 
 def _option_names(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
-    own = {
+    reserved = {
         "array": "workers in [campaign]", "time": "time", "signal": "notice_s", "requeue": "nothing, it is always on",
         "output": "nothing, logs lie in workers/", "error": "nothing, logs lie in workers/",
     }  # fmt: skip
     for name in options:
         if re.fullmatch(r"[a-z][a-z0-9-]*", name) is None:
             raise fault(f'has "{name}": an option of sbatch by its long name', 'exclude = "node7"')
-        if name in own:
-            raise fault(f'has "{name}", which stands here in its own place', own[name])
+        if name in reserved:
+            raise fault(f'has "{name}", which stands here in its own place', reserved[name])
     return options
 
 
 class Slurm(Section):
-    """Workers as tasks of one Slurm job array, for `[campaign] executor = "slurm"`. Each has one GPU, none with
+    """Workers as tasks of one Slurm job array, for `[campaign] executor = "slurm"`. Each has one GPU, or none with
     `[backend] devices = "cpu"`."""
 
     role: ClassVar[Role] = Role.NAMES
 
     partition: OptionalText = None
-    """Where the jobs wait; unset is the cluster's default partition."""
+    """Partition of the jobs; unset is the cluster's default."""
     time: Annotated[str, AfterValidator(_limit)] = "4:00:00"
     """Time limit of a worker as sbatch takes it (`4:00:00`, `2-12:00:00`, or a text of minutes). Training may take
-    longer: a worker that runs into the limit saves, waits in the queue again, and goes on."""
+    longer: a worker that reaches the limit saves, requeues itself, and continues."""
     notice_s: Count = 90
-    """Seconds before the time limit at which a worker is told (SIGUSR1): room for the step that is under way and for
-    saving."""
+    """Seconds before the time limit at which a worker gets SIGUSR1: enough for the current step and for saving."""
     account: OptionalText = None
-    """What the time is charged to."""
+    """Account that is charged."""
     qos: OptionalText = None
     """Quality of service."""
     constraint: OptionalText = None
     """Features that a node must have, as sbatch takes them (`a100&nvlink`)."""
     gpu_type: OptionalText = None
-    """Which GPU, by Slurm's name for it, such as `h100`; unset is any."""
+    """GPU type by Slurm's name for it, such as `h100`; unset is any."""
     cpus: OptionalCount = None
-    """Cores of a worker, which are also its threads; unset is what the cluster gives."""
+    """Cores of a worker, which are also its threads; unset is the cluster's default."""
     memory: Annotated[OptionalText, AfterValidator(_memory)] = None
-    """Memory of a worker, such as `64G`; unset is what the cluster gives."""
+    """Memory of a worker, such as `64G`; unset is the cluster's default."""
     setup: list[Text] = Field(default_factory=list)
     """Lines of shell that run on the node before the worker starts, such as `module load cuda`."""
     extra: Annotated[dict[str, str | int | bool], AfterValidator(_option_names)] = Field(default_factory=dict)
-    """Further options of sbatch by their long names, such as `{ exclude = "node7", gres = "gpu:1" }`; one that asks for
-    GPUs stands for the GPU that is asked for otherwise."""
+    """Further options of sbatch by their long names, such as `{ exclude = "node7", gres = "gpu:1" }`; an option that
+    requests GPUs replaces the default request."""
     template: OptionalText = None
-    """A script of your own for `sbatch`, as a jinja2 template; unset is the one that retrain has
-    (`retrain/campaign/executors/slurm.sh.j2`, which shows the names that it may use)."""
+    """Your own script for `sbatch`, as a jinja2 template; unset is `retrain/campaign/executors/slurm.sh.j2`, which
+    lists the variables that a template may use."""
     cluster: Literal["slurm", "local"] = "slurm"
-    """`local` starts the tasks on this machine without Slurm, on its CPU, to see that a campaign works in this way."""
+    """`local` runs the tasks on this machine's CPU without Slurm, to test the configuration."""
 
     @property
     def minutes(self) -> int:

@@ -1,10 +1,8 @@
-"""The modes of [algorithm], one row each: what it is called, its formula, its paper, and what it needs.
+"""Describe every mode of [algorithm] in one row: name, formula, paper, requirements.
 
-Everything that is said of a mode outside its code in ``retrain.algorithms`` is read from here: the choices of the TOML
-keys and which further keys have an effect, what ``explain`` prints, what is planned, recorded and noted, and the
-documents. The label of a condition is made of them. A new mode is a row here and an entry under the same name in a
-table of ``retrain.algorithms`` or ``retrain.algorithms.losses``. The section [algorithm] has the keys that its row
-declares.
+The choices of TOML keys, active keys, labels of conditions, ``explain``, plans, records and documentation derive from
+these rows. A new mode is a row here, and an entry under the same name in a table of ``retrain.algorithms`` or
+``retrain.algorithms.losses``. [algorithm] has the keys that its row declares.
 """
 
 import hashlib
@@ -21,27 +19,27 @@ from retrain.config.base import OptionalPositive, Positive, fault
 
 
 class Need(StrEnum):
-    """What an algorithm cannot do without."""
+    """Input that an algorithm requires."""
 
     ENTROPY = "entropy"
-    """Full-vocabulary entropies of the distributions sampled from, by the engine."""
+    """Full-vocabulary entropies of the distributions sampled from, computed by the engine."""
     PLANNING = "planning"
-    """Which tokens plan."""
+    """Mask of planning tokens."""
     LOGPROBS = "logprobs"
-    """The trainer's own log-probabilities of the rollouts, before the update."""
+    """Log-probabilities of the rollouts by the trainer, before the update."""
     VALUES = "values"
-    """What a critic expects at each token."""
+    """Values of a critic at each token."""
     REFERENCE = "reference"
-    """The frozen base's log-probabilities."""
+    """Log-probabilities of the frozen base."""
     TEACHER = "teacher"
-    """What a teacher says of the sampled tokens."""
+    """Log-probabilities of the sampled tokens by a teacher."""
     GROUP = "group"
-    """Several rollouts of a prompt, to be compared with each other."""
+    """Several rollouts of a prompt that are compared with each other."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A key of [algorithm] that one mode declares: its type with bounds, its default and its documentation."""
+    """A key of [algorithm] that one mode declares: type with bounds, default and documentation."""
 
     annotation: Any
     default: object
@@ -50,12 +48,12 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """``formula`` may hold values of the configuration in braces, as in ``{gtpo.beta:g}``; ``parameters`` are the keys
-    of [algorithm] that have an effect with this mode alone, ``keys`` the other keys or sections with an effect."""
+    """``formula`` may contain configuration values in braces, as in ``{gtpo.beta:g}``. ``parameters`` are the keys of
+    [algorithm] that only this mode uses, ``keys`` the other keys or sections that it uses."""
 
     formula: str
     paper: str = ""
-    words: str = ""
+    description: str = ""
     needs: frozenset[Need] = frozenset()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     keys: tuple[str, ...] = ()
@@ -68,12 +66,12 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Mode):
-    """From the rewards of a group to one number per rollout.
+    """Computes one number per rollout from the rewards of its group.
 
-    ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None where it is not
-    known. ``unit_rewards``: defined for rewards in [0, 1] alone. With fewer than ``smallest_group`` rewards a group
-    takes no part. ``whitened`` advantages are normalised over the batch afterwards. ``by_token``: one number per token,
-    from the rollout's own rewards and a critic; no group is compared.
+    ``scale`` is the root mean square advantage of 0/1 rewards at success rate p in large groups, None if unknown.
+    ``unit_rewards``: defined for rewards in [0, 1] only. Groups with fewer than ``smallest_group`` rewards are skipped.
+    ``whitened`` advantages are normalised over the batch afterwards. ``by_token``: one number per token, from the
+    rollout's own rewards and a critic; no group is compared.
     """
 
     needs: frozenset[Need] = frozenset({Need.GROUP})
@@ -86,26 +84,24 @@ class Advantage(Mode):
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Mode):
-    """From a rollout's advantage to one per token.
-
-    ``own_advantage``: starts from the rewards, so whether a group has signal shows in the result alone. ``features``
-    are the groups of metrics that it fills (``Metric.requires``).
-    """
+    """Distributes a rollout's advantage over its tokens. ``own_advantage``: computes its own advantage from the
+    rewards, so that only the result shows whether a group has signal. ``features`` are the groups of metrics that it
+    fills (``Metric.requires``)."""
 
     own_advantage: bool = False
     features: frozenset[str] = frozenset()
 
     @property
     def pooled(self) -> bool:
-        """Whether SEPA's schedule decides how far uncertainties are pooled."""
+        """True if SEPA's schedule controls the pooling of uncertainties."""
         return "pooling" in self.features
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Mode):
-    """The loss of a token. ``from_sampler``: its ratio is that to the sampler, also in several updates of a batch, and
-    it bounds that ratio itself. Else a correction leaves the ratio at 1 in the first update of a batch, so that its
-    parameters have no effect there."""
+    """Loss of a token. ``from_sampler``: its ratio is to the sampler, also in several updates of a batch, and the loss
+    bounds that ratio itself. For other losses a correction leaves the ratio at 1 in the first update of a batch, so
+    that their parameters have no effect there."""
 
     from_sampler: bool = False
 
@@ -131,7 +127,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "gae": Advantage(
         formula="Σ_k (γλ)^k·δ_(t+k) with δ_t = r_t + γV_(t+1) − V_t of a critic, then whitened over the batch",
         paper="1506.02438",
-        words="one number per token (PPO)",
+        description="one number per token (PPO)",
         needs=frozenset({Need.VALUES}),
         keys=("critic", "algorithm.kl_in_reward"),
         by_token=True,
@@ -142,19 +138,21 @@ _WEIGHTED = "A·max(0, 1 + {gtpo.beta:g}·(h/mean h − 1))"
 _UNCERTAINTY = "algorithm.uncertainty_kind"
 _WEIGHTS = (_UNCERTAINTY, "gtpo.beta")
 TOKEN_CREDIT: dict[str, Credit] = {
-    "none": Credit(formula="A", words="every token alike"),
-    "gtpo": Credit(formula=_WEIGHTED, words="uncertain tokens more", keys=_WEIGHTS, features=frozenset({"weights"})),
+    "none": Credit(formula="A", description="every token alike"),
+    "gtpo": Credit(
+        formula=_WEIGHTED, description="uncertain tokens more", keys=_WEIGHTS, features=frozenset({"weights"})
+    ),
     "gtpo_hicra": Credit(
         formula="x + {hicra.alpha:g}·|x| on planning tokens ({detector}), x elsewhere; x = " + _WEIGHTED,
         paper="2509.03646",
-        words="uncertain tokens more, planning tokens amplified",
+        description="uncertain tokens more, planning tokens amplified",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "hicra"),
         features=frozenset({"weights"}),
     ),
     "gtpo_hicra_placebo": Credit(
         formula="x + {hicra.alpha:g}·|x| on as many random tokens, x elsewhere; x = " + _WEIGHTED,
-        words="uncertain tokens more, random tokens amplified at the rate of planning tokens",
+        description="uncertain tokens more, random tokens amplified at the rate of planning tokens",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "hicra"),
         features=frozenset({"weights"}),
@@ -162,7 +160,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
     "gtpo_sepa": Credit(
         formula=_WEIGHTED
         + " with execution pooled: h → λ·mean + (1 − λ)·h but on planning tokens ({detector}); {ramp}",
-        words="uncertain tokens more, execution tokens pooled step by step",
+        description="uncertain tokens more, execution tokens pooled step by step",
         needs=frozenset({Need.PLANNING}),
         keys=(*_WEIGHTS, "sepa"),
         features=frozenset({"weights", "pooling"}),
@@ -171,7 +169,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
         formula="{gtpo.alpha1:g}·r + {gtpo.alpha2:g}·d·h/Σh where correct, "
         "−{gtpo.alpha1:g} − {gtpo.alpha2:g}·d·(1/h)/Σ(1/h) where wrong, then {normalised} over the group's tokens",
         paper="2508.04349",
-        words="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
+        description="uncertain tokens more, added to the reward (Group Token Policy Optimization)",
         keys=(_UNCERTAINTY, "gtpo.alpha1", "gtpo.alpha2", "gtpo.centred"),
         own_advantage=True,
     ),
@@ -179,7 +177,7 @@ TOKEN_CREDIT: dict[str, Credit] = {
         formula="A on {algorithm.entropy_mask_rho:.3g} of the batch's tokens, those of highest entropy, 0 elsewhere; "
         "{counted} count in the divisor",
         paper="2506.01939",
-        words="only the most uncertain tokens",
+        description="only the most uncertain tokens",
         needs=frozenset({Need.ENTROPY}),
         keys=("algorithm.entropy_mask_rho", "algorithm.entropy_mask_denominator"),
     ),
@@ -204,27 +202,27 @@ LOSSES: dict[str, Loss] = {
     "ppo": Loss(
         formula="−min(ρA, clip(ρ, 1 − clip_eps, 1 + clip_eps_high)·A)",
         paper="1707.06347",
-        words="ratio clipped",
+        description="ratio clipped",
         keys=_CLIPPING,
     ),
-    "reinforce": Loss(formula="−sg(ρ)·A·log π", words="ratio as a constant weight"),
+    "reinforce": Loss(formula="−sg(ρ)·A·log π", description="ratio as a constant weight"),
     "gspo": Loss(
         formula="as ppo, with exp(mean log ρ) of the completion",
         paper="2507.18071",
-        words="ratio of the whole completion clipped",
+        description="ratio of the whole completion clipped",
         keys=_CLIPPING,
     ),
     "cispo": Loss(
         formula="−sg(min(ρ, cispo_cap))·A·log π",
         paper="2506.13585",
-        words="ratio as a constant weight, capped",
+        description="ratio as a constant weight, capped",
         parameters={"cispo_cap": Parameter(Positive, 5.0, "Absolute cap on the importance ratio.")},
     ),
     "dppo": Loss(
         formula="−sg(keep·min(ρ, dppo_cap))·A·log π with ρ = π/π_sampler; keep = 0 where A leads further than "
         "dppo_threshold away from π_sampler",
         paper="2602.04879",
-        words="masked by divergence from the sampler",
+        description="masked by divergence from the sampler",
         parameters={
             "dppo_divergence": Parameter(
                 Literal["tv", "kl"],
@@ -246,7 +244,7 @@ LOSSES: dict[str, Loss] = {
         formula="−A·(4/τ)·σ(τ(ρ − 1)) with τ = {algorithm.sapo_tau_positive:g} where A > 0, else "
         "{algorithm.sapo_tau_negative:g}",
         paper="2511.20347",
-        words="ratio bounded by a soft gate",
+        description="ratio bounded by a soft gate",
         parameters={
             "sapo_tau_positive": Parameter(
                 Positive, 1.0, "How narrow the soft gate of `sapo` is for tokens of positive advantage."
@@ -258,7 +256,7 @@ LOSSES: dict[str, Loss] = {
         formula="−sg(W^k·e^(λ(1 − W)))·A·log π with W = Π ρ of the completion, ρ = π/π_sampler, and [k, λ] = "
         "vespo_positive where A ≥ 0, else vespo_negative",
         paper="2602.10693",
-        words="softly bounded by the ratio of the whole completion to the sampler's",
+        description="softly bounded by the ratio of the whole completion to the sampler's",
         parameters={
             "vespo_positive": Parameter(
                 _Curve,
@@ -273,7 +271,7 @@ LOSSES: dict[str, Loss] = {
         formula="−ρA with ρ = π/π_sampler; of {algorithm.m2po_tokens} tokens of the step those with the largest "
         "(log ρ)² are left out until its mean is below {algorithm.m2po_threshold:g}",
         paper="2510.01161",
-        words="the tokens furthest from the sampler left out",
+        description="the tokens furthest from the sampler left out",
         needs=frozenset({Need.LOGPROBS}),
         parameters={
             "m2po_threshold": Parameter(
@@ -299,7 +297,7 @@ WORKED_OUT = {
     "counted": "the kept tokens or all tokens",
     "normalised": "(x − mean)/std",
 }
-"""Values of formulas that are not a key's, and what they are in general."""
+"""Values in formulas that are not keys, with their general names."""
 
 MODES: dict[str, Mapping[str, Mode]] = {
     "advantage_mode": ADVANTAGES,
@@ -307,7 +305,7 @@ MODES: dict[str, Mapping[str, Mode]] = {
     "uncertainty_kind": UNCERTAINTIES,
     "loss": LOSSES,
 }
-"""By their keys of [algorithm]."""
+"""Modes by their keys of [algorithm]."""
 
 UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
@@ -315,29 +313,27 @@ UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
         for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")
     }
 }
-"""Modes that other tools know: why each cannot be used here, and what to type instead."""
+"""Modes of other tools that retrain does not have, with (why, what to type instead)."""
 
 Named = str | Callable[..., object]
-"""A mode as a configuration names it, or code of the user's, loaded."""
+"""A mode as a configuration names it, or the user's own code, loaded."""
 
 
 def mode_of(key: str, mode: Named) -> Mode:
-    """What is known of a mode of ``[algorithm] key``; of code of the user's nothing but that it is theirs."""
+    """Return the row of a mode of ``[algorithm] key``; a plug-in has a row without requirements."""
     return MODES[key].get(mode if isinstance(mode, str) else "", Mode(formula="your own"))
 
 
 def advantage_of(mode: Named) -> Advantage:
-    """As ``mode_of``, for advantages."""
     return ADVANTAGES.get(mode if isinstance(mode, str) else "", Advantage(formula="your own", needs=frozenset()))
 
 
 def credit_of(mode: Named) -> Credit:
-    """As ``mode_of``, for token credit; one of the user's starts from whatever it likes."""
+    """Return the row of a token credit; a plug-in may start from its own advantage."""
     return TOKEN_CREDIT.get(mode if isinstance(mode, str) else "", Credit(formula="your own", own_advantage=True))
 
 
 def loss_of(mode: Named) -> Loss:
-    """As ``mode_of``, for losses."""
     return LOSSES.get(mode if isinstance(mode, str) else "", Loss(formula="your own"))
 
 
@@ -347,13 +343,13 @@ def used_by(key: str, dotted: str) -> tuple[str, ...]:
 
 
 LABEL_MAX = 120
-"""A run directory is named label_s<seed>; file systems allow 255 bytes."""
+"""Longest label in bytes: run directories are named label_s<seed>, and file systems allow 255 bytes."""
 SHORT = ("training", "algorithm", "model")
-"""Sections whose keys stand in a label without their section."""
+"""Sections whose keys appear in a label without their section."""
 
 
 def _safe(value: object) -> str:
-    """The value as a piece of a file name."""
+    """Return the value in a form that may be part of a file name."""
     if isinstance(value, bool):
         text = "true" if value else "false"
     elif isinstance(value, list | tuple):
@@ -364,7 +360,7 @@ def _safe(value: object) -> str:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
-    """The condition's name in files, tables and trackers."""
+    """Return the condition's name in files, tables and trackers."""
     parts = []
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")
@@ -384,12 +380,11 @@ def _rows() -> Iterator[str]:
     for key, table in MODES.items():
         for name, mode in table.items():
             formula = re.sub(r"\{([\w.]+)[^}]*\}", lambda match: _named(match[1]), mode.formula)
-            text = f"{mode.words}: {formula}" if mode.words else formula
+            text = f"{mode.description}: {formula}" if mode.description else formula
             paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
             cells = (f"`{key}`", f"`{name}`", text, paper, ", ".join(sorted(mode.needs)))
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _named(value: str) -> str:
-    """A value of a formula where there is no configuration."""
     return WORKED_OUT.get(value) or value.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""From what pydantic says to one line that a person can act on."""
+"""Convert pydantic's errors to one actionable line each."""
 
 import difflib
 import re
@@ -65,15 +65,13 @@ OTHERS: dict[str, str] = {
     "reward.reward_model": "reward_model_path reward_model_name reward_model_name_or_path",
     "logging.log_dir": "log_path output_dir",
 }
-"""Our key → what TRL, verl, prime-rl and other tools call it. By its spelling, many a name is nearer to a wrong key."""
+"""Our key → its names in TRL, verl, prime-rl and other tools, whose spelling is often closer to a wrong key."""
 SYNONYMS = {name: dotted for dotted, names in OTHERS.items() for name in names.split()}
 
 
 class Mistake(NamedTuple):
-    """One mistake at a path of the file, before it is known on which line that is.
-
-    ``about`` is the key that the message speaks of when another one, at the path, is what was written.
-    """
+    """One mistake at a path of the file, before its line is known. ``about`` is the key in the message, if it differs
+    from the written one at the path."""
 
     path: Path
     message: str
@@ -82,7 +80,7 @@ class Mistake(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the message is about: the path in dotted form, list positions counted from 1 as people do."""
+        """The dotted path that the message is about; list positions count from 1."""
         if self.about:
             return self.about
         text = ""
@@ -92,12 +90,12 @@ class Mistake(NamedTuple):
 
 
 def path_of(dotted: str) -> Path:
-    """The path of a dotted key, positions in lists counted from 0."""
+    """Return the path of a dotted key, list positions counted from 0."""
     return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
 
 
 def mistakes(error: ValidationError, data: Mapping[str, object]) -> list[Mistake]:
-    """One mistake for every wrong key in ``data``, however many complaints pydantic has about it."""
+    """Return one mistake for every wrong key in ``data``, although pydantic may report several."""
     by_path: dict[Path, Mistake] = {}
     for details in error.errors(include_url=False):
         mistake = _mistake(details, data)
@@ -125,7 +123,7 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
-    """The path of the key in which an error lies, and the key's field; None when a whole table is wrong."""
+    """Return the path of the key that contains an error, and its field; None if a whole table is wrong."""
     path: Path = (str(location[0]), str(location[1]))
     field, inside = keys()[f"{path[0]}.{path[1]}"], location[2:]
     while inside and (table := listed(field)):
@@ -186,7 +184,7 @@ def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
 
 
 def _same_kind(field: FieldInfo, value: object) -> bool:
-    """Whether the value is of a type that the field accepts, so that naming the type would not help."""
+    """Return whether the value already has a type that the field accepts, so that naming the type would not help."""
     text = field_expected(field)
     if isinstance(value, bool):
         return "true" in text
@@ -196,7 +194,7 @@ def _same_kind(field: FieldInfo, value: object) -> bool:
 
 
 def _candidates(value: object) -> Iterator[object]:
-    """Values that somebody may have meant by ``value``, the likeliest first."""
+    """Yield values that a user may have meant by ``value``, the likeliest first."""
     if isinstance(value, str):
         with suppress(KeyError, ValueError, RecursionError):
             yield tomli.loads(f"v = {value.strip().lower()}")["v"]
@@ -229,7 +227,7 @@ def _suggestion(name: str, field: FieldInfo, value: object) -> str:
 
 
 def unknown(path: Path, value: object) -> Mistake:
-    """The mistake of a section or key that does not exist, with the nearest one that does."""
+    """Return the mistake of an unknown section or key, with the most similar existing one."""
     section, name = str(path[0]), str(path[-1])
     if len(path) == 1:
         return _unknown_section(path, name, value)
@@ -238,19 +236,19 @@ def unknown(path: Path, value: object) -> Mistake:
         return Mistake(path, f"is not a key of [[{of_list}]]", nearest(name, fields_of(lists()[of_list]), value))
     if replaced := REPLACED.get(f"{section}.{name}"):
         return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
-    own = sections()[section].roles()
+    candidates = sections()[section].roles()
     if synonym := SYNONYMS.get(name):
         return Mistake(path, f"is not a key of [{section}]", f"{_elsewhere(synonym, section)} = {show(value)}")
     if elsewhere := homes(name):
         belongs = " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
         return Mistake(path, f"is not a key of [{section}]", f"{name} belongs to {belongs}")
-    close = difflib.get_close_matches(name, own, n=1, cutoff=0.65)
+    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.65)
     if not close:
         wide = difflib.get_close_matches(name, [dotted.partition(".")[2] for dotted in keys()], n=1, cutoff=0.8)
         if wide:
             dotted = homes(wide[0])[0]
             return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
-    return Mistake(path, f"is not a key of [{section}]", nearest(name, own, value))
+    return Mistake(path, f"is not a key of [{section}]", nearest(name, candidates, value))
 
 
 def _elsewhere(dotted: str, section: str) -> str:
@@ -259,7 +257,7 @@ def _elsewhere(dotted: str, section: str) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], value: object = None) -> str:
-    """``did you mean …`` for the nearest candidate, with the value it was given, or all when none is near."""
+    """Return ``did you mean …`` with the most similar candidate and the value, or all candidates."""
     names = list(candidates)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     given = "" if value is None or isinstance(value, Mapping) else f" = {show(value)}"

@@ -1,11 +1,11 @@
-"""The JSON Schema and the reference page, made from the models."""
+"""Generate the JSON Schema and the reference page from the models."""
 
 import inspect
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from retrain.config.base import Section, UsedWhen
+from retrain.config.base import ActiveIf, Section
 from retrain.config.campaign import Condition
 from retrain.config.checking import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
@@ -58,7 +58,7 @@ gradient. [Algorithms](algorithms.md) has more about each."""
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a configuration file, for editors."""
+    """Return the JSON Schema (draft 2020-12) of a configuration file, for editors."""
     schema = Config.model_json_schema(by_alias=True, mode="validation")
     schema["$schema"] = DIALECT
     schema["title"] = "retrain"
@@ -97,11 +97,10 @@ def configuration_markdown() -> str:
 
 
 def _listed() -> dict[type[Section], list[str]]:
-    """What the tables of lists are, and the lists that have such."""
-    found: dict[type[Section], list[str]] = {}
+    names: dict[type[Section], list[str]] = {}
     for name, table in lists().items():
-        found.setdefault(table, []).append(name)
-    return found
+        names.setdefault(table, []).append(name)
+    return names
 
 
 def _text(section: type[Section]) -> str:
@@ -130,12 +129,12 @@ def _meaning(field: FieldInfo) -> str:
     conditions = [
         f"`{marker.key.partition('.')[2]}` {_one_of(marker)}{marker.unless and f' (or {marker.unless_words})'}"
         for marker in field.metadata
-        if isinstance(marker, UsedWhen)
+        if isinstance(marker, ActiveIf)
     ]
     return f"{text} Used with {' and '.join(conditions)}." if conditions else text
 
 
-def _one_of(marker: UsedWhen) -> str:
+def _one_of(marker: ActiveIf) -> str:
     if marker.values == (None,):
         return "unset"
     return " or ".join(["= " + f"`{marker.values[0]}`", *(f"`{value}`" for value in marker.values[1:])]) + (

@@ -1,4 +1,4 @@
-"""The whole configuration: all sections, the rules between them, and which keys have an effect."""
+"""Define the whole configuration: all sections, and which keys have an effect."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.fields import FieldInfo
 
-from retrain.config.algorithm import Algorithm, Distillation, Gtpo, Hicra, Planning, Sepa
-from retrain.config.base import Finding, Role, Section, UsedWhen, is_plugin
-from retrain.config.campaign import Campaign
+from retrain.config.algorithm import AlgorithmSection, Distillation, Gtpo, HicraSection, Planning, Sepa
+from retrain.config.base import ActiveIf, ConfigIssue, Role, Section, is_plugin
+from retrain.config.campaign import CampaignSection
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import (
     HELDOUT,
     Backpressure,
-    Evaluation,
+    EvaluationSection,
     EvaluationSet,
     Extent,
     HeldOut,
@@ -27,35 +27,35 @@ from retrain.config.evaluation import (
     resolved,
     whole_evaluations,
 )
-from retrain.config.machine import Backend, Inference, Ray, Slurm
-from retrain.config.tasks import Audit, Data, Environment, Reward, RewardComponent
-from retrain.config.training import Critic, Lora, Model, Optimizer, Training
+from retrain.config.machine import BackendSection, Inference, Ray, Slurm
+from retrain.config.tasks import Audit, Data, EnvironmentSection, RewardComponent, RewardSection
+from retrain.config.training import CriticSection, Lora, Model, Optimizer, Training
 
 
 class Config(Section):
-    """Everything about a run or a campaign. Attribute names are those of the TOML file."""
+    """Configuration of a run or a campaign. Attribute names are those of the TOML file."""
 
-    campaign: Campaign = Campaign()
+    campaign: CampaignSection = CampaignSection()
     ray: Ray = Ray()
     model: Model = Model()
     lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     training: Training = Training()
-    algorithm: Algorithm = Algorithm()
+    algorithm: AlgorithmSection = AlgorithmSection()
     gtpo: Gtpo = Gtpo()
-    hicra: Hicra = Hicra()
+    hicra: HicraSection = HicraSection()
     sepa: Sepa = Sepa()
     planning: Planning = Planning()
-    critic: Critic = Critic()
+    critic: CriticSection = CriticSection()
     distillation: Distillation = Distillation()
     slurm: Slurm = Slurm()
-    backend: Backend = Backend()
+    backend: BackendSection = BackendSection()
     inference: Inference = Inference()
     data: Data = Data()
-    reward: Reward = Reward()
+    reward: RewardSection = RewardSection()
     audit: Audit = Audit()
-    environment: Environment = Environment()
-    evaluation: Evaluation = Evaluation()
+    environment: EnvironmentSection = EnvironmentSection()
+    evaluation: EvaluationSection = EvaluationSection()
     backpressure: Backpressure = Backpressure()
     squeeze: Squeeze = Squeeze()
     resume: Resume = Resume()
@@ -63,28 +63,27 @@ class Config(Section):
 
     @property
     def is_campaign(self) -> bool:
-        """Whether there is a [campaign] section: several runs that are compared."""
+        """True if the file has a [campaign] section."""
         return "campaign" in self.model_fields_set
 
     def stream(self, use: Literal["init", "data", "sampling"]) -> tuple[int | str, ...]:
-        """Prefix of the random streams of one run for this use: campaign seed and run seed, never the condition. Where
-        `[campaign] vary` names another use, all seeds have the same."""
+        """Return the prefix of a run's random streams for this use: campaign seed and run seed, never the condition.
+        Where `[campaign] vary` names another use, all seeds share one prefix."""
         varies = self.campaign.vary in ("all", use)
         return (self.campaign.seed, self.training.seed if varies else "every seed")
 
     @property
     def held_out(self) -> tuple[HeldOut, ...]:
-        """The held-out sets with everything worked out, in order; none when evaluation is switched off."""
+        """Held-out sets with every value resolved, in order; none when evaluation is switched off."""
         sets = self.evaluation.sets or [EvaluationSet(name=HELDOUT)]
         return tuple(self.resolved(each) for each in sets) if self.evaluation.problems else ()
 
-    def resolved(self, each: EvaluationSet) -> HeldOut:
-        """Return the set with what it leaves unset taken from [evaluation], then from [training] and [data]."""
-        return resolved(each, self.evaluation, self.training, self.data)
+    def resolved(self, held_out: EvaluationSet) -> HeldOut:
+        return resolved(held_out, self.evaluation, self.training, self.data)
 
     @property
     def evaluations(self) -> dict[int, Extent]:
-        """The number of updates done at every evaluation after the start, and how a run is evaluated there."""
+        """Extent of every evaluation after the start, by the number of updates done."""
         if not self.evaluation.problems:
             return {}
         schedule, steps, every = self.evaluation.schedule, self.training.max_steps, self.training.eval_every
@@ -94,12 +93,12 @@ class Config(Section):
 
     @property
     def chooses_anew(self) -> bool:
-        """Whether what is left out of the loss is chosen before each of a step's several updates."""
+        """True if masks that depend on the whole step are chosen before each of a step's several updates."""
         return self.algorithm.loss == "m2po" and self.training.several_updates
 
     @property
-    def graders(self) -> tuple[tuple[str, Reward | RewardComponent | Audit], ...]:
-        """All graders, each with its table's key: the reward, its parts, and the audit."""
+    def graders(self) -> tuple[tuple[str, RewardSection | RewardComponent | Audit], ...]:
+        """All graders with the dotted name of their table: the reward, its components, and the audit."""
         parts = ((f"reward.components.{index}", part) for index, part in enumerate(self.reward.components))
         return ("reward", self.reward), *parts, ("audit", self.audit)
 
@@ -109,39 +108,39 @@ class Config(Section):
 
     @property
     def rubric_columns(self) -> tuple[str, ...]:
-        """The columns of the data by which some grader grades."""
+        """Columns of the data that rubric graders read."""
         return tuple(sorted({column for _, each in self.graders if (column := each.rubric_column)}))
 
     @property
     def evaluated(self) -> tuple[HeldOut, ...]:
-        """All that evaluations record under a name: the held-out sets, and the parts of them for the curve alone."""
+        """Everything that evaluations record under a name: the held-out sets, and their parts for the curve."""
         training = self.training
         parts = part_evaluations(self.evaluation.schedule, training.max_steps, training.eval_every)
         return (*self.held_out, *(each.part for each in self.held_out if parts))
 
     @property
     def decisive(self) -> HeldOut | None:
-        """The held-out set that the primary metric is measured on, else the first; None without evaluation."""
+        """Held-out set that the primary metric is measured on, else the first; None without evaluation."""
         key = self.campaign.primary_metric.rpartition(":")[2] if self.is_campaign else ""
         named = key.split("/")[1] if key.startswith("eval/") else None
         return next((each for each in self.held_out if each.name == named), next(iter(self.held_out), None))
 
     @property
     def lane_ranks(self) -> int:
-        """Ranks of all adapters that a run trains, together: the policy's, and a critic's own."""
+        """Sum of the ranks of all adapters that a run trains: the policy's, and the critic's if it is separate."""
         own = self.algorithm.critic and not self.critic.share_adapter
         return self.model.lora_rank + (own and (self.critic.lora_rank or self.model.lora_rank))
 
     @property
     def gpus_per_worker(self) -> int:
-        """How many GPUs each worker of an executor has, at least one: with ranks, as many as these."""
+        """GPUs of each worker of an executor, at least one; with ranks, one per rank."""
         if self.backend.shard != "none" and self.backend.ranks != "auto":
             return self.backend.ranks
         return max(1, int(self.campaign.gpus_per_cohort))
 
     @property
     def base_parts(self) -> int:
-        """Over how many devices the base is cut, as far as this says; 1 where each has the whole of it."""
+        """Number of shards of the base that the configuration fixes; 1 where every device holds all of it."""
         if self.backend.shard != "fsdp2":
             return 1
         if self.backend.ranks == "auto" and self.campaign.executor == "inprocess":
@@ -150,17 +149,16 @@ class Config(Section):
 
     @property
     def published_versions(self) -> int:
-        """Versions of a run's adapter that are kept for sampling; of those that servers have one more, with which one
-        that has not let go of it can be told."""
+        """Versions of an adapter that are kept for sampling; servers keep one more, to detect stale ones."""
         return self.training.max_off_policy_steps + 1 + self.inference.served
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
+        """Return the resolved configuration as plain JSON values; `parse_dict` of it equals this configuration."""
         return self.model_dump(mode="json")
 
     @model_validator(mode="after")
     def _squeeze_is_reported_where_it_is_written(self) -> Config:
-        """Only here it is known whether there is a [squeeze] section; a dump has all of them."""
+        """Resolve [squeeze] wandb here, where the presence of the section is known; a dump contains every section."""
         if self.squeeze.wandb is None:
             asked = self.squeeze.model_copy(update={"wandb": "squeeze" in self.model_fields_set})
             object.__setattr__(self, "squeeze", asked)  # sections are frozen
@@ -168,7 +166,7 @@ class Config(Section):
 
     @model_serializer(mode="wrap")
     def _without_absent_campaign(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A single run has no [campaign] section, and its dump has none either."""
+        """Remove [campaign] from the dump of a single run, which has no such section."""
         dumped = handler(self)
         if not self.is_campaign:
             dumped.pop("campaign", None)
@@ -177,13 +175,13 @@ class Config(Section):
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Every section by name, in the order of the reference."""
+    """Return every section by name, in the order of the reference."""
     return {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 
 
 @cache
 def keys() -> dict[str, FieldInfo]:
-    """Every key of every section by dotted TOML name."""
+    """Return every key of every section by dotted TOML name."""
     return {
         f"{section}.{key}": field for section, table in sections().items() for key, field in fields_of(table).items()
     }
@@ -194,40 +192,39 @@ def fields_of(table: type[Section]) -> dict[str, FieldInfo]:
 
 
 def listed(field: FieldInfo) -> type[Section] | None:
-    """What the tables are of a key that is a list of tables; None for other keys."""
+    """Return the section class of a key that is a list of tables; None for other keys."""
     inner = next(iter(get_args(field.annotation)), None) if get_origin(field.annotation) is list else None
     return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 @cache
 def lists() -> dict[str, type[Section]]:
-    """Every key that is a list of tables by dotted TOML name, and what its tables are; tables in them have such too."""
-    found: dict[str, type[Section]] = {}
+    """Return the section class of every key that is a list of tables, nested ones included, by dotted TOML name."""
+    tables: dict[str, type[Section]] = {}
     waiting = list(keys().items())
     for dotted, field in waiting:
         if table := listed(field):
-            found[dotted] = table
+            tables[dotted] = table
             waiting += [(f"{dotted}.{name}", inner) for name, inner in fields_of(table).items()]
-    return found
+    return tables
 
 
 def homes(name: str) -> list[str]:
-    """Every key, dotted, that is called ``name`` in its section; of several not the audit's, and of two not the
-    critic's, which are meant only where their section is named."""
+    """Return the dotted keys called ``name``. Keys of the audit, and of two keys that of the critic, are omitted where
+    others have the name: they must be written with their section."""
     found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
     named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
 
 
 def role_of(dotted: str) -> Role | None:
-    """The role of ``section.key``, or of the key in whose value the path leads; None where there is no such key."""
+    """Return the role of ``section.key``, or of the key that contains the path; None for an unknown key."""
     section, _, rest = dotted.partition(".")
     return _roles(section).get(rest.partition(".")[0]) if section in sections() else None
 
 
 def defines_run(dotted: str) -> bool:
-    """Return whether a run with another value of ``section.key`` would be another run: neither its records nor its
-    names alone would change."""
+    """Return whether another value of ``section.key`` defines another run, rather than other records or names."""
     role = role_of(dotted)
     return role is None or role not in Role.RECORDS | Role.NAMES
 
@@ -247,20 +244,18 @@ def _roles(section: str) -> dict[str, Role | None]:
 
 
 def value_at(config: Config, dotted: str) -> Any:
-    """The value of ``section.key``, or of a property of the whole configuration."""
+    """Return the value of ``section.key``, or of a property of the whole configuration."""
     section, _, key = dotted.partition(".")
     if not key:
         return getattr(config, section)
     return getattr(getattr(config, section), "from_" if key == "from" else key)
 
 
-def unused(config: Config, dotted: str, override: bool = False) -> Finding | None:
-    """That ``dotted`` has no effect in this run, or None if it has one.
-
-    ``override``: the key is asked for as what distinguishes a condition, so it must change the training.
-    """
+def unused(config: Config, dotted: str, override: bool = False) -> ConfigIssue | None:
+    """Return the issue that ``dotted`` has no effect in this run, or None. ``override``: the key distinguishes a
+    condition, so it must change the training."""
     for marker in keys()[dotted].metadata:
-        if isinstance(marker, UsedWhen) and (override or not marker.training_only):
+        if isinstance(marker, ActiveIf) and (override or not marker.training_only):
             value = value_at(config, marker.key)
             if marker.unless and value_at(config, marker.unless):
                 continue
@@ -291,12 +286,12 @@ def differing(config: Config) -> dict[str, object]:
 
 
 def effective(config: Config) -> dict[str, object]:
-    """The values that are not the defaults and have an effect, by dotted key."""
+    """Return the values, by dotted key, that differ from the defaults and have an effect."""
     return {dotted: value for dotted, value in differing(config).items() if unused(config, dotted) is None}
 
 
 def without_unused(config: Config) -> dict[str, Any]:
-    """The dump of the configuration in which keys without effect have their defaults."""
+    """Return the dump of the configuration with keys that have no effect reset to their defaults."""
     dumped = config.model_dump()
     for dotted in differing(config).keys() - effective(config):
         section, _, key = dotted.partition(".")

@@ -1,5 +1,5 @@
-"""Rules between sections. A rule gets a whole configuration, as one run, and yields what it finds; what is wrong within
-one section its own ``findings`` say."""
+"""Check keys of several sections. A rule gets the configuration of one run and yields the issues it finds; each
+section's ``issues`` cover the section itself."""
 
 from __future__ import annotations
 
@@ -7,30 +7,18 @@ import difflib
 import re
 from collections.abc import Iterator
 
-from retrain.config.base import Finding, Section, is_plugin
+from retrain.config import learning_rules
+from retrain.config.base import ConfigIssue, Section, is_plugin
 from retrain.config.describe import no_effect, toml
 from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
-from retrain.config.learning_rules import (
-    anneal_rules,
-    critic_rules,
-    distillation_rules,
-    dynamic_rules,
-    group_rules,
-    maxrl_rules,
-    off_policy_rules,
-    overlong_rules,
-    schedule_rules,
-    sepa_rules,
-    update_rules,
-)
 from retrain.config.machine import GPU_OPTIONS, Slurm
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
 from retrain.config.root import Config, sections
-from retrain.config.tasks import FILE_ENDINGS, MARKED, Reward, has_configurations
+from retrain.config.tasks import FILE_ENDINGS, MARKED, RewardSection, has_configurations
 
 
-def environment_rules(config: Config) -> Iterator[Finding]:
-    """An environment of its own brings problems and rewards; turns are credited where there are several."""
+def environment_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report data and reward settings that an environment replaces, and turn credit in episodes of one turn."""
     provider = config.environment.provider
     if provider is not None:
         for key, value, default in (
@@ -41,25 +29,27 @@ def environment_rules(config: Config) -> Iterator[Finding]:
             if value != default:
                 what = "problems" if key == "data.source" else "rewards"
                 message = f'is "{value}", but provider = "{provider}" brings its own {what}'
-                yield Finding((key, "environment.provider"), message, "remove one of the two")
+                yield ConfigIssue((key, "environment.provider"), message, "remove one of the two")
     if config.algorithm.turn_credit != "episode":
         keys = ("algorithm.turn_credit", "environment.max_turns")
         if config.environment.turns == 1:
-            yield Finding(keys, "has no effect: every episode has one turn", 'turn_credit = "episode"')
+            yield ConfigIssue(keys, "has no effect: every episode has one turn", 'turn_credit = "episode"')
         elif credit_of(config.algorithm.transform_mode).own_advantage:
             mode = config.algorithm.transform_mode
             keys = ("algorithm.turn_credit", "algorithm.transform_mode")
-            yield Finding(keys, f'has no effect: transform_mode = "{mode}" makes its own', 'turn_credit = "episode"')
+            yield ConfigIssue(
+                keys, f'has no effect: transform_mode = "{mode}" makes its own', 'turn_credit = "episode"'
+            )
         if config.algorithm.turn_credit == "state" and advantage_of(config.algorithm.advantage_mode).whitened:
             mode = config.algorithm.advantage_mode
             what = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
-            yield Finding(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
+            yield ConfigIssue(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
 
 
-def correctness_rules(config: Config) -> Iterator[Finding]:
-    """A threshold or a metric decides what is correct only where the reward does not say so for every answer."""
+def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report a threshold or metric of correctness that the reward makes unused."""
     reward, provider = config.reward, config.environment.provider
-    default = Reward.model_fields["correct_above"].default
+    default = RewardSection.model_fields["correct_above"].default
     if provider == "reasoning_gym":
         if config.environment.correct_metric is not None:
             yield no_effect("environment.correct_metric", "environment.provider", provider)
@@ -69,144 +59,147 @@ def correctness_rules(config: Config) -> Iterator[Finding]:
         parts = reward.components if reward.type == "weighted" else [reward]
         if kind := next((part.type for part in parts if part.type in MARKED), None):
             words = f'has no effect: type = "{kind}" says itself which answers are correct'
-            yield Finding(("reward.correct_above", "reward.type"), words, "remove the line")
+            yield ConfigIssue(("reward.correct_above", "reward.type"), words, "remove the line")
 
 
-def model_rules(config: Config) -> Iterator[Finding]:
-    """A backend of the user's own decides itself how it runs."""
+def model_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report settings that a plug-in backend ignores."""
     backend = config.backend.backend
     if is_plugin(backend) and config.backpressure.enabled:
-        yield Finding(
+        yield ConfigIssue(
             ("backpressure.enabled", "backend.backend"),
             f'has no effect with backend = "{backend}": it decides itself how much it decodes at once',
             "enabled = false",
         )
     if config.model.quantized:
-        yield from _quantize_findings(config)
+        yield from _quantize_issues(config)
     if config.training.update_dtype != "model":
         dtype, keys = config.inference.dtype, ("training.update_dtype", "inference.dtype")
         if is_plugin(backend):
             message = f'has no effect with backend = "{backend}": it decides itself what it computes in'
-            yield Finding(("training.update_dtype", "backend.backend"), message, "remove the line")
+            yield ConfigIssue(("training.update_dtype", "backend.backend"), message, "remove the line")
         elif dtype == "bfloat16":
-            yield Finding(keys, "has no effect over a base in bfloat16", "remove the line")
+            yield ConfigIssue(keys, "has no effect over a base in bfloat16", "remove the line")
         elif dtype == "float64":
             message = "is bfloat16, and a base in float64 is there for its digits"
-            yield Finding(keys, message, 'update_dtype = "model"')
+            yield ConfigIssue(keys, message, 'update_dtype = "model"')
 
 
-def _quantize_findings(config: Config) -> Iterator[Finding]:
-    """What a base in 8 or 4 bits goes with: retrain's own engine and update, and every rank's own base."""
-    what, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
+def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
+    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, sharding."""
+    fault, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
     if is_plugin(backend):
-        words = f"{what}, and {backend} has a model of its own"
-        yield Finding(("model.quantize", "backend.backend"), words, fix)
+        message = f"{fault}, and {backend} has a model of its own"
+        yield ConfigIssue(("model.quantize", "backend.backend"), message, fix)
     if config.inference.served:
-        words = f"{what}, and a server samples with a base of its own: other weights than those that are trained"
-        yield Finding(("model.quantize", "inference.engine"), words, f'{fix}, or engine = "local"')
+        message = f"{fault}, and a server samples with a base of its own: other weights than those that are trained"
+        yield ConfigIssue(("model.quantize", "inference.engine"), message, f'{fix}, or engine = "local"')
     if config.backend.shard == "fsdp2":
-        words = f"{what}, and fsdp2 cuts weights in the base's number format alone"
-        yield Finding(("model.quantize", "backend.shard"), words, f'{fix}, or shard = "dp"')
+        message = f"{fault}, and fsdp2 cuts weights in the base's number format alone"
+        yield ConfigIssue(("model.quantize", "backend.shard"), message, f'{fix}, or shard = "dp"')
     if config.training.update_dtype == "bfloat16":
-        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight'
-        yield Finding(("model.quantize", "training.update_dtype"), words, 'update_dtype = "model"')
+        message = f'{fault}, and update_dtype = "bfloat16" keeps a copy of every weight'
+        yield ConfigIssue(("model.quantize", "training.update_dtype"), message, 'update_dtype = "model"')
 
 
-def executor_rules(config: Config) -> Iterator[Finding]:
-    """Several devices take several processes, and Ray itself chooses among GPUs."""
+def executor_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report several devices without several processes, and GPUs that Ray would choose itself."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
         one = backend.named_gpus[0] if backend.named_gpus else "auto"
-        words = f"is {toml(backend.devices)}, and one process trains on one device"
+        message = f"is {toml(backend.devices)}, and one process trains on one device"
         fix = f'devices = "{one}"'
         if config.is_campaign:
             fix += ', or executor = "processes" in [campaign]'
-        yield Finding(("backend.devices", "campaign.executor"), words, fix)
+        yield ConfigIssue(("backend.devices", "campaign.executor"), message, fix)
     if executor != "inprocess" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
-        keys, fix = (
-            ("campaign.gpus_per_cohort", "backend.devices"),
-            "remove the line; workers says how many share a CPU",
-        )
-        yield Finding(keys, 'has no effect with devices = "cpu"', fix)
+        fix = "remove the line; workers says how many share a CPU"
+        yield no_effect("campaign.gpus_per_cohort", "backend.devices", "cpu", fix)
     if executor == "ray" and backend.named_gpus:
-        words = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
-        yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "all", and [campaign] workers = 4')
+        message = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
+        yield ConfigIssue(
+            ("backend.devices", "campaign.executor"), message, 'devices = "all", and [campaign] workers = 4'
+        )
 
 
-def server_executor_rules(config: Config) -> Iterator[Finding]:
-    """Processes that train do not share servers, and clusters choose the GPUs of servers."""
+def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report servers that several training processes would share, and server GPUs that a cluster chooses."""
     executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
-        what = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
-        yield Finding(("inference.launch", "campaign.executor"), what, "url, with the addresses of servers of your own")
+        message = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
+        yield ConfigIssue(
+            ("inference.launch", "campaign.executor"), message, "url, with the addresses of servers of your own"
+        )
     if executor == "ray" and inference.launch_gpus is not None:
-        what = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
-        yield Finding(("inference.launch_gpus", "campaign.executor"), what, "[ray] server_gpus = 1")
+        message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
+        yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
     if executor != "inprocess" and inference.sleep:
-        what = f'has servers sleep while one process trains, and executor = "{executor}" has several'
-        yield Finding(("inference.sleep", "campaign.executor"), what, "sleep = false")
+        message = f'has servers sleep while one process trains, and executor = "{executor}" has several'
+        yield ConfigIssue(("inference.sleep", "campaign.executor"), message, "sleep = false")
 
 
-def shard_rules(config: Config) -> Iterator[Finding]:
-    """Ranks compute with retrain's own base, and have their GPUs for themselves."""
+def shard_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report settings that ranks do not support, and GPUs that they would share."""
     backend, executor = config.backend, config.campaign.executor
     if backend.shard == "none":
         if config.gpus_per_worker > 1:
-            words = f'is {config.gpus_per_worker}, and with shard = "none" a cohort trains on one GPU'
-            yield Finding(("campaign.gpus_per_cohort", "backend.shard"), words, '[backend] shard = "dp"')
+            message = f'is {config.gpus_per_worker}, and with shard = "none" a cohort trains on one GPU'
+            yield ConfigIssue(("campaign.gpus_per_cohort", "backend.shard"), message, '[backend] shard = "dp"')
         return
-    what = f'is "{backend.shard}"'
-    each, keys = config.campaign.gpus_per_cohort, ("backend.ranks", "campaign.gpus_per_cohort")
+    fault = f'is "{backend.shard}"'
+    gpus, keys = config.campaign.gpus_per_cohort, ("backend.ranks", "campaign.gpus_per_cohort")
     if executor != "inprocess" and config.gpus_per_worker == 1:
-        words = f'{what}, and each worker of executor = "{executor}" has one device: there is nothing to divide'
+        message = f'{fault}, and each worker of executor = "{executor}" has one device: there is nothing to divide'
         fix = "[campaign] gpus_per_cohort = 2, or ranks = 2 on CPUs"
-        yield Finding(("backend.shard", "campaign.gpus_per_cohort"), words, fix)
-    elif executor != "inprocess" and backend.ranks != "auto" and each not in (1, backend.ranks):
-        words = f"is {backend.ranks}, and gpus_per_cohort = {each:g}: each rank of a worker has one GPU"
-        yield Finding(keys, words, f"gpus_per_cohort = {backend.ranks}")
+        yield ConfigIssue(("backend.shard", "campaign.gpus_per_cohort"), message, fix)
+    elif executor != "inprocess" and backend.ranks != "auto" and gpus not in (1, backend.ranks):
+        message = f"is {backend.ranks}, and gpus_per_cohort = {gpus:g}: each rank of a worker has one GPU"
+        yield ConfigIssue(keys, message, f"gpus_per_cohort = {backend.ranks}")
     if is_plugin(backend.backend):
-        words = f"{what}, and {backend.backend} computes its updates itself"
-        yield Finding(("backend.shard", "backend.backend"), words, 'shard = "none"')
+        message = f"{fault}, and {backend.backend} computes its updates itself"
+        yield ConfigIssue(("backend.shard", "backend.backend"), message, 'shard = "none"')
     if config.inference.launch and executor == "inprocess":
-        words = f"{what}, and servers that are launched here would share GPUs with the ranks"
+        message = f"{fault}, and servers that are launched here would share GPUs with the ranks"
         fix = 'give the url of servers that run elsewhere, or shard = "none"'
-        yield Finding(("backend.shard", "inference.launch"), words, fix)
+        yield ConfigIssue(("backend.shard", "inference.launch"), message, fix)
     if backend.shard == "fsdp2" and config.training.update_dtype == "bfloat16" and config.inference.dtype != "bfloat16":
-        words = f'{what}, and update_dtype = "bfloat16" keeps a copy of every weight on every rank'
+        message = f'{fault}, and update_dtype = "bfloat16" keeps a copy of every weight on every rank'
         fix = 'update_dtype = "model", or shard = "dp"'
-        yield Finding(("backend.shard", "training.update_dtype"), words, fix)
+        yield ConfigIssue(("backend.shard", "training.update_dtype"), message, fix)
 
 
-def server_rules(config: Config) -> Iterator[Finding]:
-    """What servers do not say, and what they decide themselves."""
+def server_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report settings of sampling that servers do not support, or decide themselves."""
     inference, engine = config.inference, ("inference.engine",)
     if not inference.served:
         return
     if is_plugin(config.backend.backend):
-        what = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
-        yield Finding((*engine, "backend.backend"), what, 'engine = "local"')
+        message = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
+        yield ConfigIssue((*engine, "backend.backend"), message, 'engine = "local"')
     if config.backpressure.enabled:
-        what = (
+        message = (
             f'has no effect with engine = "{inference.engine}": servers decide themselves how much they decode at once'
         )
-        yield Finding(("backpressure.enabled", *engine), what, "enabled = false, and [inference] max_in_flight = 64")
-    whole = type(config.training).model_fields
+        yield ConfigIssue(
+            ("backpressure.enabled", *engine), message, "enabled = false, and [inference] max_in_flight = 64"
+        )
+    fields = type(config.training).model_fields
     for key in CUTS:
-        if getattr(config.training, key) != whole[key].default:
-            what = (
+        if getattr(config.training, key) != fields[key].default:
+            message = (
                 f"is {getattr(config.training, key):g}, but a server does not say which tokens were left to sample "
                 "from, and without that importance ratios would be wrong"
             )
-            yield Finding((f"training.{key}", *engine), what, 'remove the line, or engine = "local"')
+            yield ConfigIssue((f"training.{key}", *engine), message, 'remove the line, or engine = "local"')
     for key in MODES:
         mode = getattr(config.algorithm, key)
         if Need.ENTROPY in mode_of(key, mode).needs:
-            what = f'is "{mode}", which needs full-vocabulary entropies, and servers do not give them'
-            yield Finding((f"algorithm.{key}", *engine), what, 'engine = "local"')
+            message = f'is "{mode}", which needs full-vocabulary entropies, and servers do not give them'
+            yield ConfigIssue((f"algorithm.{key}", *engine), message, 'engine = "local"')
 
 
-def data_rules(config: Config) -> Iterator[Finding]:
-    """Levels are those of generated problems, configurations those of data sets that people made."""
+def data_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report levels of problems that are not generated, and subsets of sources without configurations."""
     data = config.data
     sources = (data.source, data.eval_source, *(each.source for each in config.evaluation.sets))
     if data.subset is not None and not any(has_configurations(source) for source in sources):
@@ -215,16 +208,16 @@ def data_rules(config: Config) -> Iterator[Finding]:
         yield no_effect("data.levels", "data.source", data.source, 'remove the line, or source = "arithmetic"')
 
 
-def audit_rules(config: Config) -> Iterator[Finding]:
-    """The audit's score has its name for itself."""
-    if config.audit.wanted and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
-        yield Finding(
+def audit_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report a reward component named `audit`, which is reserved for [audit]."""
+    if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
+        yield ConfigIssue(
             ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
         )
 
 
-def backpressure_rules(config: Config) -> Iterator[Finding]:
-    """Adapting the batch size changes the learning problem."""
+def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report an adapted batch size, which changes the learning problem."""
     if config.backpressure.target == "batch_size":
         if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
             message = (
@@ -233,131 +226,131 @@ def backpressure_rules(config: Config) -> Iterator[Finding]:
             )
         else:
             message = 'is "batch_size", which changes the learning problem and is not available'
-        yield Finding(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
+        yield ConfigIssue(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
 
 
-def squeeze_rules(config: Config) -> Iterator[Finding]:
-    """Nothing can be compressed to more than it has."""
+def squeeze_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report compression to more than the adapter's rank."""
     rank, squeeze = config.model.lora_rank, config.squeeze
     if squeeze.compress_to is not None and squeeze.compress_to > rank:
-        yield Finding(
+        yield ConfigIssue(
             ("squeeze.compress_to", "model.lora_rank"),
             f"is {squeeze.compress_to}, above lora_rank = {rank}",
             f"compress_to = {rank}",
         )
     if squeeze.target_ranks and max(squeeze.target_ranks) > rank:
         fitting = [k for k in squeeze.target_ranks if k <= rank] or [rank]
-        yield Finding(
+        yield ConfigIssue(
             ("squeeze.target_ranks", "model.lora_rank"),
             f"has {max(squeeze.target_ranks)}, above lora_rank = {rank}",
             f"target_ranks = {fitting}",
         )
 
 
-def slurm_rules(config: Config) -> Iterator[Finding]:
-    """What workers on Slurm need; one GPU each is Slurm's to choose."""
+def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report missing or unsupported settings of workers on Slurm."""
     slurm, campaign, devices = config.slurm, config.campaign, config.backend.devices
     if campaign.executor != "slurm":
         return
     if campaign.workers == "auto":
         keys = ("campaign.workers", "campaign.executor")
-        yield Finding(keys, 'is "auto": say how many are asked of Slurm', "workers = 4, or --workers 4")
+        yield ConfigIssue(keys, 'is "auto": say how many are asked of Slurm', "workers = 4, or --workers 4")
     if devices not in ("auto", "cpu"):
-        words = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
-        yield Finding(("backend.devices", "campaign.executor"), words, 'devices = "auto"')
+        message = f"is {toml(devices)}: each worker has the GPU that Slurm gives it"
+        yield ConfigIssue(("backend.devices", "campaign.executor"), message, 'devices = "auto"')
     if slurm.cluster == "local" and devices == "auto":
-        words = 'is "local": workers of this machine without Slurm share its CPU'
-        yield Finding(("slurm.cluster", "backend.devices"), words, 'cluster = "slurm", or devices = "cpu"')
+        message = 'is "local": workers of this machine without Slurm share its CPU'
+        yield ConfigIssue(("slurm.cluster", "backend.devices"), message, 'cluster = "slurm", or devices = "cpu"')
     if slurm.notice_s >= 60 * slurm.minutes:
-        words = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
-        yield Finding(("slurm.notice_s", "slurm.time"), words, f"notice_s = {15 * slurm.minutes}, or a longer time")
+        message = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
+        yield ConfigIssue(
+            ("slurm.notice_s", "slurm.time"), message, f"notice_s = {15 * slurm.minutes}, or a longer time"
+        )
     if slurm.gpu_type is not None and (options := [name for name in GPU_OPTIONS if name in slurm.extra]):
-        words = f"has no effect with {options[0]} in extra"
-        yield Finding(("slurm.gpu_type", "slurm.extra"), words, "remove one of the two")
+        message = f"has no effect with {options[0]} in extra"
+        yield ConfigIssue(("slurm.gpu_type", "slurm.extra"), message, "remove one of the two")
     if devices == "cpu" and slurm.gpu_type is not None:
-        keys = ("slurm.gpu_type", "backend.devices")
-        yield Finding(keys, 'has no effect with devices = "cpu"', "remove one of the two")
+        yield no_effect("slurm.gpu_type", "backend.devices", "cpu", "remove one of the two")
 
 
-def idle_slurm(config: Config) -> Iterator[Finding]:
-    """Keys of [slurm] that were given and nobody reads. Not asked of a planned run: that may go on without Slurm, and
-    later with it again."""
+def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
+    """Report keys of [slurm] with another executor. Planned runs are exempt: they may return to Slurm."""
     if config.campaign.executor == "slurm":
         return
     for name, field in Slurm.model_fields.items():
         if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
-            words = f'has no effect with executor = "{config.campaign.executor}"'
-            yield Finding((f"slurm.{name}", "campaign.executor"), words, 'remove the line, or executor = "slurm"')
+            fix = 'remove the line, or executor = "slurm"'
+            yield no_effect(f"slurm.{name}", "campaign.executor", config.campaign.executor, fix)
 
 
-def evaluation_rules(config: Config) -> Iterator[Finding]:
-    """Sets are sampled so that it tells something, and no key is without effect."""
+def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report held-out sets that are sampled to no purpose, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield Finding(
+        yield ConfigIssue(
             ("data.eval_source", "evaluation.sets"),
             "has no effect: every one of [[evaluation.sets]] has its own source",
             "remove the line",
         )
     for index, each in enumerate(evaluation.sets):
-        yield from _data_findings(config, each, f"evaluation.sets.{index}")
-    yield from _cut_findings(config)
+        yield from _set_data_issues(config, each, f"evaluation.sets.{index}")
+    yield from _cut_issues(config)
     for index, held_out in enumerate(config.held_out):
         if held_out.samples > 1 and held_out.sampling.temperature == 0:
             own = evaluation.sets[index] if evaluation.sets else None
             path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
             greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
-            yield Finding(
+            yield ConfigIssue(
                 (f"{path}.samples", f"{greedy}.temperature"),
                 f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
                 "samples = 1",
             )
 
 
-def _cut_findings(config: Config) -> Iterator[Finding]:
+def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
     evaluation, sets = config.evaluation, config.held_out
     tables: list[tuple[str, Section]] = []
     if sets and all(each.sampling.temperature == 0 for each in sets):
         tables.append(("evaluation", evaluation))
     tables += [
         (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # no sets, or one unnamed
+        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # sets may be unnamed
         if held_out.sampling.temperature == 0
     ]
     for path, table in tables:
         for key in CUTS:
             if getattr(table, key) is not None:
                 message = "has no effect at temperature 0, which is greedy"
-                yield Finding((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+                yield ConfigIssue((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
 
 
-def _data_findings(config: Config, each: EvaluationSet, path: str) -> Iterator[Finding]:
-    source = each.source or config.data.eval_source or config.data.source
-    if each.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
+def _set_data_issues(config: Config, held_out: EvaluationSet, path: str) -> Iterator[ConfigIssue]:
+    source = held_out.source or config.data.eval_source or config.data.source
+    if held_out.split is not None and (source == "arithmetic" or source.endswith(FILE_ENDINGS)):
         yield no_effect(f"{path}.split", f"{path}.source", source)
-    if each.levels is not None and source != "arithmetic":
+    if held_out.levels is not None and source != "arithmetic":
         fix = 'remove the line, or source = "arithmetic"'
         yield no_effect(f"{path}.levels", f"{path}.source", source, fix)
-    if each.subset is not None and each.source is not None and not has_configurations(source):
+    if held_out.subset is not None and held_out.source is not None and not has_configurations(source):
         yield no_effect(f"{path}.subset", f"{path}.source", source)
     for key in ("subset", "prompt_column", "answer_column", "tags_column"):
-        if getattr(each, key) is not None and each.source is None:
-            yield Finding(
+        if getattr(held_out, key) is not None and held_out.source is None:
+            yield ConfigIssue(
                 (f"{path}.{key}", path),
                 "has no effect without a source of the set's own: the problems are those of [data]",
                 f"remove the line, or set {key} in [data]",
             )
 
 
-def declared_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding is evaluated, and often enough."""
+def declared_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report a primary metric that is never evaluated, or too rarely."""
     if not config.is_campaign:
         return
     metric, evaluation = config.campaign.primary_metric, config.evaluation
     summary, key, at_k = _declared_metric(metric)
     measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
     if measured and evaluation.problems == 0:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric", "evaluation.problems"),
             f'is "{metric}", which needs held-out problems',
             "problems = 128",
@@ -369,7 +362,7 @@ def declared_rules(config: Config) -> Iterator[Finding]:
         and evaluation.problems
         and evaluation.schedule == "every"
     ):
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric", "training.eval_every"),
             f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
             f"eval_every = {max(1, config.training.max_steps // 5)}",
@@ -377,13 +370,13 @@ def declared_rules(config: Config) -> Iterator[Finding]:
 
 
 def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
-    """Return how a metric is summed up, its key, and the match whose first group is the k of pass@k and the like."""
+    """Return how a metric is summarised, its key, and the match whose first group is the k of pass@k."""
     summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
     return summary, key, re.search(r"(?:pass|avg|maj)@(\d+)$", key)
 
 
-def declared_set_rules(config: Config) -> Iterator[Finding]:
-    """What is declared as deciding is of a held-out set that there is, with enough samples."""
+def declared_set_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report a primary metric of a missing held-out set, or with too few samples."""
     metric, evaluation = config.campaign.primary_metric, config.evaluation
     if not config.is_campaign or not evaluation.names:
         return
@@ -391,7 +384,7 @@ def declared_set_rules(config: Config) -> Iterator[Finding]:
     name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
     if name not in evaluation.names:
         meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric", "evaluation.sets"),
             f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
             f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
@@ -400,7 +393,7 @@ def declared_set_rules(config: Config) -> Iterator[Finding]:
     samples = next(each.samples for each in config.held_out if each.name == name)
     if at_k is not None and int(at_k[1]) > samples:
         own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric", f"evaluation{own}.samples"),
             f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
             f"samples = {at_k[1]}",
@@ -408,15 +401,14 @@ def declared_set_rules(config: Config) -> Iterator[Finding]:
 
 
 SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct_rate)?"
-"""Metrics of held-out problems that are named without their set."""
+"""Metrics of held-out problems that may be named without their set."""
 
 
-def deciding_rules(config: Config) -> Iterator[Finding]:
-    """A schedule of evaluations has something to evaluate, and what is declared as deciding is among it."""
+def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
+    """Report a verdict schedule without evaluations, or without that of the primary metric."""
     schedule, training = config.evaluation.schedule, config.training
     if schedule == "verdict" and not config.evaluation.problems:
-        keys = ("evaluation.schedule", "evaluation.problems")
-        yield Finding(keys, "has no effect with problems = 0", "remove the line, or problems = 128")
+        yield no_effect("evaluation.schedule", "evaluation.problems", 0, "remove the line, or problems = 128")
         return
     if not config.is_campaign:
         return
@@ -424,7 +416,7 @@ def deciding_rules(config: Config) -> Iterator[Finding]:
     summary, _, key = metric.partition(":")
     held_out = key.startswith("eval/") or re.fullmatch(SHORT, key) is not None
     if summary == "auc" and held_out and schedule == "verdict":
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric", "evaluation.schedule"),
             f'is "{metric}", the area under a curve for which schedule = "verdict" asks only a part of the problems',
             f'primary_metric = "{metric.replace("auc", "last3", 1)}", or schedule = "every"',
@@ -432,34 +424,34 @@ def deciding_rules(config: Config) -> Iterator[Finding]:
     if summary != "last3":
         return
     if not held_out:
-        yield Finding(
+        yield ConfigIssue(
             ("campaign.primary_metric",),
             f'is "{metric}", the mean of three held-out evaluations, and {key} is a number of training, whose final '
             "value is its mean over the last tenth of the steps",
             f'primary_metric = "final:{key}"',
         )
     elif config.evaluation.problems:
-        yield from _last3_findings(metric, schedule, training.max_steps, training.eval_every)
+        yield from _last3_issues(metric, schedule, training.max_steps, training.eval_every)
 
 
-def _last3_findings(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[Finding]:
-    """There are three evaluations to take the mean of, and they are about the end of training."""
+def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -> Iterator[ConfigIssue]:
+    """Report `last3` without three evaluations near the end of training."""
     steps = whole_evaluations(schedule, max_steps, eval_every)[-DECIDING:]
     if max_steps < DECIDING:
-        what = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
-        yield Finding(("campaign.primary_metric", "training.max_steps"), what, 'primary_metric = "final"')
+        message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
+        yield ConfigIssue(("campaign.primary_metric", "training.max_steps"), message, 'primary_metric = "final"')
         return
     keys, fix = ("campaign.primary_metric", "training.eval_every"), f"eval_every = {max(1, max_steps // 10)}"
     fix = f'[evaluation] schedule = "verdict", or {fix}'
     if len(steps) < DECIDING:
         done = " and ".join(map(str, steps))
-        what = f'is "{metric}", the mean of three evaluations, and after the start there'
-        what += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
-        yield Finding(keys, what, fix)
+        message = f'is "{metric}", the mean of three evaluations, and after the start there'
+        message += f" {'is that' if len(steps) == 1 else 'are those'} after {done} of {max_steps} steps"
+        yield ConfigIssue(keys, message, fix)
     elif too_early(steps[0], max_steps):
         first, second, last = steps
-        what = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
-        yield Finding(keys, f"{what}not of the end of training alone; for that type", fix, warning=True)
+        message = f'is "{metric}", here the mean of those after {first}, {second} and {last} of {max_steps} steps: '
+        yield ConfigIssue(keys, f"{message}not of the end of training alone; for that type", fix, warning=True)
 
 
 RULES = (
@@ -468,21 +460,21 @@ RULES = (
     executor_rules,
     server_executor_rules,
     shard_rules,
-    overlong_rules,
+    learning_rules.overlong_rules,
     correctness_rules,
     slurm_rules,
-    off_policy_rules,
+    learning_rules.off_policy_rules,
     server_rules,
-    anneal_rules,
-    group_rules,
-    dynamic_rules,
-    update_rules,
-    critic_rules,
-    distillation_rules,
-    schedule_rules,
-    sepa_rules,
+    learning_rules.anneal_rules,
+    learning_rules.group_rules,
+    learning_rules.dynamic_rules,
+    learning_rules.update_rules,
+    learning_rules.critic_rules,
+    learning_rules.distillation_rules,
+    learning_rules.schedule_rules,
+    learning_rules.sepa_rules,
     data_rules,
-    maxrl_rules,
+    learning_rules.maxrl_rules,
     audit_rules,
     evaluation_rules,
     backpressure_rules,
@@ -493,9 +485,9 @@ RULES = (
 )
 
 
-def rule_findings(config: Config) -> Iterator[Finding]:
-    """What the sections, and the rules between them, say of this configuration as a single run with its modes."""
+def rule_issues(config: Config) -> Iterator[ConfigIssue]:
+    """Yield the issues of all sections, and of the rules between them, for this configuration as a single run."""
     for section in sections():
-        yield from getattr(config, section).findings()
+        yield from getattr(config, section).issues()
     for rule in RULES:
         yield from rule(config)

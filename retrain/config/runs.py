@@ -1,4 +1,4 @@
-"""One planned run: its resolved configuration, where its files are, and in what two configurations differ."""
+"""Define one planned run: resolved configuration, directories, and differences between configurations."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from retrain.config.base import Role
-from retrain.config.campaign import Campaign, condition_name
+from retrain.config.campaign import CampaignSection, condition_name
 from retrain.config.learning_rules import lambda_stays_zero
 from retrain.config.loading import parse_dict
 from retrain.config.root import Config, defines_run, flat, role_of
 
 MAY_DIFFER = Role.RECORDS | Role.SPEED | Role.NAMES
-"""In what runs of one condition may differ, whatever else it decides: replicates have seeds of their own."""
+"""Roles in which replicates of one condition may differ, besides their seeds."""
 EXTENSION = "training.max_steps"
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run to be done, with its fields in the order of ``plan.json``.
+    """One planned run, with its fields in the order of ``plan.json``.
 
     ``run_id`` is ``<label>_s<seed>``, unique in the campaign and safe as a directory name. ``config`` is resolved:
-    the condition's overrides are applied, keys without effect have their defaults, and values that follow others
-    are filled in. ``overrides`` are the condition's, by dotted key. Planning ``config`` again gives this run.
+    overrides are applied, keys without effect have their defaults, and derived values are filled in. ``overrides`` are
+    the condition's, by dotted key. Planning ``config`` again gives this run.
     """
 
     run_id: str
@@ -41,16 +41,15 @@ class RunSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
         """Return the run that ``to_json`` wrote, with ``config`` in place of its own if given."""
-        given = {each.name: data[each.name] for each in fields(cls)}
-        return cls(**{**given, "config": config or parse_dict(data["config"])})
+        values = {each.name: data[each.name] for each in fields(cls)}
+        return cls(**{**values, "config": config or parse_dict(data["config"])})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the run as in ``plan.json``."""
         return vars(self) | {"config": self.config.to_dict()}
 
     @property
     def export(self) -> Path | None:
-        """The user's directory that also receives the final adapter ([backend] adapter_path)."""
+        """The user's directory that also receives the final adapter ([backend] adapter_path); None if unset."""
         path = self.config.backend.adapter_path
         if path is None:
             return None
@@ -69,14 +68,14 @@ def run_place(spec: RunSpec) -> str:
 @cache
 def _defaults() -> dict[str, Any]:
     """Return the default of every dotted key, including those of [campaign]."""
-    return dict(flat(Config(campaign=Campaign()).to_dict()))
+    return dict(flat(Config(campaign=CampaignSection()).to_dict()))
 
 
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], matters: Callable[[str], bool] = defines_run
 ) -> dict[str, tuple[Any, Any]]:
-    """(old, new) by dotted key, for every key that matters and differs. Unset and empty are the same, and a key that a
-    record does not have, because there was none when it was made, has its default."""
+    """Return (old, new) by dotted key for every key that matters and differs. Unset and empty are equal, and a key that
+    an older record lacks has its default."""
     before, now = dict(flat(old)), dict(flat(new))
     pairs = {
         key: (before.get(key, _defaults().get(key)), now.get(key, _defaults().get(key)))
@@ -88,25 +87,24 @@ def differences(
 
 
 def tells_apart(key: str) -> bool:
-    """Return whether runs with different values of this dotted key are no replicates of each other."""
+    """Return whether runs with different values of this dotted key are not replicates of each other."""
     role = role_of(key)
     return role is None or not role & MAY_DIFFER
 
 
 def condition_hash(config: Mapping[str, Any]) -> str:
-    """Return the hash of what runs of one condition have in common: all settings but steps and training seed, where
-    they differ from the defaults."""
-    given = {
+    """Return the hash of a condition's settings: all but the defaults, steps and training seed."""
+    settings = {
         key: value
         for key, value in flat(config)
         if (tells_apart(key) and key != EXTENSION) or key == "campaign.seed"
         if value != _defaults().get(key) and value not in ({}, [])
     }
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def without_sepa(specs: Sequence[RunSpec]) -> list[str]:
-    """Conditions named gtpo_sepa whose runs are too short for SEPA to begin, and what they equal."""
+    """Return a note for each gtpo_sepa condition whose runs are too short for SEPA to begin."""
     notes = []
     for spec in {spec.label: spec for spec in specs}.values():
         if lambda_stays_zero(spec.config):

@@ -1,4 +1,4 @@
-"""[training], [optimizer], [model], [lora], [critic]: how long and how fast, and what is trained."""
+"""[training], [optimizer], [model], [lora], [critic]: loop, optimizer, base model, adapter and value head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, Field
 
 from retrain.config.algorithm import CLIPPED
 from retrain.config.base import (
+    ActiveIf,
+    ConfigIssue,
     Count,
     Decay,
-    Finding,
     Natural,
     NotNegative,
     OptionalCount,
@@ -26,20 +27,20 @@ from retrain.config.base import (
     Seed,
     Share,
     Text,
-    UsedWhen,
     minus_one,
     zero_is_none,
 )
+from retrain.config.describe import no_effect
 from retrain.config.modes import used_by
 
 MOST_KEPT = 1024
-"""Candidates of a truncated draw at most: the kept ones of every token are recorded for the update."""
+"""Most candidates of a truncated draw: the kept ones of every token are recorded for the update."""
 TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], minus_one(0)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled, as the keys of these names say."""
+    """Sampling parameters of completions."""
 
     max_tokens: int
     temperature: float
@@ -49,7 +50,7 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """As engines are asked: nothing is cut at temperature 0, and the bound on the kept set is explicit."""
+        """Parameters for engines: greedy sampling is not truncated; the bound on the kept set is explicit."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
@@ -57,12 +58,12 @@ class Sampling:
 
 
 class Training(Section):
-    """The loop: what one optimizer step is made of, and how many there are."""
+    """Training loop: size and number of the optimizer steps."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     seed: Annotated[Seed, minus_one(0), Role.LEARNS | Role.NAMES] = 0
-    """Seed of a single run; in a campaign `[campaign] seeds` takes its place. -1 ("no seed") is read as 0."""
+    """Seed of a single run; `[campaign] seeds` replaces it in a campaign. -1 ("no seed") is read as 0."""
     max_steps: Count = 100
     """Optimizer steps of a run."""
     batch_size: Count = 8
@@ -72,45 +73,45 @@ class Training(Section):
     max_tokens: Count = 256
     """Longest completion, in tokens."""
     temperature: Positive = 1.0
-    """Sampling temperature while training; logprobs and ratios are those of the distribution sampled from."""
+    """Sampling temperature while training; log-probabilities and ratios refer to the distribution sampled from."""
     top_p: PositiveShare = 1.0
-    """Nucleus sampling while training: from the most probable tokens that hold this share, after `min_p` and `top_k`.
-    The tokens kept are recorded, and the update's ratios, KL and entropies are over the same ones. 1 is off."""
+    """Nucleus sampling while training: keep the most probable tokens that hold this share, after `min_p` and `top_k`.
+    The kept tokens are recorded; ratios, KL and entropies of the update are over the same ones. 1 is off."""
     top_k: TopK = 0
-    """Sample from so many most probable tokens; 0 and -1 are off, and stand for 1024 beside `top_p` or `min_p`."""
+    """Sample from so many most probable tokens; 0 and -1 are off, and mean 1024 with `top_p` or `min_p`."""
     min_p: Decay = 0.0
-    """Sample from the tokens at least this share as probable as the most probable one; 0 is off."""
+    """Sample from tokens that have at least this share of the largest probability; 0 is off."""
     num_iterations: Count = 1
-    """Passes over each batch (PPO's epochs). From the second update of a batch on the importance ratio differs from 1,
-    and clipping acts; it is then taken against the trainer's own log-probabilities before the first of them."""
+    """Epochs: passes over each batch. From the second update of a batch on, the importance ratio differs from 1 and is
+    clipped; it is then relative to the trainer's log-probabilities before the first of them."""
     minibatches: Count = 1
-    """Updates (optimizer steps) in a pass: the batch is split into so many parts, in each pass another way, and each
-    update divides its loss by what its own part counts."""
+    """Updates (optimizer steps) per pass. Each pass splits the batch in another way, and each update divides its loss
+    by the count of its own part."""
     minibatch_by: Literal["group", "sequence"] = "group"
-    """Whether the rollouts of a prompt stay in one minibatch."""
+    """Unit that is not split: `group` keeps the rollouts of a prompt in one minibatch, `sequence` does not."""
     target_kl: OptionalPositive = None
-    """No further pass over a batch once `policy/approxkl_avg`, over the updates of a pass, exceeds this; unset or 0
-    makes all of them."""
+    """Stop further passes over a batch once `policy/approxkl_avg`, averaged over the updates of a pass, exceeds this;
+    unset or 0 makes all of them."""
     dynamic_sampling: Natural = 0
-    """How often, at most, a step draws further prompts in place of those whose answers all have the same reward (DAPO,
-    whose code draws 10 times altogether: 9 here). What is still missing then is filled up with such groups. 0 trains on
-    whatever was drawn first."""
+    """Dynamic sampling (DAPO): most times that a step samples further prompts in place of groups whose rewards are all
+    equal (DAPO's code samples 10 times in total: 9 here). Missing groups are then filled with such groups. 0 trains on
+    the first ones."""
     max_off_policy_steps: Natural = 0
-    """How many steps rollouts may be behind the policy that trains on them: those of step t are drawn by the weights as
-    they are before step max(0, t − so many). 0 trains on rollouts of the very weights that it changes. With a server
-    that samples on processors of its own, sampling for later steps then goes on during updates."""
+    """Largest staleness: rollouts of step t are sampled with the weights before step max(0, t − this). 0 trains on
+    rollouts of the current weights. With a server on other processors, sampling for later steps continues during
+    updates."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-4
-    """Learning rate. A LoRA adapter wants about ten times that of full fine-tuning."""
+    """Learning rate. A LoRA adapter needs about ten times that of full fine-tuning."""
     weight_decay: NotNegative = 0.0
-    """AdamW weight decay, on the adapter."""
+    """AdamW weight decay of the adapter."""
     max_examples: Annotated[OptionalCount, Role.LEARNS | Role.SAMPLES] = None
     """Use at most this many training problems; unset or 0 is all of them."""
     save_every: Annotated[Natural, Role.RECORDS] = 20
     """Steps between checkpoints; 0 saves only the final state."""
     keep_last: Annotated[Natural, Role.RECORDS] = 2
-    """How many checkpoints stay on disk; 0 keeps all. The final one always stays."""
+    """Number of checkpoints kept on disk; 0 keeps all. The final one is always kept."""
     keep_every: Annotated[Natural, Role.RECORDS] = 0
-    """Checkpoints at multiples of so many steps stay as well; 0 keeps none for that."""
+    """Also keep checkpoints at multiples of this many steps; 0 keeps none for that reason."""
     eval_every: Annotated[Natural, Role.EVALUATES | Role.RECORDS] = 0
     """Steps between held-out evaluations; 0 evaluates only before the first and after the last update."""
     clip_eps: Annotated[Decay, *CLIPPED] = 0.2
@@ -123,18 +124,18 @@ class Training(Section):
     ] = None
     """Upper clip at 1 + clip_eps_high; unset or 0 follows `clip_eps`."""
     micro_batch_tokens: Annotated[Literal["auto"] | Count, Role.SPEED] = "auto"
-    """Tokens in one forward and backward pass, `auto` by the model and the device; halved when memory runs out.
-    Changes memory and speed, and of the update nothing but its rounding."""
+    """Tokens in one forward and backward pass; `auto` chooses by model and device, and halves when memory runs out.
+    Affects memory and speed; the update changes by rounding only."""
     update_dtype: Literal["model", "bfloat16"] = "model"
-    """What the update's matrix products are made of: `model`, the number format of the base, or `bfloat16` over a base
-    in float32, faster on a CPU with units for it (AMX), while sampling, adapter, sums, norms, attention and the loss
-    stay in float32. The trainer's log-probabilities then differ by some thousandths from those sampled with, and the
-    importance ratio with them; on a processor without such units it is slower. Not for other bases."""
+    """Number format of the update's matrix products: `model` is that of the base; `bfloat16` over a base in float32 is
+    faster on a CPU with AMX. Sampling, adapter, sums, norms, attention and the loss stay in float32. The trainer's
+    log-probabilities, and the importance ratio, then differ by some thousandths from the sampler's. Without AMX it is
+    slower. Only for bases in float32."""
     nonfinite_limit: Annotated[Count, Role.SPEED] = 3
-    """An update whose loss or gradient is NaN or infinite is left out and recorded; after so many steps in a row with
-    one the run fails, saved as it was before. 1 fails at the first."""
+    """Consecutive steps with a NaN or infinite loss or gradient after which the run fails, saved as it was before them;
+    such updates are skipped and recorded. 1 fails at the first."""
     deterministic: Annotated[bool, Role.LEARNS | Role.SAMPLES] = False
-    """Ask torch for deterministic kernels only: bitwise repeatable on a GPU, and slower."""
+    """Use deterministic kernels of torch only: bitwise repeatable on a GPU, and slower."""
 
     @property
     def sampling(self) -> Sampling:
@@ -150,65 +151,63 @@ class Training(Section):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(low, high) distances from ratio 1 at which to clip. (1, inf), where no ratio is, when clipping is off."""
+        """(low, high) distances from ratio 1 at which to clip; (1, inf) when clipping is off."""
         if self.clip_eps == 0:
             return 1.0, math.inf
         return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
-    def findings(self) -> Iterator[Finding]:
-        """Sampling that can teach, minibatches that have something, an upper clip that needs the lower one, and
-        checkpoints that can be kept."""
-        yield from self._update_findings()
+    def issues(self) -> Iterator[ConfigIssue]:
+        yield from self._update_issues()
         if self.top_k == 1:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.top_k",),
                 "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
                 "top_k = 20, or top_k = 0 for all tokens",
             )
         if self.temperature > 2:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.temperature",),
                 f"is {self.temperature:g}: above 2 completions are close to noise",
                 "temperature = 1.0",
                 warning=True,
             )
         if self.clip_eps == 0 and self.clip_eps_high is not None:
-            yield Finding(
+            yield ConfigIssue(
                 ("training.clip_eps_high", "training.clip_eps"),
                 f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off",
                 "clip_eps = 0.2",
             )
         every, save = self.keep_every, self.save_every
         if every and not self.keep_last:
-            what = "has no effect with keep_last = 0, which keeps all"
-            yield Finding(("training.keep_every", "training.keep_last"), what, "remove the line")
+            message = "has no effect with keep_last = 0, which keeps all"
+            yield ConfigIssue(("training.keep_every", "training.keep_last"), message, "remove the line")
         elif every and (not save or every % save):
-            kept = "no such step is saved" if not save else "not all are saved"
+            fault = "no such step is saved" if not save else "not all are saved"
             fix = (
                 f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
             )
-            what = f"is {every}: with save_every = {save} {kept}"
-            yield Finding(("training.keep_every", "training.save_every"), what, fix)
+            message = f"is {every}: with save_every = {save} {fault}"
+            yield ConfigIssue(("training.keep_every", "training.save_every"), message, fix)
 
-    def _update_findings(self) -> Iterator[Finding]:
-        whole = self.minibatch_by == "group"
-        units = self.batch_size if whole else self.batch_size * self.group_size
+    def _update_issues(self) -> Iterator[ConfigIssue]:
+        by_group = self.minibatch_by == "group"
+        units = self.batch_size if by_group else self.batch_size * self.group_size
         if self.minibatches > units:
-            what = f"batch_size = {self.batch_size}" if whole else f"{units} completions of a step"
-            yield Finding(
+            described = f"batch_size = {self.batch_size}" if by_group else f"{units} completions of a step"
+            yield ConfigIssue(
                 ("training.minibatches", "training.batch_size"),
-                f"is {self.minibatches}, more than the {what} that would be split",
+                f"is {self.minibatches}, more than the {described} that would be split",
                 f"minibatches = {units}",
             )
-        if not whole and self.minibatches == 1:
+        if not by_group and self.minibatches == 1:
             keys = ("training.minibatch_by", "training.minibatches")
-            yield Finding(keys, "has no effect with one minibatch", "minibatches = 4")
-        elif not whole and self.group_size == 1:
+            yield ConfigIssue(keys, "has no effect with one minibatch", "minibatches = 4")
+        elif not by_group and self.group_size == 1:
             keys = ("training.minibatch_by", "training.group_size")
-            yield Finding(keys, "has no effect with groups of one", "remove the line")
+            yield ConfigIssue(keys, "has no effect with groups of one", "remove the line")
         if self.target_kl is not None and self.num_iterations == 1:
             keys = ("training.target_kl", "training.num_iterations")
-            yield Finding(keys, "has no effect with one pass over a batch", "num_iterations = 4")
+            yield ConfigIssue(keys, "has no effect with one pass over a batch", "num_iterations = 4")
 
 
 class Optimizer(Section):
@@ -221,7 +220,7 @@ class Optimizer(Section):
     beta2: Decay = 0.999
     """Decay of the running mean of squared gradients."""
     eps: Positive = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator."""
     grad_clip_norm: NotNegative = 1.0
     """Largest global gradient norm of an update; 0 switches clipping off."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -244,14 +243,15 @@ class Model(Section):
     revision: OptionalText = None
     """Branch, tag or commit of a hub model; unset is the default branch."""
     local_files_only: Annotated[bool, Role.NAMES] = False
-    """Never ask the hub: use only what is in the local cache."""
+    """Use only the local cache of hub models."""
     lora_rank: Annotated[Count, Role.LEARNS] = 32
     """Rank of the LoRA adapter."""
     quantize: Literal["none", "int8", "nf4"] = "none"
-    """The linear layers of the frozen base in 8 or 4 bits, for less memory: sampling and update read the same ones.
-    `nf4` needs the extra `quantize`. What it changes is measured when the base is loaded. See docs/performance.md."""
+    """Quantise the linear layers of the frozen base to 8 or 4 bits, for less memory; sampling and update use the same
+    weights. `nf4` needs the extra `quantize`. The error is measured when the base is loaded. See
+    docs/performance.md."""
     trust_remote_code: bool = False
-    """Run Python code that comes with a hub model. Leave off unless you have read that code."""
+    """Run Python code that comes with a hub model. Leave it off unless you have read that code."""
 
     @property
     def quantized(self) -> bool:
@@ -259,26 +259,26 @@ class Model(Section):
 
 
 class Lora(Section):
-    """The adapter apart from its rank. The defaults follow "LoRA without regret"."""
+    """Settings of the adapter besides its rank. The defaults follow "LoRA without regret"."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     alpha: Annotated[float, Field(ge=0, le=MAX_ALPHA)] = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
     dropout: Decay = 0.0
-    """Dropout on the adapter's input while training; sampling never drops anything."""
+    """Dropout on the adapter's input while training; sampling has none."""
     target_modules: Annotated[
         Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)], Role.LEARNS | Role.SAMPLES
     ] = "all-linear"
-    """Which layers get an adapter: `all-linear` (every linear layer but the output layer), or a list of module names
-    such as `["q_proj", "v_proj"]`."""
+    """Layers with an adapter: `all-linear` (every linear layer but the output layer), or a list of module names such as
+    `["q_proj", "v_proj"]`."""
     anneal: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] = Field(default_factory=list)
-    """Stages `[step, rank]` at which the adapter is compressed while it trains, as in `[[40, 8], [80, 2]]`: from update
-    40 on rank 8, from 80 on rank 2. The adapter that is saved has the last rank."""
+    """Stages `[step, rank]` at which the adapter is compressed during training, as in `[[40, 8], [80, 2]]`: rank 8 from
+    update 40 on, rank 2 from 80 on. The saved adapter has the last rank."""
 
-    def findings(self) -> Iterator[Finding]:
+    def issues(self) -> Iterator[ConfigIssue]:
         if self.dropout > 0:
-            yield Finding(
+            yield ConfigIssue(
                 ("lora.dropout",),
                 f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
                 "importance ratio is noisy even on-policy",
@@ -287,41 +287,41 @@ class Lora(Section):
             )
 
 
-_CRITIC = UsedWhen("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
+_CRITIC = ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
 
 
-class Critic(Section):
-    """The critic of `advantage_mode = "gae"`: a value head on the frozen base, with an adapter of its own."""
+class CriticSection(Section):
+    """Critic of `advantage_mode = "gae"`: a value head on the frozen base, with a separate adapter."""
 
     role: ClassVar[Role] = Role.LEARNS
 
     share_adapter: Annotated[bool, _CRITIC] = False
-    """Read the values off the policy's adapter, which then learns both, in one pass: faster, and the value loss changes
+    """Compute values with the policy's adapter, which then learns both in one pass: faster, and the value loss changes
     the policy."""
     lora_rank: Annotated[OptionalCount, _CRITIC] = None
-    """Rank of the critic's own adapter, with the policy's alpha; unset is the policy's rank."""
+    """Rank of the critic's separate adapter, with the policy's alpha; unset is the policy's rank."""
     lr: Annotated[Annotated[float, Field(gt=0, le=1)] | None, _CRITIC] = None
     """Learning rate of the critic, with the schedule of [optimizer]; unset is `[training] lr`."""
     gamma: Annotated[PositiveShare, _CRITIC] = 1.0
-    """Discount per token, of rewards that come later."""
+    """Discount per token of later rewards."""
     lam: Annotated[Share, _CRITIC] = 0.95
-    """λ of generalised advantage estimation: 1 takes what was returned, 0 what the critic expects of the next token."""
+    """λ of generalised advantage estimation: 1 uses the observed return, 0 the critic's value of the next token."""
     lam_policy: Annotated[Share | None, _CRITIC] = None
-    """λ of the advantages that the policy trains with; unset is `lam`."""
+    """λ of the policy's advantages; unset is `lam`."""
     lam_length: Annotated[OptionalPositive, _CRITIC] = None
-    """In place of `lam_policy`: λ = 1 − 1/(lam_length · tokens of the rollout), at least 0 (VAPO, which takes 0.05 and
-    `lam_value = 1.0`)."""
+    """Replaces `lam_policy`: λ = 1 − 1/(lam_length · tokens of the rollout), at least 0 (VAPO uses 0.05 and `lam_value
+    = 1.0`)."""
     lam_value: Annotated[Share | None, _CRITIC] = None
-    """λ of what the critic trains towards; unset is `lam`. 1 is the return itself."""
+    """λ of the critic's targets; unset is `lam`. 1 is the return itself."""
     whiten: Annotated[bool, _CRITIC] = True
     """Subtract the mean of a batch's advantages and divide by their standard deviation."""
     vf_coef: Annotated[Positive, _CRITIC] = 0.1
-    """Weight of the value loss. With an adapter of its own, Adam undoes it but for clipped gradients."""
+    """Weight of the value loss. With a separate adapter, Adam cancels it except when gradients are clipped."""
     cliprange_value: Annotated[NotNegative, _CRITIC] = 0.2
-    """A value's loss is at least that of the value moved by this much at most; acts from the second update of a batch
-    on. 0 switches it off."""
+    """Clip range of values: the value loss is at least that of the value clipped to this distance; acts from the second
+    update of a batch on. 0 switches it off."""
     warmup_steps: Annotated[Natural, _CRITIC] = 0
-    """First steps in which the critic trains alone."""
+    """First steps in which only the critic trains."""
 
     @property
     def policy_lambda(self) -> float:
@@ -331,13 +331,12 @@ class Critic(Section):
     def value_lambda(self) -> float:
         return self.lam if self.lam_value is None else self.lam_value
 
-    def findings(self) -> Iterator[Finding]:
-        """A shared adapter has the policy's rank; λ is said once."""
+    def issues(self) -> Iterator[ConfigIssue]:
+        """Report a shared adapter with its own rank, and λ that is set twice."""
         if self.lam_length is not None and self.lam_policy is not None:
             keys = ("critic.lam_length", "critic.lam_policy")
-            yield Finding(
+            yield ConfigIssue(
                 keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
             )
         if self.share_adapter and self.lora_rank is not None:
-            keys = ("critic.lora_rank", "critic.share_adapter")
-            yield Finding(keys, "has no effect with share_adapter = true", "remove the line")
+            yield no_effect("critic.lora_rank", "critic.share_adapter", True)

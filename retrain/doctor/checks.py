@@ -1,4 +1,4 @@
-"""Table of all checks, in the order in which they run, and their report."""
+"""List all checks in the order in which they run, and build their report."""
 
 import os
 import time
@@ -11,14 +11,14 @@ import torch
 from retrain import __version__
 from retrain.doctor import machine, memory, sampling, training
 from retrain.doctor.results import FAIL, Result
-from retrain.doctor.subject import Subject
+from retrain.doctor.subject import DoctorModel
 from retrain.records.environment import code_version, environment_facts, package_versions
 
-KIND = "retrain doctor"  # Marks a report file as ours
+KIND = "retrain doctor"  # Identifies a report file of retrain
 MACHINE_FACTS = ("platform", "machine", "processor", "cpu_count", "cpus_usable", "memory_gib", "gpus", "python")
 """Facts in a report that may be published: no paths, no command line."""
 
-CHECKS: dict[str, Callable[[Subject], Result]] = {
+CHECKS: dict[str, Callable[[DoctorModel], Result]] = {
     "device and build": machine.device_and_build,
     "rates": machine.rates,
     "paths": machine.paths,
@@ -34,7 +34,7 @@ CHECKS: dict[str, Callable[[Subject], Result]] = {
 
 
 def run_checks(
-    subject: Subject, begins: Callable[[str], None], checks: Mapping[str, Callable[[Subject], Result]] = CHECKS
+    subject: DoctorModel, begins: Callable[[str], None], checks: Mapping[str, Callable[[DoctorModel], Result]] = CHECKS
 ) -> Iterator[Result]:
     """Run all checks; one that raises has failed. ``begins`` is called with the name of each before it runs."""
     for name, check in checks.items():
@@ -52,7 +52,7 @@ def run_checks(
         yield replace(result, name=name, seconds=seconds, processor_seconds=used)
 
 
-def report(subject: Subject, results: Sequence[Result]) -> dict[str, Any]:
+def report(subject: DoctorModel, results: Sequence[Result]) -> dict[str, Any]:
     facts = environment_facts()
     config = subject.base.model.config.get_text_config()
     return {

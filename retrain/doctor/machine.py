@@ -1,4 +1,4 @@
-"""Checks of the machine: torch and its GPU, rates of copies and products, the code paths that are taken, and speed."""
+"""Check the machine: torch and its GPU, bandwidth and matrix products, code paths, and speed."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 
 from retrain.device import build_fault, gpu_facts, nvidia_gpus
 from retrain.doctor.results import Result, judged
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.engines.local import is_supported
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import cache_bytes
@@ -23,7 +23,7 @@ COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any 
 SIDE = {"cpu": 1024, "cuda": 8192}
 KERNELS = ("cudnn", "flash", "efficient", "math")  # Parts of the names of torch's attention operators
 GPU_CACHE_BYTES = 1 << 28
-"""A model with fewer bytes of weights stays in a GPU's cache, and launches of kernels bound its speed: 0.001 of the
+"""A model with fewer bytes of weights stays in a GPU's cache, and kernel launches bound its speed: 0.001 of the
 roofline with the bundled model on an H200."""
 WIDE = {"cpu": 8, "cuda": 32}  # Samples of each prompt when speed is measured: the batch of a small run
 FORWARD_OPS, UPDATE_OPS = 2, 4
@@ -31,10 +31,10 @@ FORWARD_OPS, UPDATE_OPS = 2, 4
 because the base is frozen."""
 
 
-def device_and_build(subject: Subject) -> Result:
+def device_and_build(subject: DoctorModel) -> Result:
     """Check that the installed torch can use the GPU of this machine."""
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    gpus, asked = nvidia_gpus(), subject.source.asked
+    gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)
     if gpus and asked != "cpu" and not fault and not torch.cuda.is_available():
         fault = (
@@ -43,8 +43,8 @@ def device_and_build(subject: Subject) -> Result:
         )
     if not subject.on_gpu:
         processor = environment_facts()["processor"]
-        words = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
-        return judged(subject.kinds, {}, words, fault=fault, **facts)
+        summary = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
+        return judged(subject.kinds, {}, summary, fault=fault, **facts)
     gpu = torch.cuda.get_device_properties(subject.base.device)
     facts |= {
         "name": gpu.name,
@@ -52,21 +52,21 @@ def device_and_build(subject: Subject) -> Result:
         "compute_capability": f"{gpu.major}.{gpu.minor}",
         **gpu_facts(subject.base.device)["gpu"],
     }
-    words = (
+    summary = (
         f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {facts['compute_capability']}, driver "
         f"{facts['driver']}, torch {torch.__version__}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}"
     )
-    return judged(subject.kinds, {}, words, fault=fault, **facts)
+    return judged(subject.kinds, {}, summary, fault=fault, **facts)
 
 
-def rates(subject: Subject) -> Result:
+def rates(subject: DoctorModel) -> Result:
     """Measure the rates of a large copy and of large matrix products in the base's number format."""
     subject.rates = measured = measure(subject)
     values = {"bandwidth": measured["bandwidth"] / 1e9, "matrix_rate": measured["matrix"] / 1e9}
     return judged(subject.kinds, values, f"{subject.dtype}, best of {REPEATS}")
 
 
-def measure(subject: Subject) -> dict[str, float]:
+def measure(subject: DoctorModel) -> dict[str, float]:
     """Return the best of ``REPEATS`` on all cores: bytes per second of a copy (reads and writes), and operations per
     second of matrix products."""
     device, count = subject.base.device, subject.workers.count
@@ -74,8 +74,8 @@ def measure(subject: Subject) -> dict[str, float]:
     pairs = [(torch.empty(numbers, device=device), torch.ones(numbers, device=device)) for _ in range(count)]
     factors = [torch.ones(side, side, dtype=subject.base.dtype, device=device) for _ in range(count)]
 
-    def best(work: Callable[[Any], Any], items: list[Any]) -> float:
-        seconds = [timed(subject, lambda: subject.workers.map(work, items))[0] for _ in range(REPEATS + 1)]
+    def best(task: Callable[[Any], Any], items: list[Any]) -> float:
+        seconds = [timed(subject, lambda: subject.workers.map(task, items))[0] for _ in range(REPEATS + 1)]
         return min(seconds[1:])  # the first is a warm-up
 
     copy = best(lambda pair: pair[0].copy_(pair[1]), pairs)
@@ -83,24 +83,24 @@ def measure(subject: Subject) -> dict[str, float]:
     return {"bandwidth": 2 * 4 * numbers * count / copy, "matrix": 2 * side**3 * count / product}
 
 
-def timed(subject: Subject, work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``work`` takes on the device, and its result."""
+def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that ``task`` takes on the device, and its result."""
     subject.synchronize()
     begin = time.perf_counter()
-    result = work()
+    result = task()
     subject.synchronize()
     return time.perf_counter() - begin, result
 
 
-def paths(subject: Subject) -> Result:
+def paths(subject: DoctorModel) -> Result:
     """Report the code paths taken; fail if a supported decoder misses a fast one."""
     backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
-    taken = {
+    fast_paths = {
         "dense decoder": subject.engine.fast,
         "packed update": backbone.packs,
         "split head": backbone.head is not None,
     }
-    missing = [name for name, is_taken in taken.items() if not is_taken]
+    missing = [name for name, is_taken in fast_paths.items() if not is_taken]
     fault = ""
     if missing and is_supported(subject.base):
         fault = (
@@ -117,24 +117,24 @@ def paths(subject: Subject) -> Result:
     if subject.on_gpu and "math" in {*sampling, *updating} and not fault:
         fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
         fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
-    words = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in taken.items()]
-    words.append(
+    parts = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in fast_paths.items()]
+    parts.append(
         f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
     )
-    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in taken.items()}
+    facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in fast_paths.items()}
     facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
-    return judged(subject.kinds, {}, ", ".join(words), fault=fault, **facts)
+    return judged(subject.kinds, {}, ", ".join(parts), fault=fault, **facts)
 
 
-def _attention_kernels(work: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Return the attention kernels that ``work`` calls in this thread, and its result."""
+def _attention_kernels(task: Callable[[], Any]) -> tuple[list[str], Any]:
+    """Return the attention kernels that ``task`` calls in this thread, and its result."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        result = work()
+        result = task()
     names = " ".join(event.key for event in profile.key_averages() if "scaled_dot_product" in event.key)
     return [kernel for kernel in KERNELS if f"_{kernel}" in names], result
 
 
-def speed(subject: Subject) -> Result:
+def speed(subject: DoctorModel) -> Result:
     """Compare decoding and an update, each after a warm-up, with the roofline of the measured rates."""
     rates = subject.rates or measure(subject)
     policies = [subject.trained(lane) for lane in range(2)]
@@ -159,14 +159,14 @@ def speed(subject: Subject) -> Result:
     elif subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
-    words = (
+    summary = (
         f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
         f"update {trained / update_seconds:,.0f} tokens/s"
     ) + ("" if values else "; too small a model to compare with a GPU's roofline")
-    return judged(subject.kinds, values, words, **facts, roofline=rates, seconds=[seconds, update_seconds])
+    return judged(subject.kinds, values, summary, **facts, roofline=rates, seconds=[seconds, update_seconds])
 
 
-def _multiplied_weights(subject: Subject) -> int:
+def _multiplied_weights(subject: DoctorModel) -> int:
     """Return the number of weights that a token is multiplied with; the embedding counts only as an output layer."""
     model = subject.base.model
     matrices = sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
@@ -175,7 +175,7 @@ def _multiplied_weights(subject: Subject) -> int:
 
 
 def _decode_roofline(
-    subject: Subject,
+    subject: DoctorModel,
     requests: Sequence[SampleRequest],
     groups: Sequence[Sequence[Action]],
     rates: Mapping[str, float],
@@ -195,11 +195,11 @@ def _decode_roofline(
     return max(moved / rates["bandwidth"], FORWARD_OPS * tokens * (weights + adapter) / rates["matrix"])
 
 
-def _kernel_share(subject: Subject, work: Callable[[], Any]) -> float:
-    """Return the share of the time of ``work`` in which at least one kernel runs."""
+def _kernel_share(subject: DoctorModel, task: Callable[[], Any]) -> float:
+    """Return the share of the time of ``task`` in which at least one kernel runs."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        seconds, _ = timed(subject, work)
+        seconds, _ = timed(subject, task)
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events() or []

@@ -1,4 +1,4 @@
-"""Checks of memory: predicted against measured sizes, and recovery from simulated and real shortages."""
+"""Check memory: predicted against measured sizes, and recovery from simulated and real shortages."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ import torch
 from retrain.device import available_memory
 from retrain.doctor.results import SKIP, Result, judged
 from retrain.doctor.sampling import Agreement, agreement
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import MemoryPlan, cache_bytes, kept_bytes
 from retrain.policy.packing import Budget
@@ -30,7 +30,7 @@ WIDE = 32  # Samples of each prompt when a GPU is filled
 FULL = "a full GPU"
 
 
-def predicted_against_measured(subject: Subject) -> Result:
+def predicted_against_measured(subject: DoctorModel) -> Result:
     """Compare the growth from shorter to longer sequences, which leaves out what does not depend on their length: the
     cache in sampling, what an update keeps for its backward pass, and its peak."""
     short, long = LENGTHS[subject.base.device.type]
@@ -46,77 +46,77 @@ def predicted_against_measured(subject: Subject) -> Result:
         needed = 2 * long * per_token / 2**30
         return Result(SKIP, f"an update of two sequences of {long} tokens takes {needed:.1f} GiB, which are not free")
     sampling = [_sampling_peak(subject, tokens, sequences) for tokens in (short, long)]
-    kept, peaks = zip(*(_update_memory(subject, tokens, sequences) for tokens in (short, long)), strict=True)
+    saved, peaks = zip(*(_update_memory(subject, tokens, sequences) for tokens in (short, long)), strict=True)
     tokens_more = sequences * (long - short)
     predicted_cache, predicted_kept = tokens_more * cache_bytes(subject.base), tokens_more * per_token
     values = {
         "cache_growth": (sampling[1] - sampling[0]) / predicted_cache,
-        "kept_growth": (kept[1] - kept[0]) / predicted_kept,
+        "kept_growth": (saved[1] - saved[0]) / predicted_kept,
         "peak_growth": (peaks[1] - peaks[0]) / predicted_kept,
     }
     facts = {
-        "sampling_peak_bytes": sampling, "update_kept_bytes": kept, "update_peak_bytes": peaks,
+        "sampling_peak_bytes": sampling, "update_kept_bytes": saved, "update_peak_bytes": peaks,
         "predicted_cache_bytes": predicted_cache, "predicted_kept_bytes": predicted_kept,
     }  # fmt: skip
     return judged(subject.kinds, values, f"{sequences} sequences of {short} and {long} tokens", **facts)
 
 
-def _sampling_peak(subject: Subject, tokens: int, sequences: int) -> int:
+def _sampling_peak(subject: DoctorModel, tokens: int, sequences: int) -> int:
     refs = subject.publish([subject.trained(0)])
     request = subject.requests(refs, sizes=Sizes(1, sequences // 2, tokens))[0]
     with patch.object(subject.engine, "workers", Workers()):
         return peak(subject, lambda: subject.engine.sample([request] * 2, max_rows=sequences))
 
 
-def _update_memory(subject: Subject, tokens: int, sequences: int) -> tuple[int, int]:
+def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[int, int]:
     """Return the bytes that an update keeps for its backward pass, and those at its peak."""
     policy = subject.trained(0, clipped=False)
     policy.workers, policy.budget = Workers(), Budget(1 << 30)
     noise = generator("doctor", "memory", tokens)
     samples = []
-    for _ in range(sequences):  # with a prompt of its own, so that nothing is shared
+    for _ in range(sequences):  # distinct prompts, so that nothing is shared
         ids = noise.integers(0, subject.base.vocab_size, tokens + 1).tolist()
         samples.append(Sample.single_turn(ids[:1], ids[1:], np.zeros(tokens), noise.normal(size=tokens)))
     weights = {policy.adapter.flat.untyped_storage().data_ptr()}
     weights |= {weight.untyped_storage().data_ptr() for weight in subject.base.model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         highest = peak(subject, lambda: subject.update(policy, samples))
     if policy.budget.learnt:
         raise RuntimeError("memory ran out while it was measured")
-    return sum(kept.values()), highest
+    return sum(saved.values()), highest
 
 
-def peak(subject: Subject, work: Callable[[], Any]) -> int:
-    """Return the peak of bytes allocated by ``work`` in this thread: by the GPU's allocator, or the sum of all
+def peak(subject: DoctorModel, task: Callable[[], Any]) -> int:
+    """Return the peak of bytes allocated by ``task`` in this thread: by the GPU's allocator, or the sum of all
     allocations and releases on a CPU."""
     if subject.on_gpu:
         device = subject.base.device
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()
+        task()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        work()
+        task()
     profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = np.array([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
     return int(max(0, changes.cumsum().max())) if len(changes) else 0
 
 
-def out_of_memory_drills(subject: Subject) -> Result:
-    """Let memory run out in a prefill, a decode step, an update, and on a GPU for real; each must be recovered from
-    with the result of a batch that was smaller from the start."""
+def out_of_memory_drills(subject: DoctorModel) -> Result:
+    """Simulate running out of memory in a prefill, a decode step and an update, and on a GPU exhaust it; the recovery
+    must give the result of a batch that was smaller from the start."""
     policies = [subject.trained(lane) for lane in range(2)]
     refs = subject.publish(policies)
     requests = subject.requests(refs)
@@ -144,7 +144,7 @@ def out_of_memory_drills(subject: Subject) -> Result:
 
 
 def _drill(
-    subject: Subject, requests: Sequence[SampleRequest], shortage: AbstractContextManager[None]
+    subject: DoctorModel, requests: Sequence[SampleRequest], shortage: AbstractContextManager[None]
 ) -> Agreement | None:
     """Compare samples from a batch that shrank in the shortage with those of a batch of that size; None if the engine
     did not notice the shortage."""
@@ -154,7 +154,7 @@ def _drill(
             sampled = engine.sample(requests)
         rows, engine.fitting = engine.fitting, None
         agreed = None if rows is None else agreement(sampled, engine.sample(requests, max_rows=rows))
-    del subject.messages[messages:]  # about shortages that are not the user's
+    del subject.messages[messages:]  # suppresses messages about shortages that the check causes
     return agreed
 
 
@@ -173,7 +173,7 @@ def fails_at(owner: object, name: str, call: int) -> Iterator[None]:
 
 
 @contextmanager
-def _full(subject: Subject, requests: Sequence[SampleRequest], lanes: int) -> Iterator[None]:
+def _full(subject: DoctorModel, requests: Sequence[SampleRequest], lanes: int) -> Iterator[None]:
     """Limit torch to memory half-way between what a few rows and all rows need."""
     device = subject.base.device
     few = peak(subject, lambda: subject.engine.sample(requests, max_rows=2 * lanes))
@@ -190,7 +190,7 @@ def _full(subject: Subject, requests: Sequence[SampleRequest], lanes: int) -> It
         torch.cuda.empty_cache()
 
 
-def _update_drill(subject: Subject) -> tuple[float, bool]:
+def _update_drill(subject: DoctorModel) -> tuple[float, bool]:
     """Return the relative difference of the gradient after a shortage, and whether micro-batches became smaller."""
     policy, short = subject.trained(0, clipped=False), subject.trained(0, clipped=False)
     samples = subject.sampled(policy)

@@ -1,4 +1,4 @@
-"""Results of checks, and every number that they judge with its limits.
+"""Define results of checks, and the limits of every number that they judge.
 
 A limit may differ by number format ("bfloat16") or device type ("cuda"); the number format takes precedence.
 "Measured" refers to the bundled model unless a comment says otherwise.

@@ -1,4 +1,4 @@
-"""Checks of sampling: replayed against eager steps, sampler against trainer, lanes in a batch against lanes alone."""
+"""Check sampling: replayed against eager steps, sampler against trainer, lanes in a batch against single lanes."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 
 from retrain.doctor.results import SKIP, Result, judged
-from retrain.doctor.subject import Sizes, Subject
+from retrain.doctor.subject import DoctorModel, Sizes
 from retrain.types import Action, Want
 
 LANES = 5
@@ -18,7 +18,7 @@ class Agreement(NamedTuple):
     """Comparison of two samplings up to the first token that differs in each sequence; ``p99`` and ``largest`` are of
     absolute differences of log-probabilities (nats), infinite if no token could be compared."""
 
-    words: str
+    summary: str
     tokens: int
     parted: int
     parted_per_token: float
@@ -39,11 +39,11 @@ def agreement(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Acti
     tokens = len(gaps_N)
     p99, largest = (float(np.quantile(gaps_N, 0.99)), float(gaps_N.max())) if tokens else (math.inf, math.inf)
     exactly = ", bit for bit" if not parted and largest == 0 else ""
-    words = f"{len(gaps) - parted} of {len(gaps)} sequences equal{exactly}"
-    return Agreement(words, tokens, parted, parted / max(1, tokens), p99, largest)
+    summary = f"{len(gaps) - parted} of {len(gaps)} sequences equal{exactly}"
+    return Agreement(summary, tokens, parted, parted / max(1, tokens), p99, largest)
 
 
-def graph_equals_eager(subject: Subject) -> Result:
+def graph_equals_eager(subject: DoctorModel) -> Result:
     """Compare steps replayed from CUDA graphs with steps run one by one."""
     engine, graphs = subject.engine, subject.engine.graphs
     captures_steps = graphs is not None and graphs.new_capture is not None
@@ -60,10 +60,10 @@ def graph_equals_eager(subject: Subject) -> Result:
     with patch.object(engine, "graphs", None):
         agreed = agreement(with_graphs, engine.sample(requests))
     values = {"captures": captures, "graph_parted": agreed.parted_per_token, "graph_gap": agreed.largest}
-    return judged(subject.kinds, values, agreed.words, messages=list(subject.messages))
+    return judged(subject.kinds, values, agreed.summary, messages=list(subject.messages))
 
 
-def sampler_against_trainer(subject: Subject) -> Result:
+def sampler_against_trainer(subject: DoctorModel) -> Result:
     """Compare log-probabilities of sampled tokens with those of the trainer's forward pass."""
     policies = [subject.trained(lane) for lane in range(2)]
     requests = subject.requests(subject.publish(policies))
@@ -85,7 +85,7 @@ def sampler_against_trainer(subject: Subject) -> Result:
     return judged(subject.kinds, values, f"{len(gaps_N)} tokens of 2 trained lanes", **facts)
 
 
-def lane_alone(subject: Subject) -> Result:
+def lane_alone(subject: DoctorModel) -> Result:
     """Compare five lanes sampled in one batch with each of them sampled alone."""
     refs = subject.publish([subject.trained(lane) for lane in range(LANES)])
     sizes = Sizes(max(1, subject.sizes.prompts // 2), subject.sizes.samples, subject.sizes.tokens)
@@ -96,4 +96,4 @@ def lane_alone(subject: Subject) -> Result:
     agreed = agreement(in_batch, separate)
     values = {"lane_parted": agreed.parted_per_token, "lane_p99": agreed.p99}
     facts = {"tokens": agreed.tokens, "parted": agreed.parted, "largest": agreed.largest}
-    return judged(subject.kinds, values, f"{LANES} lanes, {agreed.words}", **facts)
+    return judged(subject.kinds, values, f"{LANES} lanes, {agreed.summary}", **facts)

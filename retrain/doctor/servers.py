@@ -1,4 +1,4 @@
-"""Checks that servers sample what is trained here, as a run does before its first step."""
+"""Check that servers sample from the weights that are trained here, as a run does before its first step."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +23,8 @@ PATIENCE_S = 20.0  # Seconds that a server may be unreachable during a check
 
 
 def server_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:
-    """Return the configuration that servers are checked against: a file's, or that of a model, without either the one
-    that the first server names. Raises UsageError if there is none."""
+    """Return the configuration that servers are checked against: from a file, or of a model; without either, of the
+    model that the first server reports. Raises UsageError if there is none."""
     # A campaign may be using the servers: they are not put to sleep.
     addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
@@ -38,7 +38,7 @@ def server_config(url: Sequence[str], engine: str | None, model: str | None, fil
 
 
 def served_model(url: str) -> str:
-    """Return the base model that a server names, by its name on this machine. Raises UsageError."""
+    """Return the base model that a server reports, by its name on this machine. Raises UsageError."""
     import httpx
 
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
@@ -86,8 +86,8 @@ def _answers(engine: ServerEngine) -> Result:
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-    asked, result = config.model.lora_rank, Result(FAIL)
-    for rank in [asked, *(rank for rank in reversed(RANKS) if rank < asked and any_rank)]:
+    default, result = config.model.lora_rank, Result(FAIL)
+    for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
             texts = [canary.words for canary in canaries(engine, base, lanes, [kind])]
@@ -96,10 +96,10 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
             if RANK_HINT in str(error):
                 continue
             return result
-        if rank < asked:
+        if rank < default:
             texts.append(
-                f"with an adapter of rank {rank}: it takes none of rank {asked}, the default of [model] lora_rank; to "
-                f"train with that, start it with {RANK_HINT} {asked}"
+                f"with an adapter of rank {rank}: it takes none of rank {default}, the default of [model] lora_rank; "
+                f"to train with that, start it with {RANK_HINT} {default}"
             )
         return Result(PASS, "; ".join(texts))
     return result

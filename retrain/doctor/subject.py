@@ -1,4 +1,4 @@
-"""The model under check: where it comes from, and its base, lanes, engine and policies as training makes them.
+"""Load the model under check: base, lanes, engine and policies, built as training builds them.
 
 It is the model that a campaign names if its weights are on this machine, else random weights at its shapes with four
 layers. Nothing is downloaded.
@@ -42,7 +42,7 @@ from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one
 LOGITS_SPREAD = 6.0
-"""Standard deviation of the logits of random weights, as sure of a few tokens as a trained model. After a fresh
+"""Standard deviation of the logits of random weights, as peaked as those of a trained model. After a fresh
 initialisation all tokens are nearly equal, and rounding decides which one is drawn."""
 WEIGHTS_SHARE = 0.5  # Share of the available memory that random weights may take
 ADAPTER_SHARE = 0.1
@@ -53,16 +53,16 @@ LARGE_PARAMETERS = 50_000_000  # Parameters above which a model on a CPU is chec
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Resolved configuration of the first run, and the shapes (a transformers config.json) of random weights; None for
-    the model that the configuration names. ``asked`` is the device as typed."""
+    the model that the configuration names. ``requested_device`` is the device as typed."""
 
     config: Config
     shapes: Mapping[str, Any] | None
-    asked: str
+    requested_device: str
 
     @classmethod
-    def of(cls, file: Path | None, device: str) -> Source:
+    def of(cls, file: Path | None, device: str) -> ModelSource:
         """Return the model of a campaign file, or without one the bundled model on a CPU and Qwen3-8B on a GPU.
 
         Raises UsageError and ConfigError for a file or device that cannot be used, ModelError for a model whose shapes
@@ -85,14 +85,16 @@ class Source:
         return cls(_on_device(config, devices), None if has_weights else shapes_of(config), device)
 
 
-def _devices(asked: str) -> str:
-    if asked == "auto":
+def _devices(device: str) -> str:
+    if device == "auto":
         return "gpu:0" if torch.cuda.is_available() else "cpu"
-    number = asked.removeprefix("gpu:")
-    if asked != "cpu" and not (number != asked and number.isdecimal()):
-        raise UsageError(f"--device {asked!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto")
-    resolve_device(asked)
-    return asked
+    number = device.removeprefix("gpu:")
+    if device != "cpu" and not (number != device and number.isdecimal()):
+        raise UsageError(
+            f"--device {device!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto"
+        )
+    resolve_device(device)
+    return device
 
 
 def _on_device(config: Config, devices: str) -> Config:
@@ -158,18 +160,16 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each lane, samples of each prompt, and the token limit of a sample."""
-
     prompts: int = 4
     samples: int = 4
     tokens: int = 48
 
 
 @dataclass
-class Subject:
+class DoctorModel:
     """The loaded model. ``rates`` are set by the check that measures them; ``messages`` are the engine's."""
 
-    source: Source
+    source: ModelSource
     config: Config
     base: BaseModel
     lanes: Lanes
@@ -180,7 +180,7 @@ class Subject:
 
     @classmethod
     @contextmanager
-    def open(cls, source: Source) -> Iterator[Subject]:
+    def open(cls, source: ModelSource) -> Iterator[DoctorModel]:
         # cuBLAS reads this when its first handle is made, and is repeatable only with it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
@@ -238,8 +238,7 @@ class Subject:
         return refs
 
     def requests(self, refs: Sequence[PolicyRef], step: int = 0, sizes: Sizes | None = None) -> list[SampleRequest]:
-        """Return the requests of each lane in turn; every other prompt may have a third fewer tokens, so that rows
-        leave the batch."""
+        """Return each lane's requests in turn; every other prompt has a lower limit, so that rows leave the batch."""
         sizes = sizes or self.sizes
         tokens = max(1, min(sizes.tokens, self.base.context_length - max(map(len, self.prompts))))
         requests = []

@@ -1,5 +1,4 @@
-"""Checks of training: the gradient against plain formulas in higher precision, and a resumed run against one that was
-never stopped."""
+"""Check the gradient against plain formulas in higher precision, and a resumed run against an uninterrupted one."""
 
 import copy
 import hashlib
@@ -20,7 +19,7 @@ import retrain
 from retrain.algorithms.losses import PPO
 from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
-from retrain.doctor.subject import LAYERS, LR, Sizes, Subject
+from retrain.doctor.subject import LAYERS, LR, DoctorModel, Sizes
 from retrain.files import dumps, read_json, write_json
 from retrain.policy.base import BaseModel, architecture_of
 from retrain.policy.local import LocalPolicy, optimizer_tensors
@@ -40,7 +39,7 @@ PROCESS_SECONDS = 300.0
 _RESUME = "import sys; from retrain.doctor.training import resume; resume(sys.argv[1])"
 
 
-def gradient(subject: Subject) -> Result:
+def gradient(subject: DoctorModel) -> Result:
     """Compare the gradient of one update with ``plain_gradient`` in higher precision, which shares no code with it.
 
     Of a model with more than ``LAYERS`` layers, both sides use the first ones only.
@@ -69,13 +68,13 @@ def gradient(subject: Subject) -> Result:
         theirs = plain_gradient(model, weights, samples, higher).double().cpu()
     cosine = float(torch.dot(ours, theirs) / (ours.norm() * theirs.norm()))
     values = {"gradient_angle": 1 - cosine, "gradient_norm": abs(float(ours.norm() / theirs.norm()) - 1)}
-    words = f"against {str(higher).removeprefix('torch.')}"
+    summary = f"against {str(higher).removeprefix('torch.')}"
     if layers < depth:
-        words += f", first {layers} of {depth} layers"
-    return judged(subject.kinds, values, words, numbers=len(ours), norm=float(theirs.norm()))
+        summary += f", first {layers} of {depth} layers"
+    return judged(subject.kinds, values, summary, numbers=len(ours), norm=float(theirs.norm()))
 
 
-def _on_first_layers(subject: Subject, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:
+def _on_first_layers(subject: DoctorModel, policy: LocalPolicy, layers: int, stack: ExitStack) -> LocalPolicy:
     """Return the policy on a copy of the first layers of the base, which ``stack`` frees."""
     base, modules = subject.base, subject.lanes.target_modules
     model = plain_copy(base, subject.lanes, layers, base.dtype, "sdpa")
@@ -143,7 +142,7 @@ def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], 
     return torch.cat([part.flatten() for part in total])
 
 
-def resumed_equals_uninterrupted(subject: Subject) -> Result:
+def resumed_equals_uninterrupted(subject: DoctorModel) -> Result:
     """Compare four training steps with two steps, a checkpoint, and two more in a new process, bit for bit.
 
     Each update must also advance the policy's version: without that, a run samples with the weights of its start.
@@ -176,25 +175,25 @@ def resumed_equals_uninterrupted(subject: Subject) -> Result:
             return Result(FAIL, f"the new process ended with status {done.returncode}: {last}", todo="see there")
         theirs = read_json(folder / "digests.json")
     differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-    words = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
+    summary = f"{LANES} lanes, {STEPS} steps against {SAVED} + a new process + {STEPS - SAVED}"
     versions = [policy.version for policy in policies]
     fault = "" if versions == [STEPS] * LANES else f"{STALE_SAMPLER}: {versions} after {STEPS} updates each"
     values = {"resume_differs": len(differing)}
-    return judged(subject.kinds, values, words, fault=fault, compared=len(ours), differing=differing)
+    return judged(subject.kinds, values, summary, fault=fault, compared=len(ours), differing=differing)
 
 
-def resume(place: str) -> None:
+def resume(path: str) -> None:
     """In the new process: load the checkpoints of all lanes, train on, and write the digests."""
-    folder = Path(place)
+    folder = Path(path)
     source = pickle.loads((folder / "source.pickle").read_bytes())
-    with Subject.open(source) as subject:
+    with DoctorModel.open(source) as subject:
         policies = [subject.policy(lane) for lane in range(LANES)]
         for lane, policy in enumerate(policies):
             policy.restore(load_checkpoint(checkpoint_directory(folder / f"lane_{lane}", SAVED), policy)["policy"])
         write_json(folder / "digests.json", train(subject, policies, range(SAVED, STEPS)))
 
 
-def train(subject: Subject, policies: Sequence[LocalPolicy], steps: range) -> dict[str, str]:
+def train(subject: DoctorModel, policies: Sequence[LocalPolicy], steps: range) -> dict[str, str]:
     """Train all lanes, sampled in one batch, and return digests of samples, losses, adapters and optimizer states.
 
     Kernels are deterministic on a GPU, as with ``[training] deterministic``; on a CPU all are.

@@ -38,7 +38,7 @@ MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
 CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
 LEAST_PIECE_ROWS = 32
 """Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
-prefill and a step of their own (``benchmarks/decode.py``, beside ``--least-piece-rows 4``)."""
+prefill and a step of their own (docs/records/performance.md)."""
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
 """Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}

@@ -1,1 +1,1 @@
-"""What the policy acts in: the protocol, and problems with one answer each."""
+"""Environments of the policy, their providers, and tools."""

@@ -28,23 +28,23 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def refuse_unknown(arguments: Iterable[str], known: Iterable[str], owner: str) -> None:
-    """Raise UsageError, which begins with ``owner``, for the first argument that is not among ``known``."""
-    options = list(known)
+def refuse_unknown(arguments: Iterable[str], names: Iterable[str], owner: str) -> None:
+    """Raise UsageError, which begins with ``owner``, for the first argument that is not among ``names``."""
+    options = list(names)
     for name in arguments:
         if name not in options:
             hint = did_you_mean(name, options) or f"; there are {', '.join(options) or 'none'}"
             raise UsageError(f"{owner} has no argument {name!r}{hint}")
 
 
-def validated(model: type[Model], given: Mapping[str, Any], owner: str) -> Model:
+def validated(model: type[Model], arguments: Mapping[str, Any], owner: str) -> Model:
     """Validate arguments with a pydantic model and return it.
 
     Raises UsageError, which begins with ``owner``, for the first invalid argument.
     """
-    refuse_unknown(given, model.model_fields, owner)
+    refuse_unknown(arguments, model.model_fields, owner)
     try:
-        return model.model_validate(given)
+        return model.model_validate(arguments)
     except ValidationError as error:
         (first, *_) = error.errors()
         name = ".".join(map(str, first["loc"]))

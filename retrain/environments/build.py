@@ -1,5 +1,4 @@
-"""From the configuration to the problems that its runs are asked, in training and in every held-out set, and to what
-they act in. Torch is not imported."""
+"""Build problems and environments of a configuration, for training and held-out sets, without torch."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +12,8 @@ from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.dataset import Room, Wanted, fitting
 from retrain.data.prompts import conversation
-from retrain.environments.hosted import Hosted, HostedEpisode
-from retrain.environments.protocol import Environment, Episode, Limits, Observation, Range, Step
+from retrain.environments.hosted import HostedEnvironment, HostedEpisode
+from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
 from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
@@ -25,17 +24,17 @@ from retrain.rewards.judge import Criterion, criteria_of
 from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
 TRAIN = "train"
-_hosts: dict[tuple[str, Path], Hosted] = {}
+_hosts: dict[tuple[str, Path], HostedEnvironment] = {}
 _lock = threading.Lock()
 
 
-def hosted(config: Config, folder: Path) -> Hosted:
+def hosted(config: Config, folder: Path) -> HostedEnvironment:
     """Return the processes that host the configuration's environment or tools, started once in this process. Raises
-    PluginMissing when they cannot be."""
+    PluginMissing if they cannot be started."""
     key = (config.environment.model_dump_json(), folder)
     with _lock:
         if key not in _hosts:
-            _hosts[key] = Hosted(config.environment, folder)
+            _hosts[key] = HostedEnvironment(config.environment, folder)
         return _hosts[key]
 
 
@@ -46,8 +45,8 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
-    """Return the problems that a provider brings: those of ``train``, up to ``max_examples``, and of every held-out set
-    those of its name. Raises DataError or PluginMissing."""
+    """Return the problems of a provider: ``train``, up to ``max_examples``, and each held-out set by its name. Raises
+    DataError or PluginMissing."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -66,8 +65,7 @@ def _text(problem: Problem) -> str:
 
 
 def data_of(config: Config, folder: Path) -> Dataset:
-    """The training and held-out problems of a run's configuration. Raises DataError or PluginMissing when they cannot
-    be had."""
+    """Return the training and held-out problems of a run's configuration. Raises DataError or PluginMissing."""
     if config.environment.provider is not None:
         return provided_data(config, folder)
     wanted = [Wanted(each.name, each.problems, each.data) for each in config.held_out]
@@ -77,8 +75,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
 
 
 def check_rubrics(data: Dataset, config: Config) -> None:
-    """Raise DataError for the first problem that has no criteria for a grader which takes some from the data, or has
-    such that cannot be read."""
+    """Raise DataError for the first problem whose criteria, which a grader reads, are missing or malformed."""
     for table, grader in config.graders:
         if grader.rubric_column is None:
             continue
@@ -94,8 +91,8 @@ def check_rubrics(data: Dataset, config: Config) -> None:
 
 
 def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:
-    """Return the fault that the training problems or a held-out set have none of a column that a reward takes by name,
-    with the columns that there are; "" when nothing is missing."""
+    """Return the fault that problems of some split lack a column that a reward takes by name, with the existing
+    columns; "" when nothing is missing."""
     parts = {"the training problems": data.train}
     parts |= {f"the held-out set {each.name}": data.sets[each.name] for each in config.held_out}
     for part, problems in parts.items() if columns else ():
@@ -106,13 +103,13 @@ def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str
 
 
 def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
-    """The problems that a run is asked, in training and in each held-out set, with the keys by which they are asked."""
+    """Return the training and held-out problems of a run, each with the [data] keys by which prompts are made."""
     return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
 
 
 def context_length(config: Config) -> int:
-    """Return the model's context length in tokens by its files on this machine; 0 where it is not known, also from a
-    damaged config.json, which ``model_fault`` reports."""
+    """Return the model's context length in tokens from its local files; 0 if unknown, also for a damaged config.json,
+    which ``model_fault`` reports."""
     local, model = config.backend.backend == "local", config.model
     path = find_file(model.model, "config.json", model.revision) if local else None
     try:
@@ -123,46 +120,44 @@ def context_length(config: Config) -> int:
 
 
 def tokenizer_of(config: Config) -> LightTokenizer:
-    """Return the tokenizer that training counts with. Raises ModelError where it is not on this machine."""
+    """Return the tokenizer that training uses for counting. Raises ModelError if it is not on this machine."""
     if config.backend.backend != "local":
         raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
     return light_tokenizer(config.model.model, config.model.revision)
 
 
 @dataclass(frozen=True)
-class Longest:
-    """Most tokens of a completion in any run of a plan, in training and in each held-out set."""
+class CompletionLengths:
+    """Longest completion, in tokens, of any run of a plan: in training and in each held-out set."""
 
     training: int
     heldout: Mapping[str, int]
 
 
-def longest_completions(configs: Iterable[Config]) -> Longest:
-    """Over all runs of a plan, so that all of them are asked the same problems, whatever the cohort they are in."""
+def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
+    """Return the longest completions over all runs of a plan, so that all get the same problems."""
     training, heldout = 0, dict[str, int]()
     for config in configs:
         training = max(training, config.training.max_tokens)
         for each in config.held_out:
             heldout[each.name] = max(heldout.get(each.name, 0), each.sampling.max_tokens)
-    return Longest(training, heldout)
+    return CompletionLengths(training, heldout)
 
 
-def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[str, Room]]:
-    """How long prompts may be in training and in each held-out set: no longer than ``[data] max_prompt_tokens``, and
-    leaving room for the longest completion in the model's ``context`` of so many tokens (0: not known).
-
-    Raises ModelError where completions leave no room at all.
-    """
+def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Room, dict[str, Room]]:
+    """Return the longest prompts, in training and in each held-out set: at most ``[data] max_prompt_tokens``, and short
+    enough for the longest completion in the model's ``context`` (0: unknown). Raises ModelError if completions leave no
+    space."""
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> Room:
-        limit, left = section.max_prompt_tokens, context - completion
-        if context and left < 1:
+        limit, remaining = section.max_prompt_tokens, context - completion
+        if context and remaining < 1:
             raise ModelError(
                 f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
             )
-        if context and (limit is None or left < limit):
-            return Room(section, left, f"{model}, max_tokens = {completion} takes the rest")
+        if context and (limit is None or remaining < limit):
+            return Room(section, remaining, f"{model}, max_tokens = {completion} takes the rest")
         return Room(section, limit, f"[data] max_prompt_tokens = {limit}")
 
     heldout = {}
@@ -172,19 +167,17 @@ def rooms(config: Config, longest: Longest, context: int) -> tuple[Room, dict[st
     return room(config.data, longest.training, "[training] max_tokens"), heldout
 
 
-def askable(data: Dataset, config: Config, longest: Longest, tokenizer: Any, context: int) -> Dataset:
-    """``data`` without prompts that are too long for the ``rooms`` that they have. What a provider's environment asks
-    is known when an episode begins; its length is looked at then. Raises as ``rooms`` and ``fitting``."""
+def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: Any, context: int) -> Dataset:
+    """Return ``data`` without prompts that exceed the ``rooms``. Prompts of a provider's environment are known and
+    measured only when an episode begins. Raises as ``rooms`` and ``fitting``."""
     if config.environment.provider is not None:
         return data
     return fitting(data, tokenizer, *rooms(config, longest, context))
 
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
-    """Return what a run trains in, as ``train``, and what it is evaluated in, by the names of the held-out sets.
-
-    ``grader`` is not used where the environment brings its own rewards. Raises PluginMissing.
-    """
+    """Return the environments of training, as ``train``, and of each held-out set by name. ``grader`` is unused if the
+    environment brings its own rewards. Raises PluginMissing."""
     sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
     host = hosted(config, folder) if config.environment.hosted else None
@@ -193,27 +186,24 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
     return {name: SplitEnvironment(splits[name], section, grader, host, above) for name, section in sections.items()}
 
 
-def episode_limits(config: Config, context: int | None) -> Limits:
-    """Return the limits of a configuration, with a model that has this ``context`` of tokens (None: not known)."""
+def episode_limits(config: Config, context: int | None) -> EpisodeLimits:
+    """Return the episode limits of a configuration for a model with this ``context`` in tokens (None: unknown)."""
     section = config.environment
     bounds = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
-    return Limits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
+    return EpisodeLimits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
 
 
 class SplitEnvironment:
-    """Problems of one split, which the policy answers: in one turn, with the tools of ``host`` up to the first answer
-    without a call, or in the environment of ``host``.
-
-    ``grader`` grades the last answer; without it ``host`` grades, and ``correct_above`` is the threshold of
-    ``with_correctness``.
-    """
+    """Problems of one split. The policy answers in one turn, in turns with the tools of ``host`` up to the first answer
+    without a call, or in the environment of ``host``. ``grader`` grades the last answer; if None, ``host`` grades, and
+    ``correct_above`` is the threshold of ``with_correctness``."""
 
     def __init__(
         self,
         problems: Sequence[Problem],
         data: Data,
         grader: Grader | None,
-        host: Hosted | None = None,
+        host: HostedEnvironment | None = None,
         correct_above: float = CORRECT_ABOVE,
     ):
         self._problems, self.data, self.grader, self.host = problems, data, grader, host
@@ -245,7 +235,7 @@ class SplitEnvironment:
 
 @dataclass
 class SplitEpisode:
-    """Episode of one problem; ``hosted`` runs its tool calls, or is what it acts in."""
+    """Episode of one problem; ``hosted`` runs its tool calls, or is its environment."""
 
     problem: Problem
     data: Data
@@ -253,7 +243,7 @@ class SplitEpisode:
     answer: str = ""
 
     def observe(self) -> Observation:
-        """Return the host's first messages, or else the problem, asked as [data] says."""
+        """Return the host's first messages, or else the problem as a prompt of [data]."""
         first = Observation(()) if self.hosted is None else self.hosted.first
         problem, data = self.problem, self.data
         if first.messages:
@@ -263,7 +253,7 @@ class SplitEpisode:
         return Observation(tuple(conversation(problem, data)), first.tools)
 
     def step(self, action: Action) -> Step:
-        """Take an action in the host; without one a completion ends the episode. Raises EpisodeFailed."""
+        """Pass an action to the host; without one, a completion ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
         return Step() if self.hosted is None else self.hosted.step(action)
 

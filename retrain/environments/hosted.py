@@ -1,7 +1,7 @@
-"""Environments in worker processes: an episode that raises, hangs, floods or dies costs itself, never the run.
+"""Run environments in worker processes: an episode that raises, hangs, floods or crashes fails alone, never the run.
 
-Every process hosts the episodes whose numbers fall to it. When one is lost with its process, the others begin anew in
-the next process and take their actions again, if the environment is exact; else they end with it.
+Episodes are assigned to processes by number. When a process dies, its other episodes restart in the next process and
+repeat their actions if the environment is exact; else they fail too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.config.tasks import Environment as EnvironmentSection
+from retrain.config.tasks import EnvironmentSection
 from retrain.environments.hosting import LOST
 from retrain.environments.protocol import EpisodeFailed, Observation, Range, Step
 from retrain.environments.providers import PROVIDERS
@@ -24,8 +24,8 @@ from retrain.rewards.base import failed
 from retrain.rewards.workers import Reply, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
-START_SECONDS = 180.0  # For a process to load its environment, which may import much
-PROBLEMS_SECONDS = 600.0  # For an environment to make its problems
+START_SECONDS = 180.0  # Time limit for loading an environment, which may import much
+PROBLEMS_SECONDS = 600.0  # Time limit for generating problems
 BEGINNING = 4  # Factor on `timeout_s` for the start of an episode, which may start a server
 PAGE = 1000  # Problems per request
 RANGE_SLACK = 1e-6  # Rounding tolerance for declared reward ranges
@@ -33,9 +33,8 @@ NOTHING = Action([], "", np.zeros(0), None, "stop")  # Empty action
 TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
-class Hosted:
-    """The environment that ``[environment]`` names, in ``workers`` processes. Raises PluginMissing when it cannot be
-    made."""
+class HostedEnvironment:
+    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing on failure."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
@@ -60,7 +59,7 @@ class Hosted:
             for _ in range(section.workers)
         ]
         self._numbers = count()
-        self._known: dict[str, list[Problem]] = {}
+        self._problems: dict[str, list[Problem]] = {}
         try:
             self.pools[0].start()
         except PluginError as error:
@@ -76,7 +75,7 @@ class Hosted:
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the problems of a split. Raises DataError when there are none."""
-        if split not in self._known:
+        if split not in self._problems:
             rows: list[dict[str, Any]] = []
             while len(rows) % PAGE == 0:
                 reply = self.call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
@@ -88,10 +87,10 @@ class Hosted:
             for row in rows:
                 row["prompt"] = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
                 row["tags"] = tuple(row["tags"])
-            self._known[split] = [Problem(**row) for row in rows]
-        if not self._known[split]:
+            self._problems[split] = [Problem(**row) for row in rows]
+        if not self._problems[split]:
             raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
-        return self._known[split]
+        return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
         """Begin an episode in one of the processes. Raises EpisodeFailed."""
@@ -110,8 +109,8 @@ class Hosted:
         return failed(fault) if fault else result
 
     def examine(self, problem: Problem) -> None:
-        """Play an episode in which the policy says nothing. Raises DataError when it cannot begin, or when its reward
-        is outside the declared range; that it goes wrong later may be the fault of what was said."""
+        """Run an episode with empty actions. Raises DataError if it cannot begin or its reward is outside the declared
+        range; later failures may be caused by the empty actions."""
         owner = f"[environment] provider = {self.name!r}"
         try:
             episode = self.start(problem, 0)
@@ -129,12 +128,11 @@ class Hosted:
             raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
 
     def _lacks_metric(self, result: RewardResult) -> str:
-        """Return the fault that a graded episode has no ``correct_metric``, or "". Only the answer to a valid action of
-        OpenEnv has metrics, and the empty action of ``examine`` need not be one."""
-        name, known = self.section.correct_metric, {**result.components, **result.sample_metrics}
-        if name is None or name in known or result.total_reward is None or self.section.provider == "openenv":
+        """Return the fault that a graded episode has no ``correct_metric``, or ""."""
+        name, metrics = self.section.correct_metric, {**result.components, **result.sample_metrics}
+        if name is None or name in metrics or result.total_reward is None or self.section.provider == "openenv":
             return ""
-        return f"there is no metric {name!r} (correct_metric) among {', '.join(known) or 'none'}"
+        return f"there is no metric {name!r} (correct_metric) among {', '.join(metrics) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
         """Return the fault of a reward outside the declared range, or ""."""
@@ -159,7 +157,7 @@ class Hosted:
 class HostedEpisode:
     """Episode in a worker process. ``first`` is its first observation, ``actions`` are the actions so far."""
 
-    def __init__(self, environment: Hosted, number: int, problem: Problem, seed: int):
+    def __init__(self, environment: HostedEnvironment, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
         self.actions: list[Action] = []
         begun = self._start()
@@ -175,7 +173,7 @@ class HostedEpisode:
         return Step(**{**value, "messages": tuple(value["messages"])})
 
     def result(self) -> RewardResult:
-        """Return the reward; the process forgets the episode. Raises EpisodeFailed."""
+        """Return the reward; the process then drops the episode. Raises EpisodeFailed."""
         value = self._repeatable("result", self.number)
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
@@ -211,7 +209,7 @@ def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, d
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:
         arguments = {"id": section.id, **section.args}
-        if section.provider == "openenv":  # records the fields of observations that it is told to
+        if section.provider == "openenv":  # records the fields of observations that the configuration names
             wanted = arguments.get("metrics", [])
             if isinstance(wanted, list):
                 arguments["metrics"] = [*wanted, section.correct_metric or "correct"]

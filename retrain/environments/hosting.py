@@ -1,6 +1,6 @@
-"""The inside of a worker process that hosts an environment: it answers the jobs of ``environments.hosted``.
+"""Run inside a worker process that hosts an environment, and answer the jobs of ``environments.hosted``.
 
-Nothing of torch is imported, and nothing but what the environment itself needs: it may run under another Python.
+Imports neither torch nor anything that the environment does not need: another Python may run it.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
-"""Characters of all messages of one step. A model reads a small part of that; the rest would only be tokenised."""
+"""Most characters of all messages of one step; models read a fraction of that."""
 LOST = "lost"  # Value for an episode that began before this process was started
 
 
-class Flooded(Exception):
+class MessagesTooLong(Exception):
     """An environment's answer is too long."""
 
 
 def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], Any]:
-    """Make the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
+    """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -36,7 +36,7 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 
 
 class Host:
-    """Environment and its episodes by number. Their methods may be async; all run on one event loop."""
+    """Environment and its episodes by number. Methods may be async; all run on one event loop."""
 
     def __init__(self, written: Callable[..., Any], arguments: Mapping[str, Any]):
         self._runner = asyncio.Runner()
@@ -49,7 +49,7 @@ class Host:
         }
 
     def __call__(self, job: tuple[Any, ...]) -> Any:
-        """Do a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
+        """Run a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
         return getattr(self, kind)(*arguments)
@@ -108,12 +108,12 @@ class Host:
         if number not in self.episodes:
             return LOST
         try:
-            given = self._settled(self.episodes[number].result())
+            returned = self._settled(self.episodes[number].result())
         finally:
             self.close(number)
-        is_ungraded = isinstance(given, RewardResult) and given.total_reward is None and given.error is None
-        result = checked(given)
-        if is_ungraded and result is given:
+        is_ungraded = isinstance(returned, RewardResult) and returned.total_reward is None and returned.error is None
+        result = checked(returned)
+        if is_ungraded and result is returned:
             result.error = None  # [reward] grades what tools counted
         return vars(result)
 
@@ -128,7 +128,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as JSON. Raises PluginError for other things, Flooded when they are too long."""
+    """Return messages as JSON values. Raises PluginError for other types, Flooded when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -139,7 +139,7 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         made.append({str(key): value for key, value in message.items()})
     size = sum(len(message["content"]) for message in made)
     if size > MESSAGE_CHARACTERS:
-        raise Flooded(f"messages of {size:,} characters")
+        raise MessagesTooLong(f"messages of {size:,} characters")
     return made
 
 

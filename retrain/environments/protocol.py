@@ -1,8 +1,7 @@
-"""What the loop asks of an environment: problems, and episodes in which the policy acts on them.
+"""Define the protocol of environments: problems, and episodes in which the policy acts on them.
 
-An environment of the user's own has ``problems`` and ``start``, and its episodes ``result()``, the reward, instead of
-``results`` here; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` has the problems of
-[data].
+A user's environment has ``problems`` and ``start``, and its episodes ``result()``, which returns the reward, instead of
+``results``; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` serves [data].
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
 
 @dataclass(frozen=True)
 class Observation:
-    """The beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call, as JSON
+    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call, as JSON
     schemas of functions (``{"type": "function", "function": {"name", "description", "parameters"}}``)."""
 
     messages: Sequence[Message]
@@ -27,12 +26,11 @@ class Observation:
 
 @dataclass(frozen=True)
 class Step:
-    """The answer to an action.
+    """Reply to an action.
 
-    ``messages`` answer it; ``done``: the episode is over. ``reward`` is what this turn alone was worth, None where the
-    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. Where the
-    environment has rewritten what was said before, ``conversation`` is all of it as the policy shall read it next;
-    ``messages`` are not used then.
+    ``messages`` are the reply; ``done`` ends the episode. ``reward`` is the reward of this turn, None if the
+    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. If the environment
+    rewrites earlier messages, ``conversation`` is everything that the policy reads next, and ``messages`` are ignored.
     """
 
     messages: Sequence[Message] = ()
@@ -44,7 +42,7 @@ class Step:
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on. ``ended`` says why in one word, the text in a sentence."""
+    """An episode that cannot continue. ``ended`` gives the reason in one word, the text in a sentence."""
 
     def __init__(self, ended: Ended, text: str):
         super().__init__(text)
@@ -52,36 +50,36 @@ class EpisodeFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Most turns of an episode, and most tokens, read and sampled together. None: no limit."""
+class EpisodeLimits:
+    """Limits of an episode on turns and on tokens, read and sampled. None: no limit."""
 
     turns: int | None = None
     tokens: int | None = None
 
 
-ONE_TURN = Limits(1)
+ONE_TURN = EpisodeLimits(1)
 
 
 class Episode(Protocol):
-    """One rollout's side of the conversation. One that has a method ``close`` is closed when it has ended."""
+    """One rollout's side of the conversation. If it has a method ``close``, that is called at the end."""
 
     def observe(self) -> Observation:
-        """Return the prompt. All episodes of a group begin alike: they are started with the same seed."""
+        """Return the prompt. All episodes of a group begin alike, because they start with the same seed."""
         ...
 
     def step(self, action: Action) -> Step:
-        """Take the policy's action; in order, one at a time."""
+        """Process one action of the policy."""
         ...
 
 
 class Environment(Protocol):
-    """What the policy acts in."""
+    """Environment of the policy."""
 
     ranges: Mapping[str, Range]
-    """Ranges of the reward (as ``reward``) and of metrics, where they are known."""
+    """Ranges of the reward (as ``reward``) and of metrics, if declared."""
     exact: bool
-    """Whether all that an episode answers is a function of problem, seed and actions, so that a run which is resumed
-    equals one that was not interrupted."""
+    """True if all replies of an episode are a function of problem, seed and actions, so that a resumed run equals one
+    that was not interrupted."""
 
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the problems of ``train``, or of a held-out set by its name."""

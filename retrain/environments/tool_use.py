@@ -1,9 +1,8 @@
-"""Episodes in which the model calls tools: its calls are answered, and the first message without one ends them.
+"""Run episodes with tools: calls are answered, and the first message without a call ends the episode.
 
-Numbers of an episode are those of ``get_tool_metrics`` elsewhere, under ``tools/``: how many calls there were
-(``total_tool_calls``; one that could not be read, or names no tool, counts), how many failed (``tool_errors``), the
-share that did not (``tool_success_rate``), how many went to each tool (``calls/<name>``) and the seconds that the tools
-took (``tool_time``, by the clock: the one number that differs between two runs that are otherwise the same).
+Metrics of an episode have the names of ``get_tool_metrics`` in other tools, under ``tools/``: ``total_tool_calls``
+(malformed calls and unknown tools included), ``tool_errors``, ``tool_success_rate``, ``calls/<name>`` per tool and
+``tool_time`` in seconds, the only one that differs between two otherwise equal runs.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ OURS = {
 
 
 class ToolUse:
-    """Tools for the policy. ``tools`` has names of ours, ``module:function`` or ``module:Class`` (looked up in
-    ``folders``, then as installed), and tables ``{"tool": <one of these>, …}`` with the settings of a class.
+    """Environment with tools for the policy.
 
     Raises PluginError for a tool that cannot be loaded or described. ``exact`` as the tools say of themselves.
     """
@@ -72,7 +70,7 @@ class ToolUse:
 
 @dataclass
 class ToolEpisode:
-    """One conversation with tools; ``close`` it, for the tools that hold something."""
+    """One conversation with tools; ``close`` releases tools that hold resources."""
 
     environment: ToolUse
     functions: Mapping[str, Callable[..., Any]]
@@ -86,8 +84,8 @@ class ToolEpisode:
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
-        """Return one message for each call, in their order; the episode is done when there is none."""
-        calls = parse(action.text).found
+        """Return one message for each call, in order; the episode is done if there is none."""
+        calls = parse(action.text).items
         before = self.errors
         messages = tuple(self._answer(call) for call in calls)
         self.total += len(calls)
@@ -111,7 +109,7 @@ class ToolEpisode:
         begun = time.perf_counter()
         try:
             text = self._called(call)
-        except (Exception, SystemExit) as error:  # whatever a tool raises is the model's to read, exit() too
+        except (Exception, SystemExit) as error:  # any exception of a tool becomes its answer, including SystemExit
             self.errors += 1
             text = f"Error: {_reason(error)}"
         self.seconds += time.perf_counter() - begun
@@ -157,5 +155,5 @@ def _reason(error: BaseException) -> str:
         return f"{name}: the tool tried to exit"
     try:
         return f"{name}: {error}"
-    except Exception:  # an exception of the user's whose text cannot be made
+    except Exception:  # the user's exception cannot be converted to text
         return name

@@ -153,7 +153,7 @@ class RunRecorder:
         """
         self.start()
         config = self.context.config
-        row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.wanted)
+        row = eval_row(record, self.context.tags_of(record.name), config.reward.strict_answers, config.audit.is_enabled)
         recorded = {
             layout.EVALS: [{key: getattr(record, key) for key in Evaluation.field_names()} | row],
             layout.EVALUATIONS: held_out_completions(record, config.reward.strict_answers),

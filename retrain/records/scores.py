@@ -32,7 +32,7 @@ def evaluation_keys(context: RunContext) -> tuple[str, ...]:
     keys: list[str] = []
     for each in context.config.evaluated:
         nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
-        keys += eval_row(nothing, context.tags_of(each.recorded_name), audited=context.config.audit.wanted)
+        keys += eval_row(nothing, context.tags_of(each.recorded_name), audited=context.config.audit.is_enabled)
     return tuple(keys)
 
 

@@ -110,7 +110,7 @@ class WeightedReward(Reward):
 
 
 def build_grader(
-    section: tasks.Reward,
+    section: tasks.RewardSection,
     base_dir: Path | None = None,
     device: Callable[[], object] = lambda: "cpu",
     audit: tasks.Audit | None = None,
@@ -124,7 +124,7 @@ def build_grader(
 
     with ExitStack() as started:  # rewards may have started workers before a later one cannot be built
 
-        def build(part: tasks.Reward | tasks.RewardComponent | tasks.Audit, table: str = "reward") -> Reward:
+        def build(part: tasks.RewardSection | tasks.RewardComponent | tasks.Audit, table: str = "reward") -> Reward:
             reward = _reward(part, section, base_dir, device, table)
             started.callback(reward.close)
             reward.name = part.name or reward.name
@@ -134,14 +134,14 @@ def build_grader(
             reward = WeightedReward([Component(build(part), part.weight, part.offset) for part in section.components])
         else:
             reward = build(section)
-        second = build(audit, "audit") if audit is not None and audit.wanted else None
+        second = build(audit, "audit") if audit is not None and audit.is_enabled else None
         started.pop_all()
     return Grader(reward, section.correct_above, second)
 
 
 def _reward(
-    part: tasks.Reward | tasks.RewardComponent | tasks.Audit,
-    section: tasks.Reward,
+    part: tasks.RewardSection | tasks.RewardComponent | tasks.Audit,
+    section: tasks.RewardSection,
     base_dir: Path | None,
     device: Callable[[], object],
     table: str,

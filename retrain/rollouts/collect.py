@@ -20,7 +20,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Conversation, Renderer
 from retrain.device import timestamp
 from retrain.engines.protocol import Engine
-from retrain.environments.protocol import Environment, Episode, EpisodeFailed, Limits, Step
+from retrain.environments.protocol import Environment, Episode, EpisodeFailed, EpisodeLimits, Step
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
 from retrain.policy.protocol import PolicySnapshot
@@ -41,7 +41,7 @@ from retrain.types import (
 )
 from retrain.util.text import without_keys
 
-NO_LIMITS = Limits()
+NO_LIMITS = EpisodeLimits()
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RolloutRequest:
     samples: int
     sampling: Sampling
     stream: tuple[int | str, ...]
-    limits: Limits = NO_LIMITS
+    limits: EpisodeLimits = NO_LIMITS
     newest: Callable[[], PolicyRef] | None = None
 
 

@@ -1,1 +1,1 @@
-"""A server for base models and adapters: OpenAI's protocol with vLLM's additions, over the engine that also trains."""
+"""Serve base models and adapters over OpenAI's protocol with vLLM's additions, with the engine that training uses."""

@@ -1,4 +1,4 @@
-"""Weights of the base and of the adapters over it that are served."""
+"""Load weights of adapters for serving."""
 
 import base64
 import binascii
@@ -20,9 +20,9 @@ from retrain.types import PolicyRef
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
-    """Weights under a name. ``ref`` is another one each time that weights are loaded under it. ``parent`` None: it is
-    the base. ``root`` is where it came from."""
+class ServedWeights:
+    """Weights served under a name. ``ref`` is new each time that weights are loaded under the name. ``parent`` is None
+    for the base; ``root`` is the source."""
 
     name: str
     ref: PolicyRef
@@ -37,10 +37,8 @@ def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """Read the LoRA adapter in a PEFT directory; layers that it leaves alone have zeros.
-
-    Raises ModelError when it is no such adapter, or not of this base.
-    """
+    """Read the LoRA adapter in a PEFT directory; layers that it does not contain get zeros. Raises ModelError when it
+    is not an adapter, or not one of this base."""
     try:
         with AdapterFile(directory) as file:
             file.require_plain()
@@ -61,7 +59,7 @@ def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape])
                 weights.B[name].copy_(b)
     except ModelError:
         raise
-    except Exception as error:  # of whatever kind, from files that somebody else has written
+    except Exception as error:  # any error: the files are somebody else's
         raise ModelError(f"{directory} is no LoRA adapter: {type(error).__name__}: {error}") from error
     if not torch.isfinite(flat).all():
         raise ModelError(f"{directory} holds numbers that are not finite")
@@ -73,7 +71,7 @@ def _size(shapes: Sequence[LayerShape], rank: int) -> int:
 
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """Read the adapter in these files, by name, in base64. Raises ModelError as ``read_weights``."""
+    """Read the adapter from its files, given by name in base64. Raises ModelError as ``read_weights``."""
     if set(files) != {ADAPTER_CONFIG, ADAPTER_WEIGHTS}:
         raise ModelError(
             f"files must be {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, not {', '.join(sorted(files))[:200] or 'nothing'}"

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, with vLLM's additions."""
+"""Build responses in OpenAI's format with vLLM's additions."""
 
 import json
 import math
@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.scoring import Tops
 
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
-def model_card(served: Served, context: int) -> dict[str, Any]:
+def model_card(served: ServedWeights, context: int) -> dict[str, Any]:
     return {
         "id": served.name,
         "object": "model",
@@ -42,7 +42,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return a log-probability as a number that JSON can represent."""
     return max(float(logprob), LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
 
 
@@ -58,18 +58,18 @@ def completion_logprobs(
     as_ids: bool,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice: the sampled token is among the top ones, as in OpenAI's API. ``offset``:
-    characters before the first token. A log-probability None: nothing predicts the token."""
+    """Return ``logprobs`` of a completion's choice; the sampled token is among the top ones, as in OpenAI's API.
+    ``offset``: characters before the first token. A log-probability of None marks a token without context."""
     names = [token_text(tokenizer, token, as_ids) for token in token_ids]
     offsets, best = [], []
-    for place, (name, logprob) in enumerate(zip(names, logprobs, strict=True)):
+    for index, (name, logprob) in enumerate(zip(names, logprobs, strict=True)):
         offsets.append(offset)
         offset += len(name)
         if logprob is None:
             best.append(None)
             continue
         best.append({name: finite(logprob)})
-        for token, other in (tops[place] or ()) if tops is not None else ():
+        for token, other in (tops[index] or ()) if tops is not None else ():
             best[-1].setdefault(token_text(tokenizer, token, as_ids), finite(other))
     return {
         "text_offset": offsets,

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's completions and chats, and vLLM's for adapters, as one ASGI application."""
+"""Route OpenAI's completions and chats, and vLLM's adapter management, as one ASGI application."""
 
 import hmac
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ from retrain import __version__
 from retrain.serving import chat, completions, tokens
 from retrain.serving.answers import model_card
 from retrain.serving.local import is_local
-from retrain.serving.refusal import Refusal
+from retrain.serving.refusal import ServingError
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
 
@@ -24,7 +24,7 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """Return the application. ``api_key``: what a request's Bearer token must be; None: only this machine asks."""
+    """Return the application. ``api_key`` is the Bearer token; None accepts this machine only."""
 
     def route(path: str, handler: Handler, method: str = "GET") -> Route:
         async def endpoint(request: Request) -> Response:
@@ -44,7 +44,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
         ],
-        exception_handlers={Refusal: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
+        exception_handlers={ServingError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
     )
     app.router.redirect_slashes = False
     app.add_middleware(Gate, api_key=api_key, max_body=service.max_body)
@@ -52,7 +52,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
 
 
 class Gate:
-    """Checks every request first: the key, or that it comes from this machine; that it is JSON; the body's size."""
+    """Checks every request before its handler: API key or local address, JSON, and size of the body."""
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body: int):
         self.app, self.api_key, self.max_body = app, api_key, max_body
@@ -63,11 +63,11 @@ class Gate:
             return
         try:
             self._check(Request(scope))
-        except Refusal as refusal:
+        except ServingError as refusal:
             await _answer(refusal)(scope, receive, send)
             return
         limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else self.max_body
-        too_long = Refusal(413, f"the body has more than {limit} bytes, the limit of {scope['path']}")
+        too_long = ServingError(413, f"the body has more than {limit} bytes, the limit of {scope['path']}")
         seen = 0
         if declared(scope) > limit:
             await _answer(too_long)(scope, receive, send)
@@ -86,15 +86,15 @@ class Gate:
     def _check(self, request: Request) -> None:
         if self.api_key is None:
             if not is_local(request.url.hostname or "") or (request.client and not is_local(request.client.host)):
-                raise Refusal(403, "this server answers programs of its own machine only")
+                raise ServingError(403, "this server answers programs of its own machine only")
         elif request.url.path.startswith(("/v1", "/tokenize", "/detokenize")):
             kind, _, token = request.headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.api_key.encode()):
-                raise Refusal(401, "the key is missing or wrong: send it as Authorization: Bearer …")
+                raise ServingError(401, "the key is missing or wrong: send it as Authorization: Bearer …")
         if request.method == "POST":
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise Refusal(415, "send JSON, with Content-Type: application/json")
+                raise ServingError(415, "send JSON, with Content-Type: application/json")
 
 
 def declared(scope: Scope) -> int:
@@ -102,31 +102,30 @@ def declared(scope: Scope) -> int:
     return int(length) if length.isdigit() else 0
 
 
-def _answer(refusal: Refusal) -> JSONResponse:
+def _answer(refusal: ServingError) -> JSONResponse:
     return JSONResponse(refusal.body(), refusal.status, refusal.headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
+    assert isinstance(error, ServingError)
     return _answer(error)
 
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-    return _answer(Refusal(error.status_code, said.get(error.status_code, str(error.detail))))
+    return _answer(ServingError(error.status_code, said.get(error.status_code, str(error.detail))))
 
 
 async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client has disconnected
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _answer(Refusal(500, "the server has made a mistake; its log says which"))
+    return _answer(ServingError(500, "internal error: see the server's log"))
 
 
 async def health(service: Service, request: Request) -> Response:
-    """Answer 200 as long as the engine runs."""
     return Response(status_code=503 if service.batcher.failure else 200)
 
 

@@ -1,9 +1,9 @@
-"""Continuous batching: one thread owns the engine and gives every generation the same few tokens at a time.
+"""Continuous batching: one thread owns the engine and decodes all generations in short pieces.
 
-A piece of ``PIECE_TOKENS`` is one call of ``LocalEngine.sample`` for all generations under way, whatever their adapter
-and sampling. Between two pieces others are admitted, what has ended or is not wanted any more leaves, and what was
-drawn is told. The engine keeps what it has computed of each sequence from piece to piece, and a generation's random
-stream goes on where it was, so that pieces change nothing of what is drawn.
+A piece is one call of ``LocalEngine.sample`` with ``PIECE_TOKENS`` tokens for all running generations, whatever their
+adapter and sampling. Between pieces, waiting generations are admitted, ended and cancelled ones removed, and new tokens
+delivered. The engine keeps its caches, and each generation its random stream, so that pieces do not change what is
+sampled.
 """
 
 import itertools
@@ -19,23 +19,23 @@ from typing import Any, TypeVar
 from retrain.engines.local import LocalEngine
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import LoraWeights
-from retrain.serving.adapters import Served
-from retrain.serving.refusal import Refusal
+from retrain.serving.adapters import ServedWeights
+from retrain.serving.refusal import ServingError
 from retrain.types import Action, PolicyRef, SampleRequest
 
 T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
-"""Tokens between two looks at what has arrived: on a CPU as many as a small model draws in one call, on a GPU enough to
-pay for capturing the step anew."""
+"""Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
+amortise capturing the step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
 LANES_WASTE = 2.0
-"""Lanes of a decode batch have as many rows as the busiest; adapters whose numbers of generations differ so much that
-the rows come to this multiple of them are decoded in a batch of their own."""
+"""Lanes of a decode batch have as many rows as the busiest one; adapters are decoded in separate batches if padding
+would raise the rows to this multiple."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How a generation is drawn, and what ends it besides the model's end tokens."""
+class SamplingParams:
+    """Sampling parameters of a generation, and its stop conditions besides the model's end tokens."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -48,31 +48,31 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Return whether tokens are drawn from less than the whole vocabulary."""
+        """True if tokens are drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What has come of a generation since the last piece. ``finish_reason`` None: it goes on; ``failed``: what has
-    ended it. ``stop_reason``: the text or token that has ended it, if the request named it."""
+    """Tokens of a generation since the last piece. ``finish_reason`` is None while it continues; ``failed`` is the
+    error that ended it. ``stop_reason`` is the requested stop text or token that ended it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    failed: Refusal | None = None
+    failed: ServingError | None = None
 
 
 @dataclass(eq=False)
-class Generation:
-    """One sequence to draw after ``prompt_ids``; ``stream`` names its random numbers. ``tell`` is called by the
-    engine's thread with every piece, the last of which has a ``finish_reason`` or has failed. ``deadline``: on
-    the clock of ``time.monotonic``."""
+class GenerationState:
+    """One sequence to sample after ``prompt_ids``; ``stream`` identifies its random numbers. The engine's thread calls
+    ``tell`` with every piece; the last one has a ``finish_reason`` or has failed. ``deadline`` refers to
+    ``time.monotonic``."""
 
-    served: Served
+    served: ServedWeights
     prompt_ids: tuple[int, ...]
-    sampling: Sampling
+    sampling: SamplingParams
     stream: tuple[int | str, ...]
     tell: Callable[[Piece], None]
     deadline: float = float("inf")
@@ -84,22 +84,22 @@ class Generation:
         self.cancelled = True
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         return self.sampling.max_tokens - len(self.token_ids)
 
 
 class Batcher:
-    """The thread that owns the engine. ``max_waiting`` generations may wait."""
+    """Thread that owns the engine; at most ``max_waiting`` generations wait."""
 
     def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
-        # What is not kept from piece to piece would be computed again for each.
+        # Entries that are dropped between pieces would have to be computed again.
         usual = PIECE_TOKENS.get(engine.base.device.type, PIECE_TOKENS["cuda"])
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
-        self.failure: str = ""  # Why the engine's thread has ended, if it has
-        self._waiting: deque[Generation] = deque()
-        self._active: list[Generation] = []
+        self.failure: str = ""  # Error that ended the engine's thread, if any
+        self._waiting: deque[GenerationState] = deque()
+        self._active: list[GenerationState] = []
         self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._retired: list[PolicyRef] = []
         self._changed = threading.Condition()
@@ -110,7 +110,7 @@ class Batcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish what is there, then end."""
+        """Finish all generations, then stop."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -120,17 +120,17 @@ class Batcher:
     def load(self) -> tuple[int, int]:
         return len(self._active), len(self._waiting)
 
-    def submit(self, generations: Sequence[Generation]) -> None:
-        """Queue all of them. Raises Refusal: 400 for more than ever fit, 503 when too many wait or the server stops."""
+    def submit(self, generations: Sequence[GenerationState]) -> None:
+        """Queue generations, all or none. Raises ServingError: 400 if they never fit, 503 when full or stopping."""
         if len(generations) > self.max_waiting:
-            raise Refusal(
+            raise ServingError(
                 400, f"{len(generations)} completions in one request; this server takes {self.max_waiting}", "n"
             )
         with self._changed:
             if self._stopping or self.failure:
-                raise Refusal(503, "the server is stopping", retry_after=5)
+                raise ServingError(503, "the server is stopping", retry_after=5)
             if len(self._waiting) + len(generations) > self.max_waiting:
-                raise Refusal(503, f"{len(self._waiting)} completions are waiting: try again later", retry_after=1)
+                raise ServingError(503, f"{len(self._waiting)} completions are waiting: try again later", retry_after=1)
             self._waiting.extend(generations)
             self._changed.notify()
 
@@ -138,17 +138,17 @@ class Batcher:
         return self.call(lambda: self.engine.publish(ref, LocalSnapshot(weights)))
 
     def retire(self, ref: PolicyRef) -> None:
-        """Drop weights as soon as no generation uses them."""
+        """Free weights once no generation uses them."""
         with self._changed:
             self._retired.append(ref)
             self._changed.notify()
 
     def call(self, task: Callable[[], T]) -> Future[T]:
-        """Run ``task`` on the engine's thread, between two pieces."""
+        """Run ``task`` on the engine's thread between two pieces."""
         future: Future[T] = Future()
         with self._changed:
             if self._stopping or self.failure:
-                raise Refusal(503, "the server is stopping", retry_after=5)
+                raise ServingError(503, "the server is stopping", retry_after=5)
             self._tasks.append((task, future))
             self._changed.notify()
         return future
@@ -166,17 +166,17 @@ class Batcher:
             self.failure = f"{type(error).__name__}: {error}"
             traceback.print_exc()
             with self._changed:
-                left = [*self._active, *self._waiting]
+                unfinished = [*self._active, *self._waiting]
                 tasks = list(self._tasks)
                 self._active, self._waiting, self._tasks = [], deque(), deque()
-            for generation in left:
-                generation.tell(Piece((), (), failed=Refusal(500, "the engine has failed")))
+            for generation in unfinished:
+                generation.tell(Piece((), (), failed=ServingError(500, "the engine has failed")))
             for _, future in tasks:
                 if future.set_running_or_notify_cancel():
-                    future.set_exception(Refusal(500, "the engine has failed"))
+                    future.set_exception(ServingError(500, "the engine has failed"))
 
     def _admit(self) -> bool:
-        """Wait until there is something to do, run the tasks and admit generations. Return False at the end."""
+        """Wait for work, run the tasks and admit generations. Return False when stopped."""
         with self._changed:
             while not (self._active or self._waiting or self._tasks or self._retired):
                 if self._stopping:
@@ -187,7 +187,7 @@ class Batcher:
             while self._waiting and len(self._active) < self.max_rows:
                 self._active.append(self._waiting.popleft())
         for task, future in tasks:
-            if not future.set_running_or_notify_cancel():  # whoever asked has left; from here on it cannot
+            if not future.set_running_or_notify_cancel():  # the caller has cancelled; after this call it cannot
                 continue
             try:
                 future.set_result(task())
@@ -198,21 +198,21 @@ class Batcher:
     def _drop(self) -> None:
         """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
-        with self._changed:  # also of those that have not begun
+        with self._changed:  # includes generations that have not begun
             late = [each for each in self._waiting if each.cancelled or each.deadline < now]
             if late:
                 self._waiting = deque(each for each in self._waiting if not (each.cancelled or each.deadline < now))
         late += [each for each in self._active if each.cancelled or each.deadline < now]
         for each in late:
             if not each.cancelled:
-                each.tell(Piece((), (), failed=Refusal(504, "the completion has taken too long")))
+                each.tell(Piece((), (), failed=ServingError(504, "the completion has taken too long")))
         self._leave(late)
 
-    def _leave(self, gone: Iterable[Generation]) -> None:
-        left = set(gone)
-        if left:
-            self._active = [each for each in self._active if each not in left]
-            for each in left:
+    def _leave(self, gone: Iterable[GenerationState]) -> None:
+        removed = set(gone)
+        if removed:
+            self._active = [each for each in self._active if each not in removed]
+            for each in removed:
                 self.engine.sequence_cache.drop(each.served.ref, (each.number,))
 
     def _withdraw(self) -> None:
@@ -226,56 +226,70 @@ class Batcher:
     def _draw(self) -> None:
         for batch in self._batches():
             try:
-                asked = list(self._requests(batch))
-                answers = self.engine.sample([request for request, _ in asked])
+                requests = list(self._requests(batch))
+                answers = self.engine.sample([request for request, _ in requests])
             except Exception:
                 traceback.print_exc()
                 for generation in batch:
-                    generation.tell(Piece((), (), failed=Refusal(500, "drawing this batch of completions has failed")))
+                    generation.tell(
+                        Piece((), (), failed=ServingError(500, "sampling this batch failed: see the server's log"))
+                    )
                 self._leave(batch)
                 continue
             ended = []
-            for (_, generations), actions in zip(asked, answers, strict=True):
+            for (_, generations), actions in zip(requests, answers, strict=True):
                 for generation, action in zip(generations, actions, strict=True):
                     try:
                         piece = self._piece(generation, action)
-                    except Exception:  # of this one; the others go on
+                    except Exception:  # affects this generation only
                         traceback.print_exc()
-                        piece = Piece((), (), "error", failed=Refusal(500, "reading this completion has failed"))
+                        piece = Piece(
+                            (), (), "error", failed=ServingError(500, "decoding this completion failed: see the log")
+                        )
                     if piece.finish_reason is not None:
                         ended.append(generation)
                     generation.tell(piece)
             self._leave(ended)
 
-    def _batches(self) -> list[list[Generation]]:
-        """Return the generations under way in batches whose lanes are about equally full."""
-        lanes: dict[PolicyRef, list[Generation]] = {}
+    def _batches(self) -> list[list[GenerationState]]:
+        """Return the running generations in batches whose lanes are about equally full."""
+        lanes: dict[PolicyRef, list[GenerationState]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
-        batches: list[list[Generation]] = []
+        batches: list[list[GenerationState]] = []
         busiest = count = 0
-        for own in sorted(lanes.values(), key=len, reverse=True):
-            if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(own)):
+        for members in sorted(lanes.values(), key=len, reverse=True):
+            if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(members)):
                 batches.append([])
-                busiest, count = len(own), 0
-            batches[-1] += own
+                busiest, count = len(members), 0
+            batches[-1] += members
             count += 1
         return batches
 
-    def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
-        """Yield the engine's requests; generations that begin with the same prompt and are drawn alike share one."""
-        alike: dict[Any, list[Generation]] = {}
-        for each in batch:
-            how = each.sampling
-            limit = min(each.left, self.piece_tokens)
-            key: Any = each
-            if not each.token_ids:
-                key = (each.served.ref, each.prompt_ids, limit, how.temperature, how.top_p, how.top_k, how.min_p)
-            alike.setdefault(key, []).append(each)
+    def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
+        """Yield the engine's requests; generations with equal prompts and sampling share one."""
+        alike: dict[Any, list[GenerationState]] = {}
+        for generation in batch:
+            how = generation.sampling
+            limit = min(generation.remaining_tokens, self.piece_tokens)
+            key: Any = generation
+            if not generation.token_ids:
+                key = (
+                    generation.served.ref,
+                    generation.prompt_ids,
+                    limit,
+                    how.temperature,
+                    how.top_p,
+                    how.top_k,
+                    how.min_p,
+                )
+            alike.setdefault(key, []).append(generation)
         for generations in alike.values():
             first = generations[0]
-            how, limit = first.sampling, min(first.left, self.piece_tokens)
-            go_on = any(limit < each.left or each.sampling.ignore_eos for each in generations)
+            how, limit = first.sampling, min(first.remaining_tokens, self.piece_tokens)
+            go_on = any(
+                limit < generation.remaining_tokens or generation.sampling.ignore_eos for generation in generations
+            )
             request = SampleRequest(
                 first.served.ref,
                 (*first.prompt_ids, *first.token_ids),
@@ -286,14 +300,16 @@ class Batcher:
                 top_p=how.top_p,
                 top_k=how.top_k,
                 min_p=how.min_p,
-                sequences=tuple((each.number,) for each in generations) if go_on and self.engine.fast else (),
-                streams=tuple(each.stream for each in generations),
+                sequences=tuple((generation.number,) for generation in generations)
+                if go_on and self.engine.fast
+                else (),
+                streams=tuple(generation.stream for generation in generations),
                 drawn=len(first.token_ids),
             )
             yield request, generations
 
-    def _piece(self, generation: Generation, action: Action) -> Piece:
-        """Append an action to its generation and return the piece, cut where the generation ends."""
+    def _piece(self, generation: GenerationState, action: Action) -> Piece:
+        """Append an action to its generation and return the piece, truncated where the generation ends."""
         how, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
         reason: str | None = None
@@ -306,21 +322,21 @@ class Batcher:
             reason, stop = "stop", found
         if reason is None and action.stop_reason == "stop" and not how.ignore_eos:
             reason = "stop"
-        if reason is None and generation.left <= 0:
+        if reason is None and generation.remaining_tokens <= 0:
             reason = "length"
         new = generation.token_ids[before:]
         return Piece(new, action.logprobs_T[: len(new)].tolist(), reason, stop)
 
-    def _stopped(self, generation: Generation, before: int, stops: Sequence[str]) -> str | None:
-        """Return the stop that the new tokens complete, if any, and cut off what follows the token that does so."""
+    def _stopped(self, generation: GenerationState, before: int, stops: Sequence[str]) -> str | None:
+        """Return the stop that the new tokens complete, if any, and remove the tokens after it."""
         decode = self.engine.base.text.decode
         text = decode(generation.token_ids)
         if not any(stop in text for stop in stops):
             return None
         for end in range(before + 1, len(generation.token_ids) + 1):
             text = decode(generation.token_ids[:end])
-            found = [(text.find(stop), stop) for stop in stops if stop in text]
-            if found:
+            matches = [(text.find(stop), stop) for stop in stops if stop in text]
+            if matches:
                 del generation.token_ids[end:]
-                return min(found, key=lambda each: each[0])[1]
+                return min(matches, key=lambda each: each[0])[1]
         return None

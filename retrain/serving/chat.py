@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations through the model's chat template, with tools and their calls."""
+"""Handle ``/v1/chat/completions``: conversations through the model's chat template, with tool calls."""
 
 import inspect
 import json
@@ -13,13 +13,12 @@ from retrain.config.tasks import Data
 from retrain.data.prompts import Renderer
 from retrain.environments.tools.calls import read_calls
 from retrain.errors import RetrainError
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.answers import chat_logprobs, head, new_id, usage
-from retrain.serving.refusal import Refusal
+from retrain.serving.refusal import ServingError
 from retrain.serving.schema import ChatBody, plain_text, read
-from retrain.serving.service import Drawing, Drawn, Service
+from retrain.serving.service import CompletionTokens, GenerationSet, Service
 from retrain.serving.streams import Events, unless_gone
-from retrain.serving.text import Writer
 from retrain.types import Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -38,43 +37,43 @@ async def answer(service: Service, request: Request) -> Response:
     drawing = service.begin(body.model, [prompt_ids], [how], body)
     if body.stream:
         return Events(drawing, _chunks(service, body, prompt_ids, drawing))
-    return await unless_gone(request, _whole(service, body, prompt_ids, drawing))
+    return await unless_gone(request, _full_response(service, body, prompt_ids, drawing))
 
 
 def rendered(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return the conversation in tokens, up to where the answer begins. ``more``: variables of the template. Raises
-    Refusal for messages or tools of a wrong form, and for what the template refuses."""
+    """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
+    Raises ServingError for malformed messages or tools, and for what the template rejects."""
     plain = [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools.{place}")
     own = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(own & set(more)):
-        raise Refusal(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
+        raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
     data = Data().model_copy(update={"chat_template_kwargs": dict(more)})
     renderer = Renderer(tokenizer, data, tools_prompt="")
     try:
         return renderer.prompt(Problem("of the request", "", ""), plain, tools).token_ids
     except (RetrainError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise Refusal(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
+        raise ServingError(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
 
 
 def _message(message: Mapping[str, Any], where: str) -> Any:
-    """Return the message as templates take it: all text, the arguments of calls as JSON values."""
+    """Return the message as templates expect it: text content, arguments of calls as JSON values."""
     role = message.get("role")
     if role not in ROLES:
-        raise Refusal(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")
+        raise ServingError(400, f"{where}.role must be one of {', '.join(ROLES)}", "messages")
     plain: dict[str, Any] = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             if not isinstance(message[key], str):
-                raise Refusal(400, f"{where}.{key} must be a text", "messages")
+                raise ServingError(400, f"{where}.{key} must be a text", "messages")
             plain[key] = plain_text(message[key], f"{where}.{key}")
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         if role != "assistant" or not isinstance(calls, list):
-            raise Refusal(400, f"{where}.tool_calls must be a list, of an assistant's message", "messages")
+            raise ServingError(400, f"{where}.tool_calls must be a list, of an assistant's message", "messages")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(calls)]
     return plain
 
@@ -86,81 +85,87 @@ def _text(content: Any, where: str) -> str:
         parts = []
         for place, part in enumerate(content):
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise Refusal(400, f"{where}.{place} is no text: only text is supported", "messages")
+                raise ServingError(400, f"{where}.{place} is no text: only text is supported", "messages")
             parts.append(part["text"])
         content = "\n".join(parts)
     if not isinstance(content, str):
-        raise Refusal(400, f"{where} must be a text", "messages")
+        raise ServingError(400, f"{where} must be a text", "messages")
     return plain_text(content, where)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refusal(400, f"{where} must have a function with a name", "messages")
+        raise ServingError(400, f"{where} must have a function with a name", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise Refusal(400, f"{where}.function.arguments are no JSON", "messages") from error
+            raise ServingError(400, f"{where}.function.arguments are no JSON", "messages") from error
     if not isinstance(arguments, dict | None):
-        raise Refusal(400, f"{where}.function.arguments must be an object", "messages")
+        raise ServingError(400, f"{where}.function.arguments must be an object", "messages")
     return {"id": str(call.get("id", "")), "type": "function", "function": {**function, "arguments": arguments or {}}}
 
 
 def _check_tool(tool: Mapping[str, Any], where: str) -> None:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refusal(400, f"{where} must have a function with a name", "tools")
+        raise ServingError(400, f"{where} must have a function with a name", "tools")
     parameters = function.get("parameters") or {}
     properties = (parameters.get("properties") or {}) if isinstance(parameters, dict) else None
     if not isinstance(properties, dict) or not all(isinstance(about, dict) for about in properties.values()):
-        raise Refusal(400, f"{where}.function.parameters must be the JSON schema of an object", "tools")
+        raise ServingError(400, f"{where}.function.parameters must be the JSON schema of an object", "tools")
 
 
-async def _whole(service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: Drawing) -> Response:
+async def _full_response(
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
+) -> Response:
     drawn, choices = await drawing.all(), []
-    for index, each in enumerate(drawn):
-        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-        message, called = said(text, body.offered)
+    for index, completion in enumerate(drawn):
+        text = service.writer(body).add(completion.token_ids, completion.stop_reason, last=True)
+        message, called = message_of(text, body.offered)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "refusal": None} | message,
-            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(each.token_ids)),
-            "finish_reason": "tool_calls" if called and each.finish_reason == "stop" else each.finish_reason,
-            "stop_reason": each.stop_reason,
+            "logprobs": await _logprobs(
+                service, body, drawing.served, prompt_ids, completion, len(completion.token_ids)
+            ),
+            "finish_reason": "tool_calls"
+            if called and completion.finish_reason == "stop"
+            else completion.finish_reason,
+            "stop_reason": completion.stop_reason,
         }
         if body.return_token_ids:
-            choice["token_ids"] = each.token_ids
+            choice["token_ids"] = completion.token_ids
         choices.append(choice)
-    counts = usage(len(prompt_ids), sum(len(each.token_ids) for each in drawn))
+    counts = usage(len(prompt_ids), sum(len(completion.token_ids) for completion in drawn))
     top = head("chat.completion", new_id("chatcmpl"), drawing.served.name)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     return JSONResponse(top | {"choices": choices, "usage": counts} | more)
 
 
 async def _chunks(
-    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: Drawing
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
     top = head("chat.completion.chunk", new_id("chatcmpl"), drawing.served.name)
-    writers = [_writer(service, body) for _ in drawing.generations]
-    drawn = [Drawn() for _ in drawing.generations]
+    writers = [service.writer(body) for _ in drawing.generations]
+    drawn = [CompletionTokens() for _ in drawing.generations]
     held = [""] * len(drawn)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     for index in range(len(drawn)):
         delta = {"role": "assistant", "content": ""}
         yield top | {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]} | more
-    async for number, piece in drawing.each():
-        each, last = drawn[number], piece.finish_reason is not None
-        each.add(piece)
+    async for number, piece in drawing.iter_pieces():
+        completion, last = drawn[number], piece.finish_reason is not None
+        completion.add(piece)
         text = writers[number].add(piece.token_ids, piece.stop_reason, last)
         reason, message = piece.finish_reason, {"content": text}
-        if body.offered:  # what is a call shows at the end
+        if body.offered:  # calls can only be recognised at the end
             held[number] += text
             message = {}
             if last:
-                message, called = said(held[number], body.offered)
+                message, called = message_of(held[number], body.offered)
                 calls = message.get("tool_calls", ())
                 if called:
                     message["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
@@ -168,7 +173,7 @@ async def _chunks(
         choice = {
             "index": number,
             "delta": message,
-            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, each, len(piece.token_ids)),
+            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, completion, len(piece.token_ids)),
             "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }
@@ -176,11 +181,11 @@ async def _chunks(
             choice["token_ids"] = list(piece.token_ids)
         yield top | {"choices": [choice]}
     if body.stream_options is not None and body.stream_options.include_usage:
-        counts = usage(len(prompt_ids), sum(len(each.token_ids) for each in drawn))
+        counts = usage(len(prompt_ids), sum(len(completion.token_ids) for completion in drawn))
         yield top | {"choices": [], "usage": counts}
 
 
-def said(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
+def message_of(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], bool]:
     """Return the content and calls of a message, and whether there are calls; without tools all of it is content."""
     content, calls = read_calls(text, tools) if tools else (text, [])
     if not calls:
@@ -196,12 +201,13 @@ def said(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any],
     return {"content": content or None, "tool_calls": made}, True
 
 
-def _writer(service: Service, body: ChatBody) -> Writer:
-    return Writer(service.base.text, body.stops, bool(body.include_stop_str_in_output))
-
-
 async def _logprobs(
-    service: Service, body: ChatBody, served: Served, prompt_ids: tuple[int, ...], drawn: Drawn, count: int
+    service: Service,
+    body: ChatBody,
+    served: ServedWeights,
+    prompt_ids: tuple[int, ...],
+    drawn: CompletionTokens,
+    count: int,
 ) -> dict[str, Any] | None:
     if not body.logprobs:
         return None

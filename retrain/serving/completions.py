@@ -1,4 +1,4 @@
-"""``/v1/completions``: texts or token ids in, texts and token ids out."""
+"""Handle ``/v1/completions``: texts or token ids in, texts and token ids out."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -7,20 +7,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from retrain.serving.adapters import Served
+from retrain.serving.adapters import ServedWeights
 from retrain.serving.answers import completion_logprobs, head, new_id, usage
 from retrain.serving.batching import Piece
 from retrain.serving.schema import CompletionBody, read
 from retrain.serving.scoring import Tops
-from retrain.serving.service import Drawing, Drawn, Service
+from retrain.serving.service import CompletionTokens, GenerationSet, Service
 from retrain.serving.streams import Events, unless_gone
-from retrain.serving.text import Writer
 from retrain.serving.tokens import encoded
 
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt as the answer repeats it, with the log-probabilities of all tokens but the first."""
+    """Prompt as repeated in the answer, with the log-probabilities of all tokens but the first."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -32,133 +31,122 @@ async def answer(service: Service, request: Request) -> Response:
     body = read(CompletionBody, await request.body())
     body.check()
     service.find(body.model)
-    given = body.prompts()
+    inputs = body.prompts()
     special = body.add_special_tokens is not False
-    if isinstance(given[0], str):
-        prompts = await service.with_tokenizer(lambda tokenizer: [encoded(tokenizer, text, special) for text in given])
+    if isinstance(inputs[0], str):
+        prompts = await service.with_tokenizer(lambda tokenizer: [encoded(tokenizer, text, special) for text in inputs])
     else:
-        prompts = [tuple(token_ids) for token_ids in given]
+        prompts = [tuple(token_ids) for token_ids in inputs]
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)
     how = service.sampling(body, max_tokens)
-    if not max_tokens:  # the prompts alone
-        drawn = [Drawn(finish_reason="length") for _ in range(len(prompts) * (body.n or 1))]
-        served = service.find(body.model)
-        return await unless_gone(request, _response(service, body, given, prompts, served, drawn))
+    if not max_tokens:  # only echoes the prompts
+        choices = ChoiceBuilder(service, body, inputs, prompts, service.find(body.model))
+        return await unless_gone(request, choices.response(None))
     drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
+    choices = ChoiceBuilder(service, body, inputs, prompts, drawing.served)
     if body.stream:
-        return Events(drawing, _chunks(service, body, given, prompts, drawing))
-    return await unless_gone(request, _whole(service, body, given, prompts, drawing))
+        return Events(drawing, choices.chunks(drawing))
+    return await unless_gone(request, choices.response(drawing))
 
 
-async def _whole(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
-) -> Response:
-    return await _response(service, body, given, prompts, drawing.served, await drawing.all())
+@dataclass(frozen=True)
+class ChoiceBuilder:
+    """Builds the choices of a request, ``n`` for each prompt; ``inputs`` are the prompts as given."""
 
+    service: Service
+    body: CompletionBody
+    inputs: list[Any]
+    prompts: list[tuple[int, ...]]
+    served: ServedWeights
 
-async def _response(
-    service: Service,
-    body: CompletionBody,
-    given: list[Any],
-    prompts: list[tuple[int, ...]],
-    served: Served,
-    drawn: list[Drawn],
-) -> Response:
-    echoes = await _echoes(service, body, given, prompts, served)
-    choices = []
-    for index, each in enumerate(drawn):
-        place = index // (body.n or 1)
-        text = _writer(service, body).add(each.token_ids, each.stop_reason, last=True)
-        choices.append(await _choice(service, body, served, index, prompts[place], each, each, text, echoes[place]))
-    counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
-    top = head("text_completion", new_id("cmpl"), served.name)
-    return JSONResponse(top | {"choices": choices, "usage": counts})
+    async def response(self, drawing: GenerationSet | None) -> Response:
+        """Return the complete response; without a drawing, choices have no tokens."""
+        count = len(self.prompts) * (self.body.n or 1)
+        empty = [CompletionTokens(finish_reason="length") for _ in range(count)]
+        drawn = await drawing.all() if drawing is not None else empty
+        echoes, choices = await self._echoes(), []
+        for index, tokens in enumerate(drawn):
+            text = self.service.writer(self.body).add(tokens.token_ids, tokens.stop_reason, last=True)
+            choices.append(await self._choice(index, tokens, tokens, text, echoes[self._prompt_of(index)]))
+        top = head("text_completion", new_id("cmpl"), self.served.name)
+        return JSONResponse(top | {"choices": choices, "usage": self._usage(drawn)})
 
+    async def chunks(self, drawing: GenerationSet) -> AsyncIterator[dict[str, Any]]:
+        top = head("text_completion", new_id("cmpl"), self.served.name)
+        writers = [self.service.writer(self.body) for _ in drawing.generations]
+        drawn = [CompletionTokens() for _ in drawing.generations]
+        offsets = [0] * len(drawn)
+        echoes = await self._echoes()
+        async for number, piece in drawing.iter_pieces():
+            tokens, last = drawn[number], piece.finish_reason is not None
+            first = not tokens.token_ids
+            tokens.add(piece)
+            text = writers[number].add(piece.token_ids, piece.stop_reason, last)
+            echo = echoes[self._prompt_of(number)] if first else None
+            choice = await self._choice(number, tokens, piece, text, echo, offsets[number], first)
+            offsets[number] += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
+            yield top | {"choices": [choice]}
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield top | {"choices": [], "usage": self._usage(drawn)}
 
-async def _chunks(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], drawing: Drawing
-) -> AsyncIterator[dict[str, Any]]:
-    top = head("text_completion", new_id("cmpl"), drawing.served.name)
-    writers = [_writer(service, body) for _ in drawing.generations]
-    drawn = [Drawn() for _ in drawing.generations]
-    offsets = [0] * len(drawn)
-    echoes = await _echoes(service, body, given, prompts, drawing.served)
-    async for number, piece in drawing.each():
-        place, each, last = number // (body.n or 1), drawn[number], piece.finish_reason is not None
-        first = not each.token_ids
-        each.add(piece)
-        text = writers[number].add(piece.token_ids, piece.stop_reason, last)
-        echo = echoes[place] if first else None
-        choice = await _choice(
-            service, body, drawing.served, number, prompts[place], each, piece, text, echo, offsets[number], first
-        )
-        offsets[number] += sum(map(len, (choice["logprobs"] or {}).get("tokens", ())))
-        yield top | {"choices": [choice]}
-    if body.stream_options is not None and body.stream_options.include_usage:
-        counts = usage(sum(map(len, prompts)), sum(len(each.token_ids) for each in drawn))
-        yield top | {"choices": [], "usage": counts}
+    def _prompt_of(self, index: int) -> int:
+        return index // (self.body.n or 1)
 
+    def _usage(self, drawn: list[CompletionTokens]) -> dict[str, Any]:
+        return usage(sum(map(len, self.prompts)), sum(len(tokens.token_ids) for tokens in drawn))
 
-async def _echoes(
-    service: Service, body: CompletionBody, given: list[Any], prompts: list[tuple[int, ...]], served: Served
-) -> list[Echo | None]:
-    echoes: list[Echo | None] = []
-    for each, prompt_ids in zip(given, prompts, strict=True):
-        if not body.echo:
-            echoes.append(None)
-            continue
-        text = each if isinstance(each, str) else service.tokenizer.decode(list(prompt_ids))
-        logprobs: list[float | None] = [None]
-        tops: list[Tops | None] = [None]
-        if body.logprobs is not None and len(prompt_ids) > 1:
-            own, best = await service.score(served, prompt_ids, 1, None, body.logprobs)
-            logprobs += own
-            tops += best or [()] * len(own)
-        echoes.append(Echo(text, prompt_ids, logprobs, tops))
-    return echoes
+    async def _echoes(self) -> list[Echo | None]:
+        if not self.body.echo:
+            return [None] * len(self.prompts)
+        echoes: list[Echo | None] = []
+        for source, prompt_ids in zip(self.inputs, self.prompts, strict=True):
+            text = source if isinstance(source, str) else self.service.tokenizer.decode(list(prompt_ids))
+            logprobs: list[float | None] = [None]
+            tops: list[Tops | None] = [None]
+            if self.body.logprobs is not None and len(prompt_ids) > 1:
+                scored, best = await self.service.score(self.served, prompt_ids, 1, None, self.body.logprobs)
+                logprobs += scored
+                tops += best or [()] * len(scored)
+            echoes.append(Echo(text, prompt_ids, logprobs, tops))
+        return echoes
 
-
-def _writer(service: Service, body: CompletionBody) -> Writer:
-    return Writer(service.base.text, body.stops, bool(body.include_stop_str_in_output))
-
-
-async def _choice(
-    service: Service,
-    body: CompletionBody,
-    served: Served,
-    index: int,
-    prompt_ids: tuple[int, ...],
-    drawn: Drawn,
-    piece: Piece | Drawn,
-    text: str,
-    echo: Echo | None,
-    offset: int = 0,
-    first: bool = True,
-) -> dict[str, Any]:
-    """Return a choice, or the part of one that ``piece`` is; ``drawn`` is all that there is of it so far."""
-    logprobs = None
-    if body.logprobs is not None:
-        token_ids, own = list(piece.token_ids), list[float | None](piece.logprobs)
-        tops: list[Tops | None] = [()] * len(own)
-        if body.logprobs and own:
-            read_ids = (*prompt_ids, *drawn.token_ids)
-            how = service.sampling(body, body.max_tokens or 16)
-            _, best = await service.score(served, read_ids, len(read_ids) - len(own), how, body.logprobs)
-            tops = list(best)
-        if echo is not None:
-            token_ids, own, tops = [*echo.token_ids, *token_ids], [*echo.logprobs, *own], [*echo.tops, *tops]
-        as_ids = bool(body.return_tokens_as_token_ids)
-        logprobs = completion_logprobs(service.tokenizer, token_ids, own, tops, as_ids, offset)
-    choice = {
-        "index": index,
-        "text": text if echo is None else echo.text + text,
-        "logprobs": logprobs,
-        "finish_reason": piece.finish_reason,
-        "stop_reason": piece.stop_reason,
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = list(piece.token_ids)
-        choice["prompt_token_ids"] = list(prompt_ids) if first else None
-    return choice
+    async def _choice(
+        self,
+        index: int,
+        drawn: CompletionTokens,
+        piece: Piece | CompletionTokens,
+        text: str,
+        echo: Echo | None,
+        offset: int = 0,
+        first: bool = True,
+    ) -> dict[str, Any]:
+        """Return a choice, or the streamed part ``piece`` of it; ``drawn`` holds everything sampled so far."""
+        body, prompt_ids = self.body, self.prompts[self._prompt_of(index)]
+        logprobs = None
+        if body.logprobs is not None:
+            token_ids, sampled = list(piece.token_ids), list[float | None](piece.logprobs)
+            tops: list[Tops | None] = [()] * len(sampled)
+            if body.logprobs and sampled:
+                read_ids = (*prompt_ids, *drawn.token_ids)
+                how = self.service.sampling(body, body.max_tokens or 16)
+                begin = len(read_ids) - len(sampled)
+                _, best = await self.service.score(self.served, read_ids, begin, how, body.logprobs)
+                tops = list(best)
+            if echo is not None:
+                token_ids = [*echo.token_ids, *token_ids]
+                sampled, tops = [*echo.logprobs, *sampled], [*echo.tops, *tops]
+            as_ids = bool(body.return_tokens_as_token_ids)
+            logprobs = completion_logprobs(self.service.tokenizer, token_ids, sampled, tops, as_ids, offset)
+        choice = {
+            "index": index,
+            "text": text if echo is None else echo.text + text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(piece.token_ids)
+            choice["prompt_token_ids"] = list(prompt_ids) if first else None
+        return choice

@@ -1,4 +1,4 @@
-"""The server's socket, and its beginning and end."""
+"""Open the server's socket, start the server and shut it down."""
 
 import asyncio
 import contextlib
@@ -16,13 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from retrain.errors import UsageError
 
 KEEP_ALIVE_S = 75
-"""How long a connection may be idle: longer than clients keep one, so that none sends into one that is just closed."""
+"""Seconds that a connection may be idle: longer than clients keep one, so that they close it first."""
 ARRIVAL_S, ARRIVAL_RATE = 30.0, 100_000
-"""A request has to arrive within this many seconds, plus a second for every ``ARRIVAL_RATE`` bytes of it."""
+"""Seconds within which a request must arrive, plus one second per ``ARRIVAL_RATE`` bytes."""
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address, not yet listening; port 0 is any that is free. Raises UsageError."""
+    """Return a socket bound to this address, not yet listening; port 0 selects a free one. Raises UsageError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -48,8 +48,7 @@ def url_of(bound: socket.socket) -> str:
 class TimedProtocol(H11Protocol):
     """HTTP/1.1 that closes a connection whose request does not arrive in time.
 
-    uvicorn limits only the time between two requests: headers or a body that stop in the middle, or come byte by byte,
-    would hold their connection for ever.
+    uvicorn limits only the time between two requests: an incomplete or slow request would hold its connection forever.
     """
 
     def __init__(self, arrival_s: float, **connection: Any):
@@ -102,9 +101,9 @@ class TimedProtocol(H11Protocol):
             self.transport.close()
 
 
-class Server(uvicorn.Server):
-    """Says when it is ready. The first signal lets it finish what it has begun, and return; the second one does not
-    wait for that. A request that does not arrive within ``arrival_s`` seconds is given up."""
+class HttpServer(uvicorn.Server):
+    """uvicorn server that reports when it is ready. The first signal lets it finish its requests and return; the second
+    one does not wait for them. A request that does not arrive within ``arrival_s`` seconds is dropped."""
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
         protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
@@ -118,7 +117,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals while it serves; none of them is raised again."""
+        """Handle signals while serving, without raising them again afterwards."""
         before = {each: signal.signal(each, self._heard) for each in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

@@ -1,4 +1,4 @@
-"""Which addresses are this machine's own."""
+"""Recognise addresses of this machine."""
 
 import ipaddress
 

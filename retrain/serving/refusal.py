@@ -1,4 +1,4 @@
-"""The one error that a client sees, in OpenAI's shape."""
+"""Define the error that clients see, in OpenAI's format."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ KINDS = {
 }
 
 
-class Refusal(Exception):
-    """A request that is not answered. ``status`` is HTTP's, ``param`` the field at fault; ``retry_after`` seconds."""
+class ServingError(Exception):
+    """A rejected request. ``status`` is the HTTP status, ``param`` the invalid field, ``retry_after`` in seconds."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""Request bodies, read strictly: every mistake is a ``Refusal`` that names the field; unknown fields are ignored.
+"""Validate request bodies strictly: every mistake is a ``ServingError`` that names the field.
 
-Fields are those of OpenAI's API and vLLM's additions. What would change the distribution and is not supported is
-refused, not ignored.
+Fields are those of OpenAI's API and vLLM's additions. Unsupported fields that would change the distribution are
+rejected, not ignored.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from retrain.serving.refusal import Refusal
+from retrain.serving.refusal import ServingError
 
 MAX_CHOICES = 256  # Largest `n`
 MAX_LOGPROBS = 20  # Largest `logprobs` and `top_logprobs`; vLLM's default
@@ -26,13 +26,13 @@ NOT_SUPPORTED = {
     "structured_outputs": [{}],
     "use_beam_search": [False],
     "logprob_token_ids": [[]],
-    "prompt_logprobs": [],  # 0 asks for something
+    "prompt_logprobs": [],  # 0 is a request for prompt log-probabilities
     "truncate_prompt_tokens": [],
     "suffix": [""],
     "chat_template": [""],
     "continue_final_message": [False],
 }
-"""Fields that may be left out, or have a value that changes nothing."""
+"""Unsupported fields, with the values that have no effect and are accepted."""
 
 Model = TypeVar("Model", bound="Body")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
@@ -40,7 +40,7 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 class Body(BaseModel):
-    """A JSON object of known types; what is not known is ignored."""
+    """JSON object with strict types; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -49,7 +49,7 @@ class StreamOptions(Body):
     include_usage: bool | None = False
 
 
-class Sampled(Body):
+class SamplingBody(Body):
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Seed | None = None
@@ -89,20 +89,20 @@ class Sampled(Body):
         for name, neutral in NOT_SUPPORTED.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                raise Refusal(400, f"{name} is not supported: leave it out", name)
+                raise ServingError(400, f"{name} is not supported: leave it out", name)
         if self.response_format is not None and self.response_format.get("type") != "text":
-            raise Refusal(400, "only response_format of type text is supported", "response_format")
+            raise ServingError(400, "only response_format of type text is supported", "response_format")
         if self.stream_options is not None and not self.stream:
-            raise Refusal(400, "stream_options can only be given with stream = true", "stream_options")
+            raise ServingError(400, "stream_options can only be given with stream = true", "stream_options")
         if len(self.stops) > MAX_STOPS or len(self.stop_token_ids or ()) > MAX_STOPS:
-            raise Refusal(400, f"more than {MAX_STOPS} stops", "stop")
+            raise ServingError(400, f"more than {MAX_STOPS} stops", "stop")
         if "" in self.stops:
-            raise Refusal(400, "stop has an empty string, which would end every completion", "stop")
+            raise ServingError(400, "stop has an empty string, which would end every completion", "stop")
         if self.temperature == 0 and (self.n or 1) > 1:
-            raise Refusal(400, "n must be 1 with temperature 0: all choices would be the same", "n")
+            raise ServingError(400, "n must be 1 with temperature 0: all choices would be the same", "n")
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     prompt: Any = None
     max_tokens: Annotated[int, Field(ge=0)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -114,24 +114,26 @@ class CompletionBody(Sampled):
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise Refusal(400, "best_of is not supported: leave it out", "best_of")
+            raise ServingError(400, "best_of is not supported: leave it out", "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise Refusal(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
+            raise ServingError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
 
     def prompts(self) -> list[Any]:
-        """Return the prompts: all of them texts, or all of them lists of token ids. Raises Refusal."""
+        """Return the prompts, either all texts or all lists of token ids. Raises ServingError."""
         given = [self.prompt] if isinstance(self.prompt, str) or _are_all(self.prompt, int) else self.prompt
         if _are_all(given, str) or (_are_all(given, list) and all(_are_all(each, int) or not each for each in given)):
             return given
-        raise Refusal(400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt")
+        raise ServingError(
+            400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt"
+        )
 
 
 def _are_all(values: Any, kind: type) -> bool:
-    """Return whether this is a list with values, all of this very type (a bool is no int)."""
+    """Return whether this is a list whose values all have exactly this type (a bool is not an int)."""
     return isinstance(values, list) and bool(values) and all(type(each) is kind for each in values)
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -149,13 +151,13 @@ class ChatBody(Sampled):
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise Refusal(400, "top_logprobs needs logprobs = true", "top_logprobs")
+            raise ServingError(400, "top_logprobs needs logprobs = true", "top_logprobs")
         if self.tool_choice not in (None, "none", "auto"):
-            raise Refusal(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
+            raise ServingError(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
         if self.echo:
-            raise Refusal(400, "echo is not supported: leave it out", "echo")
+            raise ServingError(400, "echo is not supported: leave it out", "echo")
         if self.add_generation_prompt is False:
-            raise Refusal(400, "add_generation_prompt must be true", "add_generation_prompt")
+            raise ServingError(400, "add_generation_prompt must be true", "add_generation_prompt")
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -163,7 +165,7 @@ class ChatBody(Sampled):
 
 
 class LoadBody(Body):
-    """``/v1/load_lora_adapter``: a directory of this machine, or the files themselves, by name, in base64."""
+    """``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
 
     lora_name: Name
     lora_path: Name | None = None
@@ -194,22 +196,22 @@ class DetokenizeBody(Body):
 
 
 def read(kind: type[Model], raw: bytes) -> Model:
-    """Return the body as this kind. Raises Refusal (400)."""
+    """Parse and validate a request body. Raises ServingError (400)."""
     try:
         content = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # also of bytes that are no UTF-8, and of endless numbers
-        raise Refusal(400, f"the body is not JSON: {str(error)[:200]}") from error
+    except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8, and for endless numbers
+        raise ServingError(400, f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(content, dict):
-        raise Refusal(400, f"the body must be a JSON object, not {type(content).__name__}")
+        raise ServingError(400, f"the body must be a JSON object, not {type(content).__name__}")
     try:
         return kind.model_validate(content)
     except RecursionError as error:
-        raise Refusal(400, "the body is nested too deeply") from error
+        raise ServingError(400, "the body is nested too deeply") from error
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"
         field = str(first["loc"][0]) if first["loc"] else None
-        raise Refusal(400, f"{where}: {first['msg']}"[:500], field) from error
+        raise ServingError(400, f"{where}: {first['msg']}"[:500], field) from error
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -217,9 +219,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def plain_text(text: str, param: str) -> str:
-    """Return the text. Raises Refusal for one that no tokenizer takes: half of a surrogate pair."""
+    """Return the text. Raises ServingError for a lone surrogate, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refusal(400, f"{param} holds half of a surrogate pair", param) from error
+        raise ServingError(400, f"{param} contains a lone surrogate: send valid Unicode", param) from error
     return text

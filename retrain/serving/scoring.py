@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are there already, and of those that would have been likelier: one forward pass."""
+"""Compute log-probabilities of given tokens and of the most probable alternatives in one forward pass."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from retrain.policy.backbone import backbone_of, collate, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Layout
-from retrain.serving.batching import Sampling
+from retrain.serving.batching import SamplingParams
 from retrain.types import Sample
 
 Tops = Sequence[tuple[int, float]]  # Tokens of the highest log-probabilities, the highest first
@@ -23,14 +23,12 @@ def score(
     weights: LoraWeights,
     token_ids: Sequence[int],
     begin: int,
-    how: Sampling | None,
+    how: SamplingParams | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
-    """Return the log-probability of each of ``token_ids[begin:]`` after those before it, and the ``top`` likeliest.
-
-    ``how``: of the distribution that is sampled from so (temperature 0 counts as 1); None: of the model's own.
-    ``begin`` is at least 1.
-    """
+    """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
+    probable tokens. ``how``: sampling parameters whose distribution is used (temperature 0 counts as 1); None is the
+    model's own distribution. ``begin`` is at least 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
     batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)
@@ -48,7 +46,7 @@ def score(
 
 
 def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first of some places, and their logits."""
+    """Yield the first position of each chunk and its logits."""
     backbone = backbone_of(base)
     if backbone.head is None:
         yield 0, whole_logits(base, layout)
@@ -58,8 +56,8 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
         yield start, backbone.head.logits(hidden_MH[start : start + ROWS])
 
 
-def _processed(logits_RV: torch.Tensor, how: Sampling | None) -> torch.Tensor:
-    """Return probabilities, fp32 at least, as they are sampled from; 0 for what is cut off."""
+def _processed(logits_RV: torch.Tensor, how: SamplingParams | None) -> torch.Tensor:
+    """Return probabilities of the sampling distribution in at least fp32; truncated tokens have 0."""
     real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     x_RV = logits_RV.to(real)
     if how is not None and how.temperature:

@@ -1,4 +1,4 @@
-"""What is served: a base, adapters over it, and the engine's thread."""
+"""Serve one base with adapters over it through the engine's thread."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from retrain.errors import ModelError
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.rng import stream_key
-from retrain.serving.adapters import Served, base_weights, read_weights, uploaded_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece, Sampling
-from retrain.serving.refusal import Refusal
-from retrain.serving.schema import Sampled
+from retrain.serving.adapters import ServedWeights, base_weights, read_weights, uploaded_weights
+from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece, SamplingParams
+from retrain.serving.refusal import ServingError
+from retrain.serving.schema import SamplingBody
 from retrain.serving.scoring import Tops, score
+from retrain.serving.text import Writer
 from retrain.types import PolicyRef
 
 T = TypeVar("T")
@@ -31,13 +32,13 @@ MAX_ADAPTERS = 256  # Adapters in memory at once
 MAX_QUEUE = 4096  # Generations that may wait
 TIMEOUT_S = 3600.0  # Longest time from a request to the end of its last generation
 MIN_BODY = 1 << 20
-"""Bytes that the body of a request may have with every model: room for several prompts and for the other fields."""
+"""Smallest limit of a request body in bytes, whatever the model: enough for several prompts and the other fields."""
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
 
 
 @dataclass(eq=False)
-class Drawn:
+class CompletionTokens:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -50,7 +51,7 @@ class Drawn:
 
 
 class Service:
-    """A base with its lanes and engine, which it owns from here on; ``close`` ends it. ``name`` is the base's."""
+    """A base with its lanes and engine, which it owns until ``close``. ``name`` is the base's."""
 
     def __init__(
         self,
@@ -74,14 +75,14 @@ class Service:
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         name = name or base.name
         self.name = name
-        first = Served(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
+        first = ServedWeights(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
         self.served = {name: first}  # the base, then the adapters; used by the event loop's thread alone
         self._numbers = itertools.count(1)
         self.batcher.start()
         self.batcher.publish(first.ref, first.weights).result()
 
     def close(self) -> None:
-        """Finish what is under way, then take everything off the base."""
+        """Finish running requests, then remove all adapters from the base."""
         self._encoder_thread.shutdown()
         self.batcher.stop()
         self._workers.close()
@@ -90,21 +91,21 @@ class Service:
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def load_at_start(self, name: str, directory: Path) -> None:
-        """Serve an adapter before the server listens. Raises ModelError, Refusal."""
+        """Serve an adapter before the server listens. Raises ModelError, ServingError."""
         self._check_new(name, False)
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
         self._check_new(name, load_inplace)
         if (path is None) == (files is None):
-            raise Refusal(400, "give either lora_path or files", "lora_path")
+            raise ServingError(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
-            raise Refusal(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
+            raise ServingError(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
         try:
             weights = await asyncio.to_thread(self._read, path, files)
         except ModelError as error:
-            raise Refusal(400, str(error), "lora_path" if files is None else "files") from error
-        self._check_new(name, load_inplace)  # there may be one of this name by now
+            raise ServingError(400, str(error), "lora_path" if files is None else "files") from error
+        self._check_new(name, load_inplace)  # another request may have loaded one with this name
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
@@ -113,22 +114,22 @@ class Service:
         return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise Refusal (400) for a name that is taken."""
+        """Raise ServingError (400) for a name that is in use."""
         if name == self.name:
-            raise Refusal(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
+            raise ServingError(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
-            raise Refusal(
+            raise ServingError(
                 400,
                 f"The lora adapter '{name}' has already been loaded. "
                 "If you want to load the adapter in place, set 'load_inplace' to True.",
                 "lora_name",
             )
         if len(self.served) > MAX_ADAPTERS and name not in self.served:
-            raise Refusal(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
+            raise ServingError(400, f"{MAX_ADAPTERS} adapters are loaded: unload one first", "lora_name")
 
     def _put(self, name: str, root: str, weights: LoraWeights) -> Future[None]:
         number = next(self._numbers)
-        served = Served(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
+        served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
         published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
         before = self.served.get(name)
         self.served[name] = served
@@ -137,22 +138,22 @@ class Service:
         return published
 
     def unload(self, name: str) -> None:
-        """Serve it no longer; generations under way end with it. Raises Refusal (404)."""
+        """Stop serving the adapter; running generations end with it. Raises ServingError (404)."""
         if name == self.name or name not in self.served:
-            raise Refusal(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
+            raise ServingError(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
         self.batcher.retire(self.served.pop(name).ref)
 
-    def find(self, name: str | None) -> Served:
-        """Return the base or adapter of this name; None is the base. Raises Refusal (404)."""
+    def find(self, name: str | None) -> ServedWeights:
+        """Return the base or adapter with this name; None selects the base. Raises ServingError (404)."""
         served = self.served.get(self.name if name is None else name)
         if served is None:
-            raise Refusal(404, f"The model `{str(name)[:200]}` does not exist.", "model")
+            raise ServingError(404, f"The model `{str(name)[:200]}` does not exist.", "model")
         return served
 
     # -- generations ---------------------------------------------------------------------------------------------
 
-    def sampling(self, body: Sampled, max_tokens: int) -> Sampling:
-        return Sampling(
+    def sampling(self, body: SamplingBody, max_tokens: int) -> SamplingParams:
+        return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -163,25 +164,26 @@ class Service:
             ignore_eos=bool(body.ignore_eos),
         )
 
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Return ``work(tokenizer)``, run in a thread of its own: a long text takes seconds, in which the event loop
-        answers other requests."""
-        return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, work, self._encoder)
+    def writer(self, body: SamplingBody) -> Writer:
+        return Writer(self.base.text, body.stops, bool(body.include_stop_str_in_output))
+
+    async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
+        """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
 
     @property
     def max_body(self) -> int:
-        """Return the bytes of the longest request body that is read. Every prompt that fits into the context fits into
-        it: as many of the longest tokens as the context holds, each character escaped in JSON."""
+        """Largest accepted request body in bytes."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise Refusal (400) for a prompt that cannot be read, or leaves no room for so many tokens."""
+        """Raise ServingError (400) for an invalid prompt, or one that leaves less than ``max_tokens`` of context."""
         if not prompt_ids:
-            raise Refusal(400, "the prompt has no tokens", "prompt")
+            raise ServingError(400, "the prompt has no tokens", "prompt")
         longest, vocab_size = self.base.context_length, self.base.vocab_size
         if len(prompt_ids) + max_tokens > longest:
-            raise Refusal(
+            raise ServingError(
                 400,
                 f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
                 f"tokens and your prompt contains {len(prompt_ids)} input tokens.",
@@ -189,20 +191,24 @@ class Service:
             )
         wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
-            raise Refusal(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
+            raise ServingError(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
 
     def begin(
-        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: Sequence[Sampling], body: Sampled
-    ) -> Drawing:
-        """Draw ``n`` generations after every prompt. Raises Refusal.
+        self,
+        model: str | None,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: Sequence[SamplingParams],
+        body: SamplingBody,
+    ) -> GenerationSet:
+        """Start ``n`` generations after every prompt. Raises ServingError.
 
-        The random stream of a generation is a function of the seed, the prompt and the number of the sample. The seed
-        alone would give every prompt the same noise, and a benchmark with one seed answers that depend on each other.
+        The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
+        alone all prompts would share their noise, and the answers of a benchmark would be correlated.
         """
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
-        served = self.find(model)  # and submitted at once: what is found is not retired in between
-        drawing = Drawing(served)
+        served = self.find(model)  # submitted without awaiting: the weights are not retired in between
+        drawing = GenerationSet(served)
         for prompt_ids, how in zip(prompts, sampling, strict=True):
             seed = secrets.randbits(63) if body.seed is None else body.seed
             stream = ("serve", seed, stream_key(*prompt_ids))
@@ -210,49 +216,49 @@ class Service:
                 number = len(drawing.generations)
 
                 def tell(piece: Piece, number: int = number) -> None:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
                         loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
 
-                drawing.generations.append(Generation(served, prompt_ids, how, (*stream, k), tell, deadline))
+                drawing.generations.append(GenerationState(served, prompt_ids, how, (*stream, k), tell, deadline))
         self.batcher.submit(drawing.generations)
         return drawing
 
     async def score(
-        self, served: Served, token_ids: Sequence[int], begin: int, how: Sampling | None, top: int
+        self, served: ServedWeights, token_ids: Sequence[int], begin: int, how: SamplingParams | None, top: int
     ) -> tuple[list[float], list[Tops]]:
-        """Return ``scoring.score`` of these weights, run on the engine's thread."""
+        """Return ``scoring.score`` with these weights, computed on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
         )
 
 
-class Drawing:
-    """The generations of one request, and the pieces that come of them, each with its generation's number."""
+class GenerationSet:
+    """Generations of one request, and their pieces, each with its generation's number."""
 
-    def __init__(self, served: Served):
+    def __init__(self, served: ServedWeights):
         self.served = served
-        self.generations: list[Generation] = []
+        self.generations: list[GenerationState] = []
         self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
 
     def cancel(self) -> None:
         for each in self.generations:
             each.cancel()
 
-    async def each(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces, up to the last one of the last generation. Raises Refusal when one has failed."""
-        left = len(self.generations)
+    async def iter_pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield pieces until the last generation ends. Raises ServingError when one fails."""
+        running = len(self.generations)
         try:
-            while left:
+            while running:
                 number, piece = await self.pieces.get()
                 if piece.failed is not None:
                     raise piece.failed
-                left -= piece.finish_reason is not None
+                running -= piece.finish_reason is not None
                 yield number, piece
         finally:
             self.cancel()
 
-    async def all(self) -> list[Drawn]:
-        drawn = [Drawn() for _ in self.generations]
-        async for number, piece in self.each():
+    async def all(self) -> list[CompletionTokens]:
+        drawn = [CompletionTokens() for _ in self.generations]
+        async for number, piece in self.iter_pieces():
             drawn[number].add(piece)
         return drawn

@@ -1,4 +1,4 @@
-"""What ``retrain serve`` is pointed at: a model, a run or adapter, a campaign, or the file of one."""
+"""Resolve the argument of ``retrain serve``: a model, a run or adapter, a campaign, or the file of one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 
 @dataclass(frozen=True)
 class Sources:
-    """A base, as a configuration names it, and adapters over it by name. ``notes``: what a person should know."""
+    """A base, as a configuration names it, and adapters over it by name. ``notes`` are messages for the user."""
 
     config: Config
     name: str
@@ -23,30 +23,13 @@ class Sources:
     notes: tuple[str, ...] = ()
 
 
-def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
-    """Return what there is to serve. ``more``: further adapters, each NAME=DIR; ``base`` replaces the one that adapters
-    name.
-
-    Raises UsageError for what is nothing that can be served, and for names that are given twice.
-    """
-    path = Path(what).expanduser()
-    named: list[tuple[str, Path]] = []
-    if path.suffix == ".toml" and path.is_file():
-        config = load(path).config
-    elif path.is_dir() and not _is_model(path):
-        named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
-        config = provenance(named[0][1], base).config
-    elif path.is_file():
-        raise UsageError(f"{what} is not a TOML file: give a model, a run's directory or a run's file")
-    else:
-        config = parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else what}})
+def sources(target: str, more: Sequence[str] = (), base: str | None = None) -> Sources:
+    """Return the base and adapters to serve. ``more`` are further adapters, each NAME=DIR; ``base`` replaces the base
+    that adapters name. Raises UsageError for a target that cannot be served and for repeated names."""
+    config, named = _target(target, base)
     if base is not None and not named:
-        raise UsageError(f"--base is for adapters, and {what} is none")
-    for text in more:
-        name, equals, directory = text.partition("=")
-        if not (equals and name and directory):
-            raise UsageError(f"--adapter takes NAME=DIR, not {text!r}")
-        named.append((name, Path(directory).expanduser()))
+        raise UsageError(f"--base is for adapters, and {target} is none")
+    named += [_named_adapter(text) for text in more]
     adapters: dict[str, Path] = {}
     notes = []
     for name, directory in named:
@@ -63,13 +46,33 @@ def sources(what: str, more: Sequence[str] = (), base: str | None = None) -> Sou
     return Sources(config, name, adapters, tuple(notes))
 
 
+def _target(target: str, base: str | None) -> tuple[Config, list[tuple[str, Path]]]:
+    """Return the configuration that names the base, and the adapters by name."""
+    path = Path(target).expanduser()
+    if path.suffix == ".toml" and path.is_file():
+        return load(path).config, []
+    if path.is_dir() and not _is_model(path):
+        named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
+        return provenance(named[0][1], base).config, named
+    if path.is_file():
+        raise UsageError(f"{target} is not a TOML file: give a model, a run's directory or a run's file")
+    return parse_dict({"model": {"model": str(path.resolve()) if path.is_dir() else target}}), []
+
+
+def _named_adapter(text: str) -> tuple[str, Path]:
+    name, equals, directory = text.partition("=")
+    if not (equals and name and directory):
+        raise UsageError(f"--adapter takes NAME=DIR, not {text!r}")
+    return name, Path(directory).expanduser()
+
+
 def _is_model(path: Path) -> bool:
     """Return whether this is a model's directory, whose config.json has a model_type."""
     return "model_type" in read_object(path / "config.json")
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
-    """Return the finished runs of a campaign, or the run that it is."""
+    """Return the finished runs of a campaign, or the single run that it is."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
     if not paths:
@@ -78,7 +81,6 @@ def _runs(campaign: Path) -> list[tuple[str, Path]]:
 
 
 def _name_of(directory: Path) -> str:
-    """Return the name of the run that an adapter's directory belongs to."""
     folder = directory.resolve()
     if not (folder / ADAPTER_CONFIG).is_file():
         find_adapter(directory)
@@ -87,5 +89,5 @@ def _name_of(directory: Path) -> str:
 
 
 def _model_name(model: str) -> str:
-    """Return a hub's or bundled model's name as it is, and of a directory its name."""
+    """Return the name of a hub or bundled model, or the directory name of a local one."""
     return bundled_name(model) or (Path(model).name if Path(model).is_dir() else model)

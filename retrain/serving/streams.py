@@ -1,4 +1,4 @@
-"""Answers whose reader may leave: what is drawn for nobody is given up."""
+"""Cancel generations whose client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -9,15 +9,15 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from retrain.serving.answers import END, event
-from retrain.serving.refusal import Refusal
-from retrain.serving.service import Drawing
+from retrain.serving.refusal import ServingError
+from retrain.serving.service import GenerationSet
 
 T = TypeVar("T")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``. Raises ClientDisconnect, with the work cancelled, if the client leaves first."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``task``; cancel it and raise ClientDisconnect if the client leaves first."""
+    task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -35,9 +35,9 @@ async def _gone(request: Request) -> None:
 
 
 class Events(StreamingResponse):
-    """Server-sent events of a drawing, which is given up when they are not all read."""
+    """Server-sent events of a drawing, which is cancelled when the client stops reading."""
 
-    def __init__(self, drawing: Drawing, chunks: AsyncIterator[dict[str, Any]]):
+    def __init__(self, drawing: GenerationSet, chunks: AsyncIterator[dict[str, Any]]):
         self._drawing = drawing
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
@@ -52,6 +52,6 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]
     try:
         async for chunk in chunks:
             yield event(chunk)
-    except Refusal as refusal:  # too late for a status
+    except ServingError as refusal:  # the status has already been sent
         yield event(refusal.body())
     yield END

@@ -1,4 +1,4 @@
-"""The text of a generation as it grows: only what no later token can change is said."""
+"""Decode a growing generation; emit only text that later tokens cannot change."""
 
 from collections.abc import Sequence
 
@@ -8,28 +8,28 @@ BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 class Writer:
-    """Decodes tokens piece by piece. ``stops``: texts that end it; the possible beginning of one is held back, and none
-    is returned, unless ``keep_stop``."""
+    """Decodes tokens piece by piece. ``stops``: texts that end the generation; a possible beginning of one is held
+    back, and none is returned unless ``keep_stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False):
         self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop
         self._held = max((len(stop) - 1 for stop in stops), default=0)
         self._token_ids: list[int] = []
-        self._said = 0
+        self._emitted = 0
 
     def add(self, token_ids: Sequence[int], stop_reason: int | str | None = None, last: bool = False) -> str:
-        """Return text that is new and certain; all of the rest with the ``last`` tokens."""
+        """Return the text that has become certain; with ``last``, all remaining text."""
         self._token_ids += token_ids
-        shown = self._token_ids
+        complete_ids = self._token_ids
         if last and isinstance(stop_reason, int) and not self._keep_stop:
-            shown = shown[:-1]
-        text = self._tokenizer.decode(shown)
+            complete_ids = complete_ids[:-1]
+        text = self._tokenizer.decode(complete_ids)
         if last:
             end = len(text)
             if isinstance(stop_reason, str):
                 end = text.find(stop_reason) + (len(stop_reason) if self._keep_stop else 0)
         else:
-            end = max(self._said, len(text.rstrip(BROKEN)) - self._held)
-        new = text[self._said : end]
-        self._said += len(new)
+            end = max(self._emitted, len(text.rstrip(BROKEN)) - self._held)
+        new = text[self._emitted : end]
+        self._emitted += len(new)
         return new

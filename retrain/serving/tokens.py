@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``."""
+"""Handle ``/tokenize`` and ``/detokenize``."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from retrain.serving.chat import rendered
-from retrain.serving.refusal import Refusal
+from retrain.serving.refusal import ServingError
 from retrain.serving.schema import DetokenizeBody, TokenizeBody, plain_text, read
 from retrain.serving.service import Service
 
@@ -15,7 +15,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     body = read(TokenizeBody, await request.body())
     service.find(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise Refusal(400, "give either prompt or messages", "prompt")
+        raise ServingError(400, "give either prompt or messages", "prompt")
     context = service.base.context_length
     return await service.with_tokenizer(lambda tokenizer: _tokens(tokenizer, body, context))
 
@@ -32,7 +32,6 @@ def _tokens(tokenizer: Any, body: TokenizeBody, context: int) -> Response:
 
 
 def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    """Return the token ids of a text. Raises Refusal for text that no tokenizer takes."""
     plain_text(text, "prompt")
     return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
@@ -41,5 +40,5 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = read(DetokenizeBody, await request.body())
     service.find(body.model)
     if any(token >= service.base.vocab_size for token in body.tokens):
-        raise Refusal(400, "a token is out of vocabulary", "tokens")
+        raise ServingError(400, "a token is out of vocabulary", "tokens")
     return JSONResponse({"prompt": await service.with_tokenizer(lambda tokenizer: tokenizer.decode(body.tokens))})

@@ -72,7 +72,7 @@ def local_model(
     that hold the same base; ``ranks`` train together with this process, ``teachers`` are those of the runs."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
-        teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.whole else None
+        teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.full_vocabulary else None
         whole = teacher if isinstance(teacher, DistributionTeacher) else None
         return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, whole)
 

@@ -129,7 +129,7 @@ def sampled_evaluations(configs: Sequence[Config], works: Sequence[Work]) -> int
         at_start = work.at_start * work.evaluated
         total += work.evaluation_completions - at_start
         own = i if config.resume.from_ else None  # not the base model any more
-        audit = config.audit.model_dump_json() if config.audit.wanted else None
+        audit = config.audit.model_dump_json() if config.audit.is_enabled else None
         key = (own, config.held_out, config.environment.measured, config.reward.grading, config.campaign.seed, audit)
         untrained[repr(key)] = at_start
     return total + sum(untrained.values())

@@ -15,7 +15,7 @@ from retrain.config.evaluation import HELDOUT, Extent, HeldOut
 from retrain.data.dataset import column_values, content_hash
 from retrain.data.prompts import Renderer, Tools
 from retrain.engines.protocol import Engine
-from retrain.environments.protocol import ONE_TURN, Environment, Limits
+from retrain.environments.protocol import ONE_TURN, Environment, EpisodeLimits
 from retrain.ranks import RankGroup
 from retrain.records.base_evaluations import BaseEvaluations
 from retrain.records.observer import Observer
@@ -50,7 +50,7 @@ class Evaluator:
         renderer: Renderer,
         sets: Sequence[HeldOut],
         base_evaluations: BaseEvaluations | None = None,
-        limits: Limits = ONE_TURN,
+        limits: EpisodeLimits = ONE_TURN,
         ranks: RankGroup | None = None,
         collect: Collector = collect,
     ):
@@ -158,7 +158,7 @@ class CohortEvaluator:
         alike: dict[str, list[Run]] = {}
         for run in runs:
             config = run.config
-            audit = [config.audit.model_dump_json()] if config.audit.wanted else []
+            audit = [config.audit.model_dump_json()] if config.audit.is_enabled else []
             rubrics = column_values(config.rubric_columns, run.environments[held_out.name].problems(held_out.name))
             measured = (config.environment.measured, config.reward.grading, config.campaign.seed)
             setting = repr((*measured, *audit, *rubrics))

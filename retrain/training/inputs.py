@@ -13,7 +13,7 @@ from retrain.config.root import flat
 from retrain.config.runs import RunSpec
 
 if TYPE_CHECKING:
-    from retrain.environments.build import Longest
+    from retrain.environments.build import CompletionLengths
 
 BASE_WEIGHTS = "weights of the base model"
 
@@ -42,7 +42,7 @@ class CohortJob:
     directory: Path
     folder: Path
     runs: Sequence[RunSpec]
-    longest: Longest
+    longest: CompletionLengths
     failed_at: dict[str, int] = field(default_factory=dict)
     together: bool = True
     accepted: list[str] = field(default_factory=list)

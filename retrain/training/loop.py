@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from retrain.device import peak_memory_gib, timestamp
 from retrain.engines.protocol import Engine
-from retrain.errors import Interrupted
+from retrain.errors import RunInterrupted
 from retrain.records.observer import Observer
 from retrain.rollouts.pressure import Pressure
 from retrain.rollouts.queue import RolloutQueue, SampledStep
@@ -77,8 +77,8 @@ class Cohort:
     def train(self) -> Generator[None, None, None]:
         """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
 
-        Raises Interrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context is
-        lost, it ends as on KeyboardInterrupt: without saving.
+        Raises RunInterrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context
+        is lost, it ends as on KeyboardInterrupt: without saving.
         """
         for run in self.runs:
             run.timer.start(timestamp())
@@ -88,7 +88,7 @@ class Cohort:
                 if self.failures.share(active, self.stop):
                     self.saver.save(active)
                     self.saver.settle()
-                    raise Interrupted("stopped after a finished step; everything is saved")
+                    raise RunInterrupted("stopped after a finished step; everything is saved")
                 self.step(active)
                 yield
             self.saver.settle()

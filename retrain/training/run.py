@@ -16,7 +16,7 @@ from retrain.config.training import Training
 from retrain.data.prompts import Renderer
 from retrain.device import failure_text, timestamp
 from retrain.engines.protocol import Engine
-from retrain.environments.protocol import Environment, Limits
+from retrain.environments.protocol import Environment, EpisodeLimits
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.protocol import Policy
@@ -93,7 +93,7 @@ class RolloutRequests:
     config: Config
     environment: Environment
     renderer: Renderer
-    limits: Limits
+    limits: EpisodeLimits
     cursor: DataCursor
     recent: RecentWeights
     next_step: int = 0
@@ -345,7 +345,7 @@ class Run:
             scored = fresh.groups or groups
             scores = scores_by_rollout(self.policy.score(samples_of(scored), want), scored)
         if self.teacher is not None and fresh.groups:
-            if self.config.distillation.whole:
+            if self.config.distillation.full_vocabulary:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)
                 fresh = fresh.with_fields(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
             else:

@@ -220,7 +220,7 @@ class RunBuilder:
         folder, data = self.job.folder, self.data
         plugins, tasks = _declared_ranges(spec.config, folder, grader, environment)
         graded = grader.names if spec.config.environment.provider is None else ()
-        graded = (*graded, AUDIT) if spec.config.audit.wanted else graded
+        graded = (*graded, AUDIT) if spec.config.audit.is_enabled else graded
         context = RunContext(
             condition=spec.label,
             run_id=spec.run_id,

@@ -14,7 +14,7 @@ import numpy as np
 
 from retrain.algorithms.algorithm import join_by_rollout, samples_of_rollout, training_samples
 from retrain.algorithms.credit.rejection_mask import mask_minibatch
-from retrain.config.algorithm import Algorithm
+from retrain.config.algorithm import AlgorithmSection
 from retrain.config.training import Training
 from retrain.errors import NonFinite
 from retrain.maths.ratios import RATIO_METRICS
@@ -135,7 +135,7 @@ class UpdatePlan:
     objective: Objective
     per_step: int
     learning_rate: Callable[[int], float]
-    masked_by: Algorithm | None
+    masked_by: AlgorithmSection | None
 
 
 def update_minibatch(batch: TrainBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:

@@ -101,7 +101,8 @@ def matrix(
 
     ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is shown
     by all of its runs; then every condition is taken at the last step that all runs have in common. ``seeds`` are those
-    of the runs' directories; runs without one are paired in their order."""
+    of the runs' directories; runs without one are paired in their order.
+    """
     ends, common = _ends(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
     pairs = {
@@ -225,7 +226,8 @@ def _test(
     """Test each problem over seeds, and correct for the number of problems (Holm).
 
     ``shared``: one set of answers before training serves all runs, as retrain samples it. It is then one draw among
-    the runs' answers, and not one for each pair."""
+    the runs' answers, and not one for each pair.
+    """
     found: list[tuple[Row, Row]] = []
     for row in rows:
         pairs = [(pair.after[row["id"]], others[seed][row["id"]]) for seed, pair in own.items()

@@ -1,1 +1,1 @@
-"""Tools that any package uses: leases of directories, requests to stop, copies in object stores."""
+"""Leases of directories, requests to stop, copies in object stores, answers in texts, child processes."""

@@ -1,4 +1,4 @@
-r"""Answers in texts: what a completion marks as its answer, what a data set's column holds, and when two are equal.
+r"""Extract answers from completions and data columns, and compare them.
 
 A completion's answer is its last ``\boxed{…}``, or its last line ``#### …`` where the problem's own solution ends in
 one (as GSM8K's do). Every function is linear in the length of its text: a policy under optimisation may write 1 MB of
@@ -21,8 +21,8 @@ _MINUS_SIGNS = str.maketrans({"−": "-", "–": "-", "﹣": "-", "－": "-"})
 def last_boxed(text: str) -> str | None:
     r"""Return the contents of the last ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; "" for an empty box.
 
-    The last box decides alone: None when there is none or when it is never closed (a truncated completion has
-    no answer, even if it had boxed an earlier one). ``\boxed 5``, as some reference solutions write, gives "5".
+    Only the last box counts: None without a box, or if the last one is not closed, as in a truncated completion.
+    ``\boxed 5``, as some reference solutions write, gives "5".
     """
     boxes = deque(_BOX.finditer(text), maxlen=1)
     if not boxes:
@@ -105,11 +105,11 @@ def normalise(answer: str) -> str:
 
 
 def answer_text(completion: str, reference: str, solution: str, strict: bool = True) -> str | None:
-    r"""Return what a completion answers: its last ``\boxed{…}``, else its last line ``#### …`` where the problem's
-    ``solution`` has one; None without either.
+    r"""Return the answer in a completion: its last ``\boxed{…}``, else its last line ``#### …`` if the problem's
+    ``solution`` has one; else None.
 
-    A box that is never closed is no answer (None), nor is an empty one (""). Not ``strict``: where nothing is marked,
-    the last number counts if the reference is a number, the last line if it is not.
+    An unclosed box gives None, an empty one "". Without ``strict``, if nothing is marked, the answer is the last number
+    if the reference is a number, else the last line.
     """
     if _BOX.search(completion):
         return last_boxed(completion)
@@ -124,14 +124,14 @@ def answer_text(completion: str, reference: str, solution: str, strict: bool = T
 
 def same_text(answer: str | None, reference: str) -> bool:
     """Return whether both are equal after ``normalise``; an empty text equals nothing."""
-    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes less than that
+    if answer is None or len(answer) > 4 * len(reference) + 1000:  # normalising removes fewer characters than that
         return False
     given = normalise(answer)
     return bool(given) and given == normalise(reference)
 
 
 def verdict_by_text(reference: str, answer: str) -> bool | None:
-    """Return whether two mathematical expressions are equal where their texts alone decide it, else None."""
+    """Return whether two mathematical expressions are equal if their texts alone decide it, else None."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):

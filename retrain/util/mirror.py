@@ -1,8 +1,8 @@
-"""Uploads a campaign's directory to a URL of fsspec (``s3://``, ``gs://``, ``file://``, …) while it is written.
+"""Upload a campaign's directory to a URL of fsspec (``s3://``, ``gs://``, ``file://``, …) while it is written.
 
-At every moment, also after a kill, the copy is a state from which the campaign can be resumed: records are uploaded
-before the checkpoints that follow from them, the manifest after the runs, and last the index, which names the files of
-the copy. The token in the index stops a writer whose copy another process has resumed.
+The campaign can be resumed from the copy at any time, also after a kill: records are uploaded before the checkpoints
+that follow from them, the manifest after the runs, and last the index, which lists the files of the copy. The token in
+the index stops a writer after another process has resumed the copy.
 """
 
 import json
@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -28,7 +28,8 @@ from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)
-OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")  # they replace files at once
+# They replace files atomically.
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")
 
 
 class Mirror:
@@ -43,7 +44,7 @@ class Mirror:
             raise UsageError(f'[logging] mirror = "{url}" cannot be opened: {error}') from error
         self.store: Any = DirFileSystem(root, store)
         self._uploaded: dict[str, list[int]] = {}  # size and modification time (ns) of the local files
-        self._indexed: dict[str, list[int]] = {}  # what the index in the store says
+        self._indexed: dict[str, list[int]] = {}  # content of the index in the store
         self._manifest = b""
 
     def claim(self) -> None:
@@ -56,27 +57,23 @@ class Mirror:
             self._write_index(index["files"])
 
     def push(self) -> None:
-        """Upload what has changed. Raises LeaseLost when another process has claimed the copy, StorageError."""
+        """Upload changed files. Raises LeaseLost when another process has claimed the copy, StorageError for
+        failures."""
         with self._storage_errors():
             if self.index()["token"] != self.token:
                 raise LeaseLost(f"another process writes {self.url} now: this one stops without writing there")
-            path = self.directory / MANIFEST  # read before the runs, which may be ahead of it
+            path = self.directory / MANIFEST  # read before the runs, which may be newer
             manifest = path.read_bytes() if path.is_file() else b""
             listed = sorted(self._groups(self.directory), key=len)  # records come before checkpoints
-            groups = [self._facts(names) for names in listed]  # after the listing: records as long as checkpoints need
+            groups = [self._facts(names) for names in listed]  # after the listing: records may then only be longer
             facts = {name: each for group in groups for name, each in group.items()}
             changed = [list(group) for group in groups if not group.items() <= self._uploaded.items()]
             replaced = {name for names in changed if len(names) > 1 for name in names}
             if replaced & self._indexed.keys():
                 self._write_index({name: each for name, each in self._indexed.items() if name not in replaced})
             for names in changed:
-                try:
-                    for name in names:
-                        self._write(name, self.directory / name)
-                except Exception:
-                    if all((self.directory / name).exists() for name in names):
-                        raise
-                    facts = {name: each for name, each in facts.items() if name not in names}  # removed meanwhile
+                if not self._upload(names):
+                    facts = {name: each for name, each in facts.items() if name not in names}
                 self._uploaded |= {name: facts.get(name, [0, 0]) for name in names}
             if manifest != self._manifest:
                 self._write(MANIFEST, manifest)
@@ -84,10 +81,24 @@ class Mirror:
             facts |= {MANIFEST: [0, 0]} if manifest else {}
             if facts != self._indexed:
                 self._write_index(facts)
-            for name in self._uploaded.keys() - facts.keys():
-                with suppress(FileNotFoundError):
-                    self.store.rm_file(name)
+            self._delete(self._uploaded.keys() - facts.keys())
             self._uploaded = facts
+
+    def _upload(self, names: list[str]) -> bool:
+        """Upload a group of files; return False if one of them was removed meanwhile."""
+        try:
+            for name in names:
+                self._write(name, self.directory / name)
+        except Exception:
+            if all((self.directory / name).exists() for name in names):
+                raise
+            return False
+        return True
+
+    def _delete(self, names: Set[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                self.store.rm_file(name)
 
     def fetch(self) -> None:
         """Download the copy to ``directory``, which must not exist. Raises UsageError, StorageError."""
@@ -117,19 +128,19 @@ class Mirror:
 
     def _groups(self, folder: Path) -> Iterator[list[str]]:
         """Yield each file below ``folder`` that may change, and the files of each complete directory as one group."""
-        place, mark = folder.relative_to(self.directory), mark_of(folder)
+        base, mark = folder.relative_to(self.directory), mark_of(folder)
         if mark and mark.files is not None:
-            yield [(place / name).as_posix() for name in (*mark.files, MARK)]
+            yield [(base / name).as_posix() for name in (*mark.files, MARK)]
         elif mark is None or mark.owner.id == self.owner:
             for path in sorted(folder.glob("*")):
                 ours = any(fnmatchcase(path.name, pattern) for pattern in LAYOUT) and path.name not in NOT_UPLOADED
                 if path.is_symlink() or path.name.endswith(ASIDE) or (mark and not ours):
                     continue
                 if path != self.directory / MANIFEST:
-                    yield from self._groups(path) if path.is_dir() else [[(place / path.name).as_posix()]]
+                    yield from self._groups(path) if path.is_dir() else [[(base / path.name).as_posix()]]
 
     def _facts(self, names: list[str]) -> dict[str, list[int]]:
-        """Return size and modification time of each file; nothing when one of them has been removed."""
+        """Return size and modification time (ns) of each file; {} when one of them has been removed."""
         try:
             status = [(self.directory / name).stat() for name in names]
         except FileNotFoundError:
@@ -152,7 +163,7 @@ class Mirror:
     def _storage_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each store has its own
+        except Exception as error:  # every store raises other errors
             if isinstance(error, RetrainError):
                 raise
             raise StorageError(self.url, first_line(error)) from error
@@ -163,8 +174,7 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread, every ``period`` seconds and at the end, where it is tried again after each of ``pauses``.
-    Calls ``lost`` when another process has claimed the copy. Raises RetrainError when the last upload fails."""
+    """Upload in a thread every ``period`` seconds and at the end, then with retries after ``pauses``."""
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

@@ -1,4 +1,4 @@
-"""Processes of Python: what they import, what they print, when they end, and how they ended in words."""
+"""Start Python processes, end them with their parent, and describe how they ended."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def end_words(status: int) -> str:
 
 
 def start_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that a terminal's Ctrl-C does not reach, with all that it prints appended to ``log``. Raises
-    StorageError."""
+    """Start a process out of reach of Ctrl-C, with its output appended to ``log``. Raises StorageError."""
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:

@@ -1,9 +1,8 @@
-"""The session of a process with a directory: its lease, and how it is asked to stop.
+"""Lease of a process on the directory that it writes, and requests to stop.
 
-One process at a time writes a directory, also where file locks do not work. A file lock ends with the process that
-holds it, however it dies, but network file systems may grant it to two machines. So the owner also writes a lease,
-``.lease``, and renews it; a lease of a dead process is taken over. No clock is compared with another: on the owner's
-machine its process is looked for, from another machine the lease is watched for a while to see whether it changes.
+A file lock ends with its process, but network file systems may grant it to two machines. So the owner also writes a
+lease, ``.lease``, and renews it; another process takes over the lease of a dead one. Clocks of machines are never
+compared: on the owner's machine its process id is checked, from another machine the lease is watched for changes.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ LOOK_SECONDS = 0.2
 REPLACE_SECONDS = 0.05
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
-"""How long a lease from another machine must stand still before its owner counts as dead: four beats."""
+"""Seconds that a lease from another machine must stay unchanged before its owner counts as dead: four heartbeats."""
 ECHO_SECONDS = 3.0
-"""torchrun passes a Ctrl-C on to processes that the terminal has already sent it to; within so long it is the same."""
+"""torchrun forwards a Ctrl-C that the terminal has already sent; signals within so many seconds count as one."""
 ABANDON_SECONDS = 8.0
-"""After a second signal the process ends by itself, whatever it is doing, at the latest after so long."""
+"""Seconds after a second signal within which the process exits, whatever it is doing."""
 
 
 class DirectoryIdentity:
-    """The directory that this process has begun to write.
+    """Identity of the directory that this process writes.
 
-    The owner's id is in the directory's mark. Device and inode are only in this object, so that a directory that was
-    moved, copied or restored can be resumed, while a process that began before the move does not write into what has
-    been put in its place.
+    The owner's id is in the directory's mark, device and inode are only in memory: a moved, copied or restored
+    directory can be resumed, while a process that began before a move cannot write into the replacement.
     """
 
     def __init__(self, directory: Path):
@@ -51,7 +49,7 @@ class DirectoryIdentity:
         self._mark, self._inode = self._read_mark(), _inode_of(directory)
 
     def check(self) -> None:
-        """Raise StorageError where the directory has vanished, LeaseLost where another one is in its place."""
+        """Raise StorageError if the directory has vanished, LeaseLost if another directory has replaced it."""
         try:
             inode = _inode_of(self.directory)
         except FileNotFoundError as error:
@@ -74,7 +72,7 @@ class DirectoryIdentity:
             )
 
     def _read_mark(self) -> object:
-        """Return the content of the directory's mark. It is constant while this process may write here."""
+        """Return the content of the directory's mark, which stays constant while this process may write here."""
         path = self.directory / MARK
         try:
             return None if path.is_symlink() else read_json_if_present(path)
@@ -88,13 +86,12 @@ def _inode_of(directory: Path) -> tuple[int, int]:
 
 
 class DirectoryLock:
-    """One process at a time writes a directory: a file lock, and a lease that is renewed every few seconds. The
-    directory gets the mark of ``owner``, of a new one without; NotOurs is raised where it is somebody else's (see
-    ``retrain.ownership``).
+    """Lock of a directory for one process: a file lock, and a lease that is renewed every few seconds.
 
-    ``message`` gets what is waited for. ``check`` raises LeaseLost once another process has taken over, which happens
-    to a process that was suspended, or whose directory was moved. The lock file names the process that took the lease
-    last, so that a suspended process can name its successor even when that one has ended and removed its lease.
+    Raises NotOurs if the directory's mark is not that of ``owner``; None creates a new owner. ``message`` receives
+    lines about waiting. ``check`` raises LeaseLost after another process has taken over, as after a suspension or a
+    move. The lock file names the last process with the lease, so that a suspended process can name its successor even
+    if that has ended.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class DirectoryLock:
         prepare_directory(self.directory)
         self._lock()
         try:
-            # First of all: a process that is killed here leaves a directory that is known.
+            # First: a directory that a killed process leaves must be marked.
             claim(self.directory, self.owner)
             self._identity = DirectoryIdentity(self.directory)
             self._take_lease()
@@ -136,11 +133,11 @@ class DirectoryLock:
         os.close(self._file)
 
     def lose(self) -> None:
-        """Another process has been found to have the directory, or a copy of it."""
+        """Record that another process owns the directory, or its copy."""
         self.lost = True
 
     def check(self) -> None:
-        """Raise LeaseLost when this process does not own the directory any more, StorageError when it cannot tell."""
+        """Raise LeaseLost when another process owns the directory, StorageError when that cannot be read."""
         if self.lost:
             raise LeaseLost(f"another process has taken over {self.directory}: this process stops without writing")
         if self._identity is not None:
@@ -174,7 +171,7 @@ class DirectoryLock:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise StorageError(path, error) from error
-        for attempt in range(LOCK_TRIES):  # ``status`` looks at the lock for a moment
+        for attempt in range(LOCK_TRIES):  # ``status`` takes the lock for a moment
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
@@ -195,7 +192,7 @@ class DirectoryLock:
             )
         self._write()
         if lease is not None and not is_here(lease):
-            self._ended.wait(self.beat / 5)  # two that take over at once: the later writer wins
+            self._ended.wait(self.beat / 5)  # if two processes take over at once, the later writer wins
         if (lease_of(self.directory) or {}).get("token") != self.token:
             raise UsageError(f"another retrain process has just taken {self.directory}: wait for it, or use --out")
         if os.fstat(self._file).st_size == 0 or _last_holder(self.directory / LOCK):  # not a file of somebody else
@@ -234,24 +231,24 @@ class DirectoryLock:
         )
 
     def _renew(self) -> None:
-        """Renew the lease until the end; stop when it belongs to another."""
+        """Renew the lease until closed; stop when another process has taken it."""
         while not self._ended.wait(self.beat):
             try:
                 self.check()
                 self._write()
-            except LeaseLost:  # whoever writes next finds the same and says so
+            except LeaseLost:  # the next write finds and reports it
                 return
-            except StorageError:  # a full disk, say: the records' own writes report it
+            except StorageError:  # such as a full disk, which the records' own writes report
                 continue
 
 
 def wait_for_writers(
     directories: Sequence[Path], message: Callable[[str], None] = lambda text: None, watch: float = WATCH_SECONDS
 ) -> None:
-    """Return once nobody has a lease of any of these directories: workers whose campaign has ended end after their
-    step, and one on another machine counts as dead when its lease has stood still for ``watch`` seconds."""
+    """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
+    worker on another machine counts as dead when its lease has not changed for ``watch`` seconds."""
     seen: dict[Path, tuple[Any, float]] = {}
-    told = False
+    notified = False
     while True:
         writing = []
         for directory in directories:
@@ -265,16 +262,16 @@ def wait_for_writers(
                 writing.append(lease)
         if not writing:
             return
-        if not told:
+        if not notified:
             who = sorted({f"process {lease.get('pid')} on {lease.get('host')}" for lease in writing})
             message(f"waiting for {listed(who, 4)} to finish the step of {plural(len(writing), 'run')}")
-            told = True
+            notified = True
         time.sleep(LOOK_SECONDS)
 
 
 @contextmanager
 def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, DirectoryLock]]:
-    """Hold the leases of directories, each with the owner that its mark gets, from when nobody writes them any more."""
+    """Hold the leases of directories, each marked with its owner, after waiting for earlier writers."""
     while True:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
@@ -283,15 +280,15 @@ def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, Direc
             except UsageError as error:
                 if isinstance(error, NotOurs):
                     raise
-                time.sleep(LOOK_SECONDS)  # taken in this moment
+                time.sleep(LOOK_SECONDS)  # another process has just taken it
                 continue
             yield locks
             return
 
 
 class LeaseWatch:
-    """Watches whether the process that holds a directory's lease lives: on this machine by its process id, else by
-    whether the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
+    """Watches whether the holder of a directory's lease lives: on this machine by its process id, else by whether the
+    lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
 
     def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
         self.directory, self.patience = directory, patience
@@ -302,7 +299,7 @@ class LeaseWatch:
         now = time.monotonic()
         try:
             lease = lease_of(self.directory)
-        except NotReadable:  # a network file system that does not answer at the moment
+        except NotReadable:  # a network file system may fail to answer for a moment
             return now - self._seen < self.patience
         if lease is not None and is_here(lease):
             return _runs_here(lease)
@@ -313,19 +310,19 @@ class LeaseWatch:
 
 
 def lease_of(directory: Path) -> dict[str, Any] | None:
-    """Return the content of a directory's lease, or None where there is none. Raises NotReadable."""
+    """Return the content of a directory's lease; None if there is none. Raises NotReadable."""
     lease = read_json_if_present(directory / LEASE)
     return lease if isinstance(lease, dict) else None
 
 
 def _last_holder(lock: Path) -> dict[str, Any]:
-    """Return the process that the lock file names; empty where it names none."""
+    """Return the process that the lock file names; {} if it names none."""
     holder = read_json_if_present(lock)
     return holder if isinstance(holder, dict) and "token" in holder else {}
 
 
 def is_here(lease: dict[str, Any]) -> bool:
-    """Return whether the owner is a process of this machine, so that it can be looked for."""
+    """Return whether the owner is a process of this machine, so that its process id can be checked."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 
@@ -335,8 +332,8 @@ def _runs_here(lease: dict[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """How the program ends after a signal: with which exit status, which reason in the manifest, and whether a second
-    signal ends it at once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
+    """End of the program after a signal: exit status, reason in the manifest, and whether a second signal ends it at
+    once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
 
     status: int
     reason: str
@@ -351,12 +348,12 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Request of the user, or of whoever preempts this machine, for an end. The first SIGINT, SIGTERM or SIGHUP
-    asks for one after the step, the second ends the process within seconds.
+    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops after the step, the
+    second one within seconds.
 
-    A handler in Python runs only between two bytecodes of the main thread, which may wait minutes inside a kernel, or
-    be in the middle of a write that must not be begun again. So a thread also hears of every signal (through the wakeup
-    descriptor): it says what will happen, and ends the process itself when the second one has had no effect in time.
+    Python handlers run only between bytecodes of the main thread, which may wait minutes inside a kernel or be in the
+    middle of a write. So a thread also receives every signal (through the wakeup descriptor): it prints what will
+    happen, and ends the process if the second signal has no effect in time.
     """
 
     def __init__(self, lock: DirectoryLock | None = None):
@@ -365,15 +362,14 @@ class StopRequest:
         self.signal: signal.Signals | None = None  # First signal received, if any
 
     def is_due(self) -> bool:
-        """Return whether to end after the steps under way. Raises LeaseLost when the directory is another process's
-        now."""
+        """Return whether to stop after the current steps. Raises LeaseLost when another process owns the directory."""
         if self.lock is not None:
             self.lock.check()
         return self.signal is not None
 
     @contextmanager
     def listening(self, message: Callable[[str, str], None]) -> Iterator[StopRequest]:
-        """Handle the signals while inside (only the main thread may); one that is ignored stays so, as nohup wants."""
+        """Handle signals within the context (main thread only); ignored signals stay ignored, as nohup requires."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -410,14 +406,14 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _watch(self, descriptor: socket.socket, ended: threading.Event, message: Callable[[str, str], None]) -> None:
-        heard, said, first = 0, False, None
+        heard, announced, first = 0, False, None
         while heard < 2:
             received = descriptor.recv(64)
             if not received:
                 return
-            if not said and any(number in ENDINGS for number in received):
-                said = True
-                with suppress(OSError, ValueError):  # nobody may be there to read it
+            if not announced and any(number in ENDINGS for number in received):
+                announced = True
+                with suppress(OSError, ValueError):  # nobody may read the output
                     message("finishing the step and saving; once more to stop without saving", "warning")
             urgent = sum(ending.urgent * received.count(number) for number, ending in ENDINGS.items())
             now = time.monotonic()

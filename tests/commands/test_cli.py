@@ -16,7 +16,7 @@ from retrain.commands import setup
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
-BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.toml"))
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.toml"))
 COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
 
 
@@ -75,7 +75,7 @@ def schema() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(content)
 
 
-@pytest.mark.parametrize("path", [*CAMPAIGNS, *BENCHMARKS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*CAMPAIGNS, *EXAMPLES], ids=lambda path: path.name)
 def test_shipped_files_pass_check_and_have_enough_seeds_for_a_verdict(path, schema):
     schema.validate(tomllib.loads(path.read_text(encoding="utf-8")))
     result = run_cli("check", path)

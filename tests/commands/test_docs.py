@@ -55,7 +55,9 @@ def test_commands_exist(line):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     elif words[0] == "retrain":
         if words[1:] != ["--version"]:
-            GROUP.commands[words[1]].make_context(words[1], words[2:])
+            given = GROUP.commands[words[1]].make_context(words[1], words[2:]).params
+            if str(given.get("file") or "").startswith(("campaigns/", "docs/examples/", "benchmarks/")):
+                load(ROOT / given["file"], given.get("sets") or ())
     elif words[0] == "python":
         named = {match[1] for block in blocks("python") if (match := re.match(r"# (\S+\.py)\n", block.values[0]))}
         assert words[1].startswith("-") or words[1] in named or (ROOT / words[1]).is_file()

@@ -80,9 +80,9 @@ def test_try_shows_episodes(run):
 
 
 def test_the_environment_in_the_documents_trains(tmp_path):
-    """The class of 20-odd lines, as docs/extending.md and examples/guess.py have it."""
+    """The class of 20-odd lines, as docs/extending.md and docs/examples/guess.py have it."""
     (shown,) = [param.values[0] for param in blocks("python") if "class Guess" in param.values[0]]
-    code = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
+    code = (ROOT / "docs" / "examples" / "guess.py").read_text(encoding="utf-8")
     assert shown.removeprefix("# guess.py\n").strip() == code.partition('"""\n\n')[2].strip()
     (tmp_path / "guess.py").write_text(f"{shown}\nclass Loose(Guess): exact = False\n", encoding="utf-8")
     (toml,) = [param.values[0] for param in blocks("toml") if 'provider = "guess:Guess"' in param.values[0]]

@@ -73,7 +73,7 @@ def test_the_documented_readers_of_a_run(quickstart, monkeypatch):
 
 
 def test_the_minimal_loop_learns(capsys, tmp_path):
-    main = runpy.run_path(str(ROOT / "examples" / "minimal_loop.py"))["main"]
+    main = runpy.run_path(str(ROOT / "docs" / "examples" / "minimal_loop.py"))["main"]
     history = main(14, str(tmp_path))
     assert sum(history[-4:]) / 4 > sum(history[:3]) / 3 + 0.15
     lines = capsys.readouterr().out.splitlines()

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from helpers.campaigns import eventually
 
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.protocol import JobEnded, Message, StepDone, Tick
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import parse_dict
-from retrain.environments.build import Longest
+from retrain.environments.build import CompletionLengths
 from retrain.files import read_json, read_jsonl
 from retrain.training.inputs import CohortJob
+from tests.helpers.campaigns import eventually
 
 TESTS = Path(__file__).parents[1]
 STUB = (str(TESTS / "programs/stubworker.py"),)
@@ -34,7 +34,7 @@ SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
 def job(directory: Path, *runs: str) -> CohortJob:
     (spec,) = plan(parse_dict({"training": {"max_steps": 3}}))
     specs = [replace(spec, run_id=run, is_campaign=True) for run in runs]
-    return CohortJob(directory, directory.parent, specs, Longest(0, {}))
+    return CohortJob(directory, directory.parent, specs, CompletionLengths(0, {}))
 
 
 def events_of(executor: CampaignWorkers, on_event: Callable[[Any], object] = lambda event: None) -> list:

@@ -25,7 +25,7 @@ from retrain.policy.lora import Lanes
 from retrain.types import PolicyRef, SampleRequest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "real_model.py"
+SCRIPT = ROOT / "docs" / "examples" / "models" / "real_model.py"
 MODEL = Path(os.environ.get("RETRAIN_REAL_MODEL", ROOT / "models" / "smollm2"))
 real = pytest.mark.skipif(not (MODEL / "config.json").is_file(), reason="not made here: make real-model")
 

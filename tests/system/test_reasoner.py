@@ -10,7 +10,7 @@ from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
 from retrain.models.directory import bundled_model_path
 from retrain.plugins import load_file
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_reasoner.py"
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "models" / "make_reasoner.py"
 DIRECTORY = bundled_model_path("tiny-reasoner") or Path()
 
 
@@ -63,7 +63,7 @@ def test_accuracy_at_the_start_leaves_room_to_learn(script, model, tokenizer):
 def test_two_short_makings_in_different_processes_give_the_same_bytes(tmp_path):
     made = []
     for seed in ("1", "7"):
-        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent), "PYTHONHASHSEED": seed}
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[3]), "PYTHONHASHSEED": seed}
         words = [sys.executable, str(SCRIPT), "--out", str(tmp_path / seed), "--steps", "3", "--problems", "0"]
         subprocess.run(words, env=environment, check=True, capture_output=True)
         made.append({path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()})

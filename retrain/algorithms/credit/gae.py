@@ -17,7 +17,7 @@ import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext, pad, token_mask, with_rows
 from retrain.algorithms.credit.group_advantage import own_rewards
-from retrain.config.training import Critic as CriticSection
+from retrain.config.training import CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want

@@ -16,7 +16,7 @@ import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext, pad, sequence_slices, token_mask
 from retrain.algorithms.losses import M2PO
-from retrain.config.algorithm import Algorithm as AlgorithmSection
+from retrain.config.algorithm import AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences
 from retrain.maths.shapes import Mask_BT
 from retrain.policy.protocol import Policy

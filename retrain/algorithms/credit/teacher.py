@@ -89,7 +89,7 @@ def _weigh_reward(batch: CreditedBatch, section: Distillation, taught: AbstractS
         reason = group.discarded
         if not taught.isdisjoint(group.rollouts):
             reason = None if reason == "zero_advantage" else reason
-        elif section.alone:
+        elif section.teacher_only:
             reason = reason or "zero_advantage"
         reasons.append(reason)
     credited = [rollout for rollout in batch.rollouts if rollout.is_credited]

@@ -1,1 +1,1 @@
-"""Executors: what starts the workers of a campaign, and watches whether they live."""
+"""Start the workers of a campaign and monitor whether they live."""

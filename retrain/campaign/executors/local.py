@@ -1,4 +1,4 @@
-"""The executor of worker processes on this machine, each with a log of what it prints."""
+"""Run workers as processes of this machine, each with a log of its output."""
 
 import subprocess
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from retrain.util.processes import end_words, start_logged, with_imports
 END_SECONDS = 5.0
 
 
-class Local:
-    """Starts one process per device, for the campaign in ``directory``."""
+class LocalExecutor:
+    """Starts one process per device for the campaign in ``directory``."""
 
     def __init__(self, devices: Sequence[WorkerDevice], directory: Path):
         self.devices, self.directory, self.slots = devices, directory, len(devices)

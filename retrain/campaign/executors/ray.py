@@ -1,8 +1,8 @@
-"""The executor of a Ray cluster: Ray places an actor for each worker, and beside the actor runs the worker's process.
+"""Run workers in a Ray cluster: Ray places an actor for each worker, which starts the worker's process on its node.
 
-The actor computes nothing: on its node it starts the worker's program and watches it. So Ray's own libraries stay out
-of the worker, and Ray's restart is of use: an actor whose node is lost begins elsewhere, and starts another worker
-there. Actors are detached: they outlive a controller that is killed, and end themselves when their worker has ended.
+The separate process keeps Ray's libraries out of the worker. Ray restarts an actor whose node is lost on another node,
+where it starts another worker. Actors are detached: they outlive a killed controller, and exit when their worker has
+ended.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
 KILL_SECONDS = 20.0  # Seconds to wait for a killed worker before its node counts as lost
-END_SECONDS = 5.0  # Seconds that workers which have let go of their leases may take to end
-NAMESPACE = "retrain"  # Of the names of detached actors
+END_SECONDS = 5.0  # Seconds within which workers that released their leases must end
+NAMESPACE = "retrain"  # Prefix of the names of detached actors
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WorkerHost:
         self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
 
     def run(self, request: WorkerRequest) -> str:
-        """Start the worker, and wait until it has ended; return why it could not be started, "" else."""
+        """Start the worker and wait until it ends; return why it could not be started, or ""."""
         ray = ray_module()
         directory, node = Path(request.cwd, request.directory), ray.util.get_node_ip_address()
         if not sees(directory, request.owner):
@@ -73,21 +73,24 @@ class WorkerHost:
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         device = f"gpu:{','.join(gpus)}" if gpus else "cpu"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else ""
-        place = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
+        device_info = WorkerDevice(f"{node} {device}", int(request.threads), visible, request.memory)
         more = ["--folder", str(folder if folder.is_dir() else self.copy), "--parent", str(os.getpid())]
-        own = str(Path(ray.__file__).parent)  # copies of packages there are for Ray's own processes
+        own = str(Path(ray.__file__).parent)  # excludes packages that belong to Ray's own processes
         path = [entry or os.getcwd() for entry in sys.path if not entry.startswith(own)]
-        environment = place.environment | {"OMP_NUM_THREADS": request.threads, "PYTHONPATH": os.pathsep.join(path)}
+        environment = device_info.environment | {
+            "OMP_NUM_THREADS": request.threads,
+            "PYTHONPATH": os.pathsep.join(path),
+        }
         home = home_of(directory, request.slot)
         log, before = directory / WORKERS / f"worker_{request.slot}.log", newest(home)
-        command = command_of(request.program, directory, request.slot, place.device, *more)
+        command = command_of(request.program, directory, request.slot, device_info.device, *more)
         self.process = start_logged(command, log, environment)
         status = self.process.wait()
-        words = end_words(status)
+        ending = end_words(status)
         if newest(home) > before:
-            append(events_of(home, newest(home)), {"ended": words, "in_order": status == 0})
+            append(events_of(home, newest(home)), {"ended": ending, "in_order": status == 0})
             return ""
-        return f"{words}; what it printed is in {log} of node {node}"
+        return f"{ending}; what it printed is in {log} of node {node}"
 
     def kill(self) -> None:
         if self.process is not None:
@@ -105,17 +108,17 @@ class WorkerActor:
 
 
 class RayExecutor:
-    """Starts an actor with ``gpus`` and ``cpus`` for each worker. With ``ours`` it opened the connection to the cluster
-    itself, and closes it."""
+    """Starts an actor with ``gpus`` and ``cpus`` for each worker. ``ours``: this process opened the connection to the
+    cluster, and closes it."""
 
     def __init__(self, plan: Plan, slots: int, gpus: float, cpus: int, ours: bool):
         self.plan, self.slots, self.gpus, self.cpus, self.ours = plan, slots, gpus, cpus, ours
         self._actors: dict[int, WorkerActor] = {}
-        self._told = False  # Whether the user was notified that workers wait for room
+        self._notified = False  # Whether the user was notified that workers wait for room
 
     @cached_property
     def owner(self) -> str:
-        """The id in the mark of the campaign's directory."""
+        """Id in the mark of the campaign's directory."""
         return claim(self.plan.directory).id
 
     def has_gpu(self) -> bool:
@@ -161,14 +164,14 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        """Return a message, the first time that a worker has waited long for resources of the cluster."""
+        """Return a message when a worker has waited long for resources, once per worker."""
         now, ray = time.monotonic(), ray_module()
-        if self._told or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
+        if self._notified or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []
         for slot, actor in self._actors.items():
             home = home_of(self.plan.directory, slot)
             if now - actor.since > ROOM_SECONDS and not newest(home) and not ray.wait([actor.run], timeout=0)[0]:
-                self._told = True
+                self._notified = True
                 return [Message(f"worker {slot} waits for room in the Ray cluster: {self._room()}", "warning")]
         return []
 
@@ -192,7 +195,7 @@ class RayExecutor:
             ray.shutdown()
 
     def _remove(self, slot: int) -> None:
-        """Let go of a slot's actor, also of one that an earlier controller has made."""
+        """Remove a slot's actor, including one that an earlier controller created."""
         ray = ray_module()
         self._actors.pop(slot, None)
         with suppress(ValueError, ray.exceptions.RayError):
@@ -235,7 +238,7 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
     everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
-    left = _left_by_servers(everything, config) if config.inference.launch is not None else everything
+    free = _left_by_servers(everything, config) if config.inference.launch is not None else everything
     if not gpus and config.campaign.gpus_per_cohort != 1:
         raise UsageError(
             f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
@@ -243,30 +246,29 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
         )
     if workers != "auto":
         return workers, gpus
-    if left is None:
-        what = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+    if free is None:
+        resources = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
         raise UsageError(
             f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
-            f"each of which asks for {what} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
+            f"each of which asks for {resources} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
             "say how many workers: --workers 4"
         )
-    if count := sum(_room(each, config, gpus) for each in left):
+    if count := sum(_room(each, config, gpus) for each in free):
         return count, gpus
-    what = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if left is not everything and any(_room(each, config, gpus) for each in everything):
+    resources = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
+    if free is not everything and any(_room(each, config, gpus) for each in everything):
         raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {what} ([ray] cpus, [backend] devices): add a node, or give the servers "
-            "less ([ray] server_gpus, server_cpus)"
+            f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
+            "servers less ([ray] server_gpus, server_cpus)"
         )
     raise UsageError(
-        f"no node of the Ray cluster has {what}, which is what a worker asks for ([ray] cpus, [backend] devices); "
+        f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
         "where nodes come when they are asked for, say how many workers: --workers 4"
     )
 
 
 def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
-    """Return how many workers fit on a node, with GPUs or without."""
     room = int(node.get("CPU", 0)) // config.ray.cpus
     if not gpus:
         return room
@@ -276,19 +278,19 @@ def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
 
 
 def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
-    """Return what the servers to be launched leave free on each node, or None if one of them does not fit. A server is
-    counted on the node with most room."""
-    left, inference = [dict(node) for node in nodes], config.inference
+    """Return the resources that launched servers leave on each node, or None if a server fits on none. A server is
+    counted on the node with the most free resources."""
+    free, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
     for _ in range(inference.replicas):
-        room = [node for node in left if all(node.get(kind, 0) >= count for kind, count in asks.items())]
+        room = [node for node in free if all(node.get(kind, 0) >= count for kind, count in asks.items())]
         if not room:
             return None
         most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
         for kind, count in asks.items():
             most[kind] = most.get(kind, 0) - count
-    return left
+    return free
 
 
 def _gpus_per_worker(config: Config) -> float:

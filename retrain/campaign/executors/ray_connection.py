@@ -1,4 +1,4 @@
-"""Ray itself, and the connection to a cluster: with what its nodes get of this code."""
+"""Connect to a Ray cluster, and send this code to its nodes."""
 
 import importlib
 import logging
@@ -18,18 +18,18 @@ from retrain.ownership import owner_of
 
 ANSWER_SECONDS = 10.0
 SHARED_SECONDS = 15.0
-"""Seconds that a node may take to see the campaign's directory: network file systems cache directory entries."""
+"""Seconds within which a node must see the campaign's directory: network file systems cache directory entries."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set in processes of `ray job submit`, whose runtime_env takes precedence
 LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
 """Patterns of files beside the campaign's file that are not sent to other machines."""
 
 
 def ray_module() -> Any:
-    """Ray, with nothing of it on standard output, and no report to its makers. Raises MissingExtra without it."""
+    """Import Ray, with its output to standard output and its usage reports switched off. Raises MissingExtra."""
     if not is_installed("ray"):
         raise missing('[campaign] executor = "ray"', "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else what a lost node logged last is printed here
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise the last logs of a lost node are printed here
     import ray
 
     return ray
@@ -38,7 +38,7 @@ def ray_module() -> Any:
 def connect(config: Config, folder: Path) -> None:
     """Connect to the cluster; nodes on other machines get this code and the files of ``folder``."""
     ray, mine = ray_module(), dict(config.ray.runtime_env)
-    address = _found(config.ray.address)
+    address = _head_address(config.ray.address)
     _init(address, mine)
     elsewhere = any(node["Alive"] and node["NodeManagerHostname"] != socket.gethostname() for node in ray.nodes())
     if elsewhere and config.ray.ship and JOB_CONFIG not in os.environ:
@@ -48,9 +48,9 @@ def connect(config: Config, folder: Path) -> None:
         _init(address, shipped | mine)
 
 
-def _found(address: str) -> str:
-    """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``,
-    where Ray itself would retry for minutes."""
+def _head_address(address: str) -> str:
+    """Return the address of the cluster's head. Raises UsageError if it does not answer within ``ANSWER_SECONDS``; Ray
+    itself would retry for minutes."""
     advice = "type: ray start --head, or --address local to have a cluster started for this campaign"
     try:
         where = importlib.import_module("ray._private.services").canonicalize_bootstrap_address(address)
@@ -82,7 +82,7 @@ def _init(address: str, runtime_env: dict[str, Any]) -> None:
         raise UsageError(f'the Ray cluster at address "{address}" cannot be used: {first_line(error)}') from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray has put its own there
+            signal.signal(signal.SIGTERM, handler)  # Ray installs its own handler
 
 
 def first_line(error: Exception) -> str:

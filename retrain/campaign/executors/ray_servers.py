@@ -1,8 +1,8 @@
-"""The servers of ``[inference] launch`` in a Ray cluster: Ray finds a node for each, and brings it back elsewhere.
+"""Launch the servers of ``[inference] launch`` in a Ray cluster, and restart them on other nodes when theirs is lost.
 
-An actor starts the server's process on its node, as ``engines.server.launch`` does here: watched, asked whether it
-answers, started again when it dies or hangs, ended with the actor. The controller asks the actors how they are; one
-that is gone, with its node perhaps, is replaced by another, and the workers are told the new address.
+An actor runs the server's process on its node, as ``engines.server.launch`` does locally: it checks the server's
+health, restarts it when it dies or hangs, and ends it. The controller polls the actors, replaces lost ones, and sends
+new addresses to the workers.
 """
 
 import os
@@ -42,10 +42,10 @@ class ServerRequest:
 
 
 class ServerHost:
-    """Runs a server on this node and says how it is; what Ray makes an actor of."""
+    """Runs a server on its node and reports its state; Ray makes it an actor."""
 
     def __init__(self, request: ServerRequest):
-        self.said: list[tuple[str, str]] = []
+        self.messages: list[tuple[str, str]] = []
         self.fault = ""
         self.server: Launched | None = None
         try:
@@ -54,12 +54,12 @@ class ServerHost:
             self.fault = str(error).removeprefix(PREFIX)
 
     def look(self) -> dict[str, Any]:
-        """Return where it listens (``url``), for how many seconds it has answered (``answered_s``), its messages since
-        the last call (``said``), and why it ``gave_up``, if it has."""
-        said, self.said = self.said, []
+        """Return the server's address (``url``), for how many seconds it has answered (``answered_s``), its messages
+        since the last call (``messages``), and why it ``gave_up``, if it has."""
+        messages, self.messages = self.messages, []
         if (server := self.server) is None:
-            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": said}
-        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": said}
+            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": messages}
+        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": messages}
 
     def close(self) -> None:
         if self.server is not None:
@@ -81,7 +81,7 @@ class ServerHost:
             directory,
             visible,
             False,
-            lambda text, level: self.said.append((text, level)),
+            lambda text, level: self.messages.append((text, level)),
             name=request.name,
             host=_host(ray),
         )
@@ -89,7 +89,7 @@ class ServerHost:
 
 @dataclass(eq=False)
 class ServerSlot:
-    """One server of the fleet: its actor, the question that waits for an answer, and what was answered last."""
+    """One server of the fleet: its actor, the pending status request, and the last status."""
 
     number: int
     name: str  # Prefix of its file names
@@ -99,12 +99,12 @@ class ServerSlot:
     answered_s: float = 0.0
     gave_up: str = ""
     waits_since: float = 0.0
-    told: bool = False
+    notified: bool = False
     restarts: Restarts = field(default_factory=Restarts)
 
 
 class RayFleet:
-    """See ``Fleet``: ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
+    """``Fleet`` of ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
 
     def __init__(self, plan: Plan, gpus: float, tell: Tell):
         config = plan.specs[0].config
@@ -113,21 +113,21 @@ class RayFleet:
         self._owner = claim(plan.directory).id
         self._places = [ServerSlot(*each) for each in enumerate(names_of(config.inference.replicas), start=1)]
         self._closing = threading.Event()
-        for place in self._places:
-            self._begin(place)
+        for slot in self._places:
+            self._begin(slot)
         self._watcher = threading.Thread(target=self._watch, name="servers", daemon=True)
         self._watcher.start()
 
     @property
     def urls(self) -> list[str]:
-        return [place.url for place in self._places if place.url]
+        return [slot.url for slot in self._places if slot.url]
 
     @property
     def gave_up(self) -> str:
-        return self._places[0].gave_up if all(place.gave_up for place in self._places) else ""
+        return self._places[0].gave_up if all(slot.gave_up for slot in self._places) else ""
 
     def listen(self, hear: Hear) -> None:
-        """See ``Fleet.listen``: whoever keeps this asks for the addresses."""
+        """Register the function that receives messages; the caller polls ``urls``, as in ``Fleet.listen``."""
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -140,86 +140,86 @@ class RayFleet:
         self._closing.set()
         self._watcher.join()
         ray = ray_module()
-        actors = [place.actor for place in self._places if place.actor is not None]
+        actors = [slot.actor for slot in self._places if slot.actor is not None]
         ending = [actor.close.remote() for actor in actors]
         with suppress(ray.exceptions.RayError):
             ray.wait(ending, num_returns=len(ending), timeout=CLOSE_SECONDS) if ending else None
         for actor in actors:
             with suppress(ray.exceptions.RayError):
                 ray.kill(actor)
-        for place in self._places:  # what one that was lost with its node has left
-            identity_of(Path(self.directory), place.name).unlink(missing_ok=True)
+        for slot in self._places:  # left by a server that was lost with its node
+            identity_of(Path(self.directory), slot.name).unlink(missing_ok=True)
 
-    def _begin(self, place: ServerSlot) -> None:
+    def _begin(self, slot: ServerSlot) -> None:
         options = {**self.resources, "scheduling_strategy": "SPREAD", "max_restarts": 0}
-        request = ServerRequest(place.name, self.config, self.directory, self._owner, os.getcwd())
-        place.actor = ray_module().remote(**options)(ServerHost).remote(request)
-        place.question = place.actor.look.remote()
-        place.waits_since, place.url, place.answered_s = time.monotonic(), "", 0.0
+        request = ServerRequest(slot.name, self.config, self.directory, self._owner, os.getcwd())
+        slot.actor = ray_module().remote(**options)(ServerHost).remote(request)
+        slot.question = slot.actor.look.remote()
+        slot.waits_since, slot.url, slot.answered_s = time.monotonic(), "", 0.0
 
     def _watch(self) -> None:
         ray = ray_module()
         while not self._closing.wait(LOOK_SECONDS):
-            pending = {place.question: place for place in self._places if place.question is not None}
+            pending = {slot.question: slot for slot in self._places if slot.question is not None}
             if not pending:
                 continue
             answered, _ = ray.wait(list(pending), num_returns=len(pending), timeout=LOOK_SECONDS)
             for question in answered:
                 self._hear(pending[question])
-            for place in self._places:
-                self._say_waits(place)
+            for slot in self._places:
+                self._say_waits(slot)
 
-    def _hear(self, place: ServerSlot) -> None:
-        """Take an answer, or find that there will be none."""
+    def _hear(self, slot: ServerSlot) -> None:
+        """Process a status reply, or find that the actor is lost."""
         ray = ray_module()
         try:
-            answer = ray.get(place.question)
+            answer = ray.get(slot.question)
         except ray.exceptions.ActorUnavailableError:
-            place.question = place.actor.look.remote()
+            slot.question = slot.actor.look.remote()
             return
         except ray.exceptions.RuntimeEnvSetupError as error:
-            self._give_up(place, f"Ray could not set a node up: {last_line(error)}")
+            self._give_up(slot, f"Ray could not set a node up: {last_line(error)}")
             return
         except ray.exceptions.RayError as error:
             if getattr(error, "actor_init_failed", False):
-                self._give_up(place, f"a node cannot run a server: {last_line(error)}")
+                self._give_up(slot, f"a node cannot run a server: {last_line(error)}")
             else:
-                self._lost(place)
+                self._lost(slot)
             return
         for text, level in answer["said"]:
-            self.tell(f"server {place.number}: {text}", level)
+            self.tell(f"server {slot.number}: {text}", level)
         if answer["gave_up"]:
-            self._give_up(place, answer["gave_up"])
+            self._give_up(slot, answer["gave_up"])
             return
-        place.url, place.answered_s = answer["url"], answer["answered_s"]
-        place.question = place.actor.look.remote()
+        slot.url, slot.answered_s = answer["url"], answer["answered_s"]
+        slot.question = slot.actor.look.remote()
 
-    def _give_up(self, place: ServerSlot, why: str) -> None:
-        """It is not started again, which is said where others go on; where none does, whoever waits for one says it."""
-        place.url, place.question, place.gave_up = "", None, why
+    def _give_up(self, slot: ServerSlot, why: str) -> None:
+        """Stop restarting a server; report that, unless the waiting caller will because none is left."""
+        slot.url, slot.question, slot.gave_up = "", None, why
         if not self.gave_up:
-            self.tell(f"server {place.number} is given up: {why}", "warning")
+            self.tell(f"server {slot.number} is given up: {why}", "warning")
 
-    def _lost(self, place: ServerSlot) -> None:
-        place.url, place.question = "", None
-        how = f"server {place.number} was lost with its actor or its node"
-        if place.restarts.spent(place.answered_s):
-            self._give_up(place, f"{how}, {place.restarts.count} times in a row")
+    def _lost(self, slot: ServerSlot) -> None:
+        slot.url, slot.question = "", None
+        how = f"server {slot.number} was lost with its actor or its node"
+        if slot.restarts.spent(slot.answered_s):
+            self._give_up(slot, f"{how}, {slot.restarts.count} times in a row")
             return
         self.tell(f"{how}, and is started elsewhere", "warning")
-        self._begin(place)
+        self._begin(slot)
 
-    def _say_waits(self, place: ServerSlot) -> None:
-        """Once, that there is no room for a server."""
-        waits = place.question is not None and not place.url
-        if waits and not place.told and time.monotonic() - place.waits_since > ROOM_SECONDS:
-            place.told = True
+    def _say_waits(self, slot: ServerSlot) -> None:
+        """Report once that the cluster has no room for a server."""
+        waits = slot.question is not None and not slot.url
+        if waits and not slot.notified and time.monotonic() - slot.waits_since > ROOM_SECONDS:
+            slot.notified = True
             gpus, cpus = self.resources["num_gpus"], plural(int(self.resources["num_cpus"]), "CPU")
             asks = f"{gpus:g} GPU and {cpus}" if gpus else cpus
-            self.tell(f"server {place.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
+            self.tell(f"server {slot.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
 
 
 def _host(ray: ModuleType) -> str:
-    """Return the address on which a server listens: the loopback address where all nodes are on this machine."""
+    """Return the address at which a server listens: the loopback address if all nodes are on this machine."""
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

@@ -1,9 +1,9 @@
-"""The executor of workers that are tasks of a Slurm job array.
+"""Run workers as tasks of a Slurm job array.
 
 One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
-``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker is waited for; one that ended after it had
-started is submitted again; one that never started, or that somebody cancelled, is not replaced. With
-``cluster = "local"`` the same script runs on this machine.
+``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot; one that ended after its
+start is submitted again; one that never started or was cancelled is not replaced. With ``cluster = "local"`` the same
+script runs on this machine.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ WAITING = {"PENDING", "REQUEUED"}
 ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
-"""States after which a task does not come back by itself."""
+"""States of a task that Slurm does not requeue."""
 RECORD = "slurm_jobs.json"
 COMMAND_SECONDS = 60.0
 
 
 @dataclass(eq=False)
 class SlurmTask:
-    """Newest task of a slot. ``job``: its id in Slurm; ``before``: number of the slot's newest process when it was
-    submitted; ``process``: set when it runs on this machine without Slurm."""
+    """Newest task of a slot. ``job`` is its id in Slurm, ``before`` the number of the slot's newest process at
+    submission, ``process`` the local process with ``cluster = "local"``."""
 
     job: str
     log: Path
@@ -56,17 +56,17 @@ class SlurmTask:
     process: subprocess.Popen[bytes] | None = None
 
 
-class Slurm:
-    """Starts workers as tasks of a job array. ``cores``: of this machine, shared out when ``cluster = "local"``."""
+class SlurmExecutor:
+    """Starts workers as tasks of a job array. ``cores`` of this machine are shared out with ``cluster = "local"``."""
 
     def __init__(self, plan: Plan, cores: int):
         self.plan, self.config, self.directory = plan, plan.specs[0].config, plan.directory
-        assert self.config.campaign.workers != "auto"  # a rule of the configuration
+        assert self.config.campaign.workers != "auto"  # guaranteed by a rule of the configuration
         self.slots, self.cores = self.config.campaign.workers, cores
         self.is_slurm = self.config.slurm.cluster == "slurm"
         self._tasks: dict[int, SlurmTask] = {}
         self._states: dict[str, str] = {}
-        self._looked = self._asked = 0.0
+        self._polled_at = self._submitted_at = 0.0
         self._begun = False
         self._notes: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
@@ -74,8 +74,7 @@ class Slurm:
         return self.config.backend.devices != "cpu"
 
     def start(self, slots: Sequence[int]) -> None:
-        """Submit workers for these slots, on the first call for all of them as one array. Raises UsageError when Slurm
-        rejects the job."""
+        """Submit workers, on the first call as one array. Raises UsageError if Slurm rejects the job."""
         if not self._begun:
             self._cancel_leftovers()
             living = [slot for slot in range(1, self.slots + 1) if slot not in slots]
@@ -104,7 +103,7 @@ class Slurm:
             if not self.is_slurm:
                 environment = with_imports({**os.environ, "SLURM_ARRAY_TASK_ID": str(slot)})
                 self._tasks[slot].process = start_logged(["bash", str(script)], log, environment)
-        self._asked, self._looked = time.monotonic(), 0.0
+        self._submitted_at, self._polled_at = time.monotonic(), 0.0
         self._record(closed=False)
 
     def look(self, slot: int) -> WorkerEnd | None:
@@ -133,8 +132,8 @@ class Slurm:
     def notes(self) -> Iterator[Message]:
         while not self._notes.empty():
             yield self._notes.get()
-        if self._asked and time.monotonic() - self._asked > WAIT_SECONDS:
-            self._asked = 0.0
+        if self._submitted_at and time.monotonic() - self._submitted_at > WAIT_SECONDS:
+            self._submitted_at = 0.0
             running = sum(newest(self._home(slot)) > task.before for slot, task in self._tasks.items())
             if running < len(self._tasks):
                 count = plural(len(self._tasks), "worker")
@@ -151,7 +150,6 @@ class Slurm:
             self._command("scancel", task.job)
 
     def close(self) -> None:
-        """Cancel the tasks that still wait in the queue."""
         jobs = [task.job for task in self._tasks.values()]
         if self.is_slurm:
             self._cancel_leftovers()
@@ -167,8 +165,8 @@ class Slurm:
 
     def _state(self, job: str) -> str:
         """Return a task's state in Slurm, at most ``LOOK_SECONDS`` old."""
-        if time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if time.monotonic() - self._polled_at >= LOOK_SECONDS:
+            self._polled_at = time.monotonic()
             ids = [word for task in self._tasks.values() for word in ("-j", task.job)]
             for line in self._command("sacct", "-o", "JobID,State,NodeList", "--parsable2", *ids).splitlines()[1:]:
                 name, state, *_ = line.split("|")
@@ -176,11 +174,11 @@ class Slurm:
         return self._states.get(job, "")
 
     def _submit(self, script: Path) -> str:
-        words = ["sbatch", str(script)]
+        command = ["sbatch", str(script)]
         outside = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         try:
             environment = with_imports(outside)
-            done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         except OSError as error:
             raise UsageError(f"Slurm takes no job: {error}; its script is {script}, see [slurm]") from error
         match = re.search(r"job (\d+)", done.stdout)
@@ -220,15 +218,17 @@ class Slurm:
         write_json(self.directory / WORKERS / RECORD, {"jobs": jobs, "closed": closed})
 
     def _cancel_leftovers(self) -> None:
-        """Cancel the waiting tasks of this campaign, including those of an earlier controller."""
+        """Cancel queued tasks of this campaign, including those of an earlier controller."""
         record: dict[str, Any] = read_json_if_present(self.directory / WORKERS / RECORD) or {}
         if self.is_slurm and record.get("jobs") and not record.get("closed"):
             self._command("scancel", "--state=PENDING", *record["jobs"].values())
 
-    def _command(self, *words: str) -> str:
+    def _command(self, *arguments: str) -> str:
         """Run a Slurm command and return its output; its errors show in the task states."""
         with suppress(OSError, subprocess.TimeoutExpired):
-            return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False).stdout
+            return subprocess.run(
+                arguments, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
+            ).stdout
         return ""
 
 
@@ -240,11 +240,11 @@ def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
             f'executor = "slurm": there is no {absent[0]} on this machine; start retrain where jobs are submitted, or '
             "type --executor processes"
         )
-    return CampaignWorkers(Slurm(plan, cores), plan.directory)
+    return CampaignWorkers(SlurmExecutor(plan, cores), plan.directory)
 
 
 def sbatch_options(config: Config, name: str, slots: Sequence[int], log: str) -> list[str]:
-    """Return the options of sbatch for workers of this campaign, as the script has them."""
+    """Return the options of sbatch for workers of this campaign, as lines of the script."""
     slurm, gpus = config.slurm, config.gpus_per_worker
     own_gpu = config.backend.devices != "cpu" and not any(option in slurm.extra for option in GPU_OPTIONS)
     options: dict[str, str | int | bool | None] = {

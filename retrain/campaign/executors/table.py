@@ -1,9 +1,9 @@
-"""The executors that train in workers, and on which devices these compute."""
+"""Select the executor of a plan, and the devices of its workers."""
 
 from collections.abc import Callable
 from functools import partial
 
-from retrain.campaign.executors.local import Local
+from retrain.campaign.executors.local import LocalExecutor
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
@@ -16,9 +16,12 @@ from retrain.errors import UsageError, plural
 
 
 def slots_of(config: Config) -> list[WorkerDevice]:
-    """Return a device for each worker: GPUs, a share of one, or an equal share of this machine's cores and
-    memory."""
-    asked, each, share = config.campaign.workers, config.campaign.workers_per_gpu, config.campaign.gpus_per_cohort
+    """Return the device of each worker: GPUs, a share of one, or an equal share of this machine's cores and memory."""
+    requested, per_gpu, share = (
+        config.campaign.workers,
+        config.campaign.workers_per_gpu,
+        config.campaign.gpus_per_cohort,
+    )
     cores = usable_cpus() or 1
     size = config.gpus_per_worker
     gpus = _left_by_servers(config, gpus_of(config.backend.devices, config.backend.named_gpus))
@@ -28,7 +31,7 @@ def slots_of(config: Config) -> list[WorkerDevice]:
                 f"[campaign] gpus_per_cohort = {share:g} has no effect: this machine shows no GPU; remove the line, or "
                 "type --set campaign.gpus_per_cohort=1"
             )
-        count = 1 if asked == "auto" else asked
+        count = 1 if requested == "auto" else requested
         return [WorkerDevice("cpu", max(1, cores // count), memory=1 / count)] * count
     groups = [gpus[first : first + size] for first in range(0, len(gpus) - size + 1, size)]
     if not groups:
@@ -36,29 +39,29 @@ def slots_of(config: Config) -> list[WorkerDevice]:
             f"each worker has {size} GPUs ([campaign] gpus_per_cohort, [backend] ranks), and [backend] devices means "
             f"{plural(len(gpus), 'GPU')}; type --set campaign.gpus_per_cohort={len(gpus)}"
         )
-    most = each * len(groups)
-    count = most if asked == "auto" else asked
+    most = per_gpu * len(groups)
+    count = most if requested == "auto" else requested
     if count > most:
-        has = f"a worker has {size} of them" if size > 1 else f"a GPU has {plural(each, 'worker')}"
+        has = f"a worker has {size} of them" if size > 1 else f"a GPU has {plural(per_gpu, 'worker')}"
         raise UsageError(
             f"[campaign] workers = {count}, and [backend] devices means {plural(len(gpus), 'GPU')}: {has}"
-            f"{f' with gpus_per_cohort = {share:g}' if each > 1 else ''}; type --workers {most}"
+            f"{f' with gpus_per_cohort = {share:g}' if per_gpu > 1 else ''}; type --workers {most}"
         )
     threads, memory = max(1, cores // count), min(1.0, share)
-    return [WorkerDevice.of(group, threads, memory) for group in (groups * each)[:count]]
+    return [WorkerDevice.of(group, threads, memory) for group in (groups * per_gpu)[:count]]
 
 
 def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the GPUs that ``[inference] launch_gpus`` does not reserve for servers."""
-    asked, backend = config.inference, config.backend
-    if not gpus or asked.launch is None:
+    inference, backend = config.inference, config.backend
+    if not gpus or inference.launch is None:
         return gpus
-    if asked.launch_gpus is None:
+    if inference.launch_gpus is None:
         raise UsageError(
             "[inference] launch starts servers beside the workers, and nothing says which of "
             f'{plural(len(gpus), "GPU")} are theirs: type --set inference.launch_gpus="{gpus[-1][1]}"'
         )
-    theirs = [name.strip() for name in asked.launch_gpus.split(",")]
+    theirs = [name.strip() for name in inference.launch_gpus.split(",")]
     there = [visible for _, visible in visible_gpus()]
     if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
         what = "twice" if wrong[0] in there else f"and this machine shows {', '.join(there)}"
@@ -70,19 +73,19 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
         raise UsageError(
             f"[backend] devices has {both[0]}, which [inference] launch_gpus gives to the servers; leave it out of one"
         )
-    left = [(name, visible) for name, visible in gpus if visible not in theirs]
-    if not left:
+    free = [(name, visible) for name, visible in gpus if visible not in theirs]
+    if not free:
         raise UsageError(
-            f"[inference] launch_gpus = {asked.launch_gpus} gives all {plural(len(gpus), 'GPU')} to the servers, and "
-            "none is left for workers"
+            f"[inference] launch_gpus = {inference.launch_gpus} gives all {plural(len(gpus), 'GPU')} to the servers, "
+            "and none is left for workers"
         )
-    return left
+    return free
 
 
 def _local(plan: Plan) -> CampaignWorkers:
     config, directory = plan.specs[0].config, plan.directory
     launch = None if config.inference.launch is None else partial(Launches, config, directory)
-    return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
+    return CampaignWorkers(LocalExecutor(slots_of(config), directory), directory, launch)
 
 
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
@@ -90,4 +93,4 @@ EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
     "ray": ray_workers,
     "slurm": lambda plan: slurm_workers(plan, usable_cpus() or 1),
 }
-"""Who starts the workers of a campaign, by the executor's name in the file."""
+"""Constructors of the executors that start workers, by the executor's name in the file."""

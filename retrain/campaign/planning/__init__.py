@@ -1,1 +1,1 @@
-"""From a file to runs: which there are, what they refer to and cost, and what a directory holds of them."""
+"""Plan the runs of a file, check what they refer to, and read the records of earlier starts."""

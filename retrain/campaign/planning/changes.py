@@ -1,7 +1,7 @@
-"""What a continued run would do otherwise than before: every difference has a name, and a person decides.
+"""Compare a continued run with its records; a person approves every difference.
 
-Compared is what a run directory recorded with what is there now: the resolved configuration, retrain's own code and
-that of plug-ins, package versions, the base model's weights and tokenizer, the data, device and number format.
+Compared are the resolved configuration, the code of retrain and plug-ins, package versions, the base model's weights
+and tokenizer, the data, device and number format.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +17,14 @@ from retrain.records.schema.layout import CONFIG
 from retrain.training.inputs import change_line
 
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
-"""Packages in which no number of a run is computed; ``retrain`` is compared by its code."""
+"""Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code."""
 MISSING = "(not recorded)"
 
 
 @dataclass
 class Approval:
-    """Decides about differences: accepted beforehand, asked about, or refused.
-
-    ``ask`` shows lines to a person and returns the answer; None when nobody is there. ``tell`` gets the lines that
-    were accepted.
-    """
+    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to a person and
+    returns the answer; None if nobody can be asked. ``tell`` receives accepted lines."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
@@ -35,7 +32,7 @@ class Approval:
     accepted: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, changes: Sequence[str]) -> None:
-        """Return when all ``changes`` are accepted. Raises UsageError, which names them, when they are not."""
+        """Return if all ``changes`` are accepted. Raises UsageError, which lists them, if they are not."""
         new = [line for line in dict.fromkeys(changes) if line not in self.accepted]
         if not new:
             return
@@ -51,10 +48,8 @@ class Approval:
 
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
-    """Differences in retrain's code, plug-ins and packages between what a run recorded and now.
-
-    A run that has checkpoints and no record of what made them differs in an unknown way, which is a line of its own.
-    """
+    """Return the differences between a run's recorded code, plug-ins and packages and the present ones. A run with
+    checkpoints but without such records yields a line that says so."""
     reader = RunReader(home)
     facts = reader.intact_config()
     if not facts:
@@ -83,14 +78,13 @@ def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
 def settings_changes(
     specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[str], list[str]]:
-    """What the configuration says otherwise of runs that are there already: (lines to ask about, lines about more
-    steps).
+    """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
-    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps are no matter of
-    acceptance: asking for them is what the change is for. Raises UsageError for a change that cannot be made: fewer
-    steps than are done, and other settings of a finished run that is not continued.
+    ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps need no approval: the
+    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and other settings of a
+    finished run that is not continued.
     """
-    asked, extensions = [], []
+    to_approve, extensions = [], []
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
@@ -110,5 +104,5 @@ def settings_changes(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "
                 f"--out, or ask for more steps than {entry['step']} to continue it with these"
             )
-        asked += lines
-    return list(dict.fromkeys(asked)), list(dict.fromkeys(extensions))
+        to_approve += lines
+    return list(dict.fromkeys(to_approve)), list(dict.fromkeys(extensions))

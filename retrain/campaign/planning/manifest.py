@@ -1,7 +1,6 @@
-"""The record of a campaign's runs and their states: one file, replaced atomically whenever an event has changed it.
+"""Record the runs of a campaign or single run and their states in one file, replaced atomically after every event.
 
-``plan.json`` beside it holds what was asked: the resolved configuration of every run, which is all that a later
-process needs to continue. Both are also written for a single run.
+``plan.json`` beside it holds the resolved configuration of every run, which suffices to continue.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
-from retrain.config.campaign import DECIDING_KEYS, Campaign
+from retrain.config.campaign import DECIDING_KEYS, CampaignSection
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import defines_run, flat
 from retrain.config.runs import RunSpec, condition_hash, run_directory
@@ -38,19 +37,17 @@ HOW = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
     "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
 )  # fmt: skip
-"""Keys that say how the runs of a campaign are carried out, not which there are."""
+"""Keys that control execution and do not define runs."""
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
-"""Facts of a campaign that hold only until one of its runs goes on."""
+"""Facts of a campaign that become invalid when one of its runs continues."""
 RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
 """Files of a campaign or run that are written before its first run begins."""
-CLAIM = {MARK, LOCK, LEASE}  # Files by which a process takes possession of a directory
+CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Hash of everything that defines a run: its resolved configuration, without what only names outputs.
-
-    Only what differs from the defaults counts, so that a later release with further keys still continues the run.
-    """
+    """Return the hash of everything that defines a run: its resolved configuration without keys that only name outputs.
+    Defaults are left out, so that a later release with more keys continues the run."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     given = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
@@ -63,10 +60,8 @@ def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Return the manifest's entries by run id, and one line for each record that is missing although runs have begun.
-
-    Raises UsageError where runs have begun and there is no manifest: which of them are done, failed or stopped, and
-    what was declared, is not known.
-    """
+    Raises UsageError if runs have begun and the manifest is missing, because their states and the declaration are then
+    unknown."""
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
         if any(_has_records(place) for place in (directory, *(directory / "runs").glob("*"))):
@@ -94,8 +89,8 @@ def _has_records(run: Path) -> bool:
 
 
 def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """Return what these runs declare: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds``, and by
-    label ``max_steps`` and, for a campaign, ``settings`` (their hash)."""
+    """Return the declaration of these runs: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds``,
+    and by label ``max_steps`` and, for a campaign, ``settings`` (their hash)."""
     campaign, by_label = specs[0].config.campaign, {spec.label: spec for spec in specs}
     declared = {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
         "baseline": specs[0].label,
@@ -112,22 +107,22 @@ def freeze(
     content: dict[str, Any], specs: Sequence[RunSpec], before: Sequence[Mapping[str, Any]],
     configs: Mapping[str, Mapping[str, Any]],
 ) -> None:  # fmt: skip
-    """Keep what is declared in a manifest's content; until a run has begun, a later start may declare it anew.
+    """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
-    ``before`` are the manifest's entries and ``configs`` the planned configurations, by run id, of the last start: what
-    a record from an earlier release does not hold is taken from them, not from the file as it is now.
+    ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts
+    that older records lack are taken from them, not from the present file.
     """
     if begun(before):
         planned = declaration(specs)
-        planned.pop("settings", None)  # what an earlier release has begun may have had others
+        planned.pop("settings", None)  # runs of an earlier release may have had other declarations
         content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
     else:
         content["declared"] = declaration(specs)
 
 
 def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the runs of an earlier start declared; keys that there were not then have their defaults."""
-    defaults = Campaign(sequential="off")  # the oldest records know no analysis before the end
+    """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
+    defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
     steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
     return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
@@ -141,12 +136,12 @@ def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[
 class Manifest:
     """``manifest.json`` of one directory, in memory and on disk.
 
-    ``files`` is the thread that writes it and what else belongs to the whole directory, in order; what must be read
-    from there, or hold when the process is killed, is waited for with ``files.flush()``. The end of the ``with`` block
-    waits as well. Each event also raises StorageError when an earlier one could not be written.
+    ``files`` is the thread that writes the records of the directory in order; ``files.flush()`` waits until they are on
+    disk, and so does the end of the ``with`` block. Each event also raises StorageError if an earlier one could not be
+    written.
 
-    An event costs the same whatever the number of runs: it makes only what it changes into text anew, and at most one
-    write waits, which takes what all events up to its turn have changed.
+    The cost of an event does not depend on the number of runs: only changed entries are serialised again, and at most
+    one write is pending, which includes all events up to its start.
     """
 
     def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
@@ -172,11 +167,11 @@ class Manifest:
     def open(
         cls, directory: Path, name: str, specs: Sequence[RunSpec], guard: Callable[[], None] = lambda: None
     ) -> Manifest:
-        """Create the directory's manifest, or continue the one that is there. ``guard`` is called before each write.
+        """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
-        New runs of an extended plan are added; until one has begun, runs that are no longer planned are left out.
-        Settings of known runs become those of the plan, which the caller has had accepted; a finished run that is to
-        take more steps is pending again, and what was concluded is forgotten.
+        Adds new runs of an extended plan; drops unplanned runs until one has begun. Settings of known runs become those
+        of the plan, which the caller has had approved; a finished run with more steps becomes pending again, and
+        conclusions are dropped.
         """
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
@@ -184,11 +179,11 @@ class Manifest:
         if not begun(content["runs"]):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
-        known = {run["run_id"]: run for run in content["runs"]}
+        entries = {run["run_id"]: run for run in content["runs"]}
         for run in content["runs"]:
-            run.pop("worker", None)  # of a process that is no more
+            run.pop("worker", None)  # left by a process that has ended
         for spec in specs:
-            digest, run = fingerprint(spec), known.get(spec.run_id)
+            digest, run = fingerprint(spec), entries.get(spec.run_id)
             if run is not None:
                 last = spec.config.training.max_steps
                 if run["state"] == "done" and last > run["step"]:
@@ -211,16 +206,15 @@ class Manifest:
         return manifest
 
     def run(self, run_id: str) -> dict[str, Any]:
-        """The entry of one run, to be read; ``update`` and ``step`` change it."""
+        """Return the entry of one run, read-only; ``update`` and ``step`` change it."""
         return self._by_id[run_id]
 
     def step(self, run_id: str, step: int) -> None:
-        """How many steps a run has done; the next event writes it."""
+        """Set the number of finished steps; the next event writes it."""
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Keep the seal of a run's evaluations, which the next event writes; the first seal of a condition declares the
-        hash of its problems."""
+        """Store the seal of a run's evaluations; a condition's first seal declares the hash of its problems."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}
@@ -229,7 +223,6 @@ class Manifest:
 
     @cached_property
     def registry(self) -> Registry:
-        """The registry beside the directory."""
         return Registry(self.directory)
 
     @property
@@ -237,7 +230,7 @@ class Manifest:
         return self.content.get("registry", OFF) != OFF
 
     def declare(self, data: str) -> None:
-        """Add the declaration to the registry, unless it is there. ``data`` is the hash of the problems."""
+        """Add the declaration to the registry unless it is there. ``data`` is the hash of the problems."""
         if self.content.get("registry") == ON:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
@@ -251,7 +244,7 @@ class Manifest:
         self._write_facts(facts)
 
     def write(self) -> None:
-        """Have the file replaced by all that ``content`` says now."""
+        """Schedule a write of the current ``content``."""
         with self._lock:
             self._changed |= self._by_id.keys()
         self._write_facts(self.content)
@@ -265,7 +258,7 @@ class Manifest:
             self._changed.add(run_id)
 
     def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Have the file replaced, also after a failure, which the new one may make good."""
+        """Schedule a write, also after a failed one, which the new write may repair."""
         with self._lock:
             self.content |= {**facts, "updated": time.time()}
             for key in (*facts, "updated"):
@@ -277,7 +270,7 @@ class Manifest:
         self.files.check()
 
     def _replace(self) -> None:
-        """Write the file as ``files.dumps`` with an indent of 2 would."""
+        """Write the file in the format of ``files.dumps`` with an indent of 2."""
         with self._lock:
             self._waits = False
             self._run_texts |= {run_id: _indented(self._by_id[run_id], 4) for run_id in self._changed}
@@ -297,7 +290,7 @@ def _indented(value: Any, by: int) -> str:
 
 
 class CampaignObserver(NullObserver):
-    """Records what happens to runs in the manifest, and passes it to ``observer``."""
+    """Records events of runs in the manifest, and passes them to ``observer``."""
 
     def __init__(self, manifest: Manifest, observer: Observer):
         self.manifest, self.observer = manifest, observer
@@ -325,7 +318,7 @@ class CampaignObserver(NullObserver):
         changes: dict[str, Any] = {"state": status, "reason": message or None}
         if status == "failed":
             changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
-        if status == "done" and self.manifest.is_registered:  # before the manifest says so: a kill repeats it
+        if status == "done" and self.manifest.is_registered:  # first: after a kill it is repeated
             entry = RunEntry.from_row(self.manifest.run(spec.run_id))
             self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
@@ -355,22 +348,21 @@ def summary(manifest: Manifest) -> dict[str, Any]:
 
 
 def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the first accuracy of a run on each held-out set, and the last with its interval over problems."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the first accuracy of a run on each held-out set, and the last one with its interval over problems."""
+    evaluations: dict[str, dict[str, Any]] = {}
     for row in RunReader(directory).evaluations():
         name = str(row.get("name", HELDOUT))
         rate = row.get(f"eval/{name}/correct_rate")
         if rate is None or name.endswith(PART):
             continue
         last = {key: row.get(f"eval/{name}/{key}") for key in ("ci_low", "ci_high", "problems")}
-        found[name] = {"before": found.get(name, {}).get("before", rate), "after": rate, **last}
-    return found
+        evaluations[name] = {"before": evaluations.get(name, {}).get("before", rate), "after": rate, **last}
+    return evaluations
 
 
 def write_plan(plan: Plan) -> None:
-    """Write ``plan.json``: the file as it was given, where it lay (relative paths in it are looked up there), the
-    settings that were applied to it, and every run with its resolved configuration. Of a plan without a file, what is
-    there says where it came from."""
+    """Write ``plan.json``: the original file, its folder (base of relative paths), the applied settings, and every run
+    with its resolved configuration. A plan without a file keeps the recorded source."""
     if plan.source is None:
         content = read_plan_file(plan.directory)
         file = {key: content[key] for key in ("file", "folder", "toml", "sets") if key in content}
@@ -383,12 +375,10 @@ def write_plan(plan: Plan) -> None:
 
 
 def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
-    """The plan in ``plan.json``, with ``section.key=value`` settings applied to each run.
-
-    Raises UsageError when the directory holds no plan, or a setting is none for runs that are planned already.
-    """
+    """Return the plan in ``plan.json``, with ``section.key=value`` settings applied to each run. Raises UsageError if
+    the directory has no plan, or planned runs cannot take a setting."""
     if not (directory / PLAN).is_file():
-        campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
+        campaign = directory.absolute().parent.parent  # for a run in logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""
         raise UsageError(f"{directory} is not a run or campaign directory of retrain: it has no {PLAN}{hint}")
     content = read_plan_file(directory)
@@ -406,10 +396,10 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
 
 @contextmanager
 def restored_when_refused(directory: Path, specs: Sequence[RunSpec]) -> Iterator[None]:
-    """Restore the records in ``directory`` when the command is refused before any of its runs has begun.
+    """Restore the records in ``directory`` if the command is refused before any of its runs has begun.
 
-    The plan has to be on the disk before a worker starts, and some faults are only found once model, data and
-    checkpoints are loaded. A refusal is an error with exit status 2. A run has begun when its ``run.log`` has changed.
+    Workers need the plan on disk, and some faults are found only after model, data and checkpoints are loaded. A
+    refusal is an error with exit status 2; a run has begun when its ``run.log`` has changed.
     """
     before = {name: _content(directory / name) for name in RECORDS}
     is_new = not (directory / MARK).exists()
@@ -442,7 +432,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _remove_claim(directory: Path) -> None:
-    """Remove a directory that holds nothing but this process's claim."""
+    """Remove a directory that contains only this process's claim."""
     if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
         for name in CLAIM:
             (directory / name).unlink(missing_ok=True)

@@ -1,9 +1,7 @@
-"""A file's plan: which runs there are (conditions × seeds, each with its resolved configuration), and where they go.
+"""Plan a file: its runs (conditions × seeds, each with its resolved configuration) and their directories.
 
-A file goes one way: ``load``, then ``Plan.of``, ``check``, ``execute``; each is done once and hands its result on.
-
-Runs come seed by seed, all conditions of a seed together: what is paired by seed is there early, and a campaign that
-is stopped half-way has complete pairs.
+The order of calls is ``load``, ``Plan.of``, ``check``, ``execute``. Runs are ordered by seed, with all conditions of a
+seed together, so that pairs are complete early and in a campaign that is stopped half-way.
 """
 
 from __future__ import annotations
@@ -12,53 +10,47 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from retrain.config import Condition, Config, Loaded, parse_dict
+from retrain.config import Condition, Config, LoadedConfig, parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import assemble
 from retrain.config.modes import condition_label
 from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
+from retrain.environments.build import CompletionLengths, longest_completions
 from retrain.errors import UsageError
 from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
-if TYPE_CHECKING:
-    from retrain.environments.build import Longest
-
-
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: shared decoding gains little beyond (``benchmarks/decode.py``)."""
+"""Most runs of a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained, and where: all that is worked out of a file, or of a directory's ``plan.json``.
+    """Resolved file, or ``plan.json`` of a directory: the runs and their directories.
 
-    ``directory`` is written to; ``folder`` is that of the TOML file, where relative paths to data and modules are
-    looked up first. ``source`` is the file as it was read, None for a directory that is continued from its own plan;
-    ``sets`` are the ``section.key=value`` settings that this plan was changed with; ``registry`` says whether a
-    declaration goes into the registry (``records.registry``: ON, OFF), "" where nobody has asked.
+    ``directory`` receives the records; ``folder`` is that of the TOML file, the first base of relative paths.
+    ``source`` is the file as read, None for a directory that continues its own plan; ``sets`` are the applied
+    ``section.key=value`` settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided.
     """
 
     specs: list[RunSpec]
     directory: Path
     folder: Path
     name: str
-    source: Loaded | None = None
+    source: LoadedConfig | None = None
     sets: tuple[str, ...] = ()
     registry: str = ""
 
     @cached_property
-    def longest(self) -> Longest:
-        from retrain.environments.build import longest_completions
-
+    def longest(self) -> CompletionLengths:
         return longest_completions(spec.config for spec in self.specs)
 
     @classmethod
-    def of(cls, loaded: Loaded, out: Path | None = None, registry: str = "") -> Plan:
-        """The plan of a file. Raises ConfigError when a run's configuration does not hold."""
+    def of(cls, loaded: LoadedConfig, out: Path | None = None, registry: str = "") -> Plan:
+        """Return the plan of a file. Raises ConfigError when a run's configuration is invalid."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
@@ -68,12 +60,10 @@ class Plan:
         return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 
-def plan(source: Loaded | Config) -> list[RunSpec]:
-    """The runs of a campaign in the order in which they start, or the one run of a file without [campaign].
-
-    Raises ConfigError when a run's configuration does not hold.
-    """
-    config = source.config if isinstance(source, Loaded) else source
+def plan(source: LoadedConfig | Config) -> list[RunSpec]:
+    """Return the runs of a campaign in the order in which they start, or the one run of a file without [campaign].
+    Raises ConfigError if a run's configuration is invalid."""
+    config = source.config if isinstance(source, LoadedConfig) else source
     if not config.is_campaign:
         algorithm = config.algorithm
         name = condition_label(algorithm.advantage_mode, algorithm.transform_mode, {})
@@ -95,7 +85,7 @@ def plan(source: Loaded | Config) -> list[RunSpec]:
 
 
 def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
-    """The run's configuration with nothing left to be worked out."""
+    """Return the run's configuration with every value resolved."""
     run = Config.model_validate(assemble(config.model_dump(), condition, seed))
     data = without_unused(run)
     training, logging = data["training"], data["logging"]
@@ -109,7 +99,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
         return parse_dict(data)
     run_id = f"{label}_s{seed}"
     name = logging["wandb_run_name"] or run_id
-    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # planned again it is the same
+    logging["wandb_run_name"] = name if name.endswith(run_id) else f"{name}_{run_id}"  # the same if planned again
     logging["wandb_group"] = logging["wandb_group"] or label
     own_tags = [label, f"seed{seed}"]
     logging["wandb_tags"] = own_tags + [tag for tag in logging["wandb_tags"] if tag not in own_tags]
@@ -117,7 +107,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Consecutive runs that share a base, at most ``lanes`` together; runs of several seeds only ``across_seeds``."""
+    """Return consecutive runs with one base, at most ``lanes`` together; of several seeds only ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []
@@ -130,23 +120,22 @@ def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> 
 
 
 def base_key(spec: RunSpec) -> str:
-    """Runs with the same text here can share one base model, its wrapped layers and the held-out problems."""
+    """Return a key that is equal for runs that can share base, wrapped layers and held-out problems."""
     sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
     return repr((sampled, spec.config.held_out))
 
 
 def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
-    """Return the seeds of a plan that train before its interim analysis, empty without one; with a number of lanes,
-    cohorts are cut without regard to it."""
+    """Return the seeds that train before the interim analysis; empty without one or with fixed lanes."""
     campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
     count = interim_seeds(len(seeds)) if len({spec.label for spec in specs}) > 1 else None
     return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []
 
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
-    """How many runs step together; ``auto`` keeps whole seeds together, so that pairs share their batches, and makes as
-    many cohorts as there are ``slots`` to train them side by side: of fewer seeds each, and where there are not even as
-    many seeds, of equal parts of a seed."""
+    """Return the number of runs that step together. ``auto`` keeps whole seeds together, so that pairs share their
+    batches, and makes at least ``slots`` cohorts: of fewer seeds each, or, with fewer seeds than slots, of parts of a
+    seed."""
     asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if asked != "auto":
         return int(asked)
@@ -154,20 +143,18 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     seeds = len(seeds_before_interim(specs)) or len({spec.seed for spec in specs})
     if seeds < slots:
         return min(most, -(-conditions // (slots // seeds)))
-    share = -(-seeds // slots) if slots > 1 else most  # whole seeds of a slot
+    share = -(-seeds // slots) if slots > 1 else most  # number of whole seeds per slot
     return min(share, most // conditions) * conditions if conditions <= most else most
 
 
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
-    """The runs of a cohort in cohorts of which each fits into memory, whole seeds together where possible, so that
-    pairs share batches. ``fitting`` runs fit together, and ``reason`` says why no more.
-
-    Raises UsageError when the file fixes the number of lanes, or not even one run fits.
-    """
-    asked = group[0].config.campaign.lanes
+    """Split a cohort so that each part fits into memory, with whole seeds together where possible, so that pairs share
+    batches. ``fitting`` runs fit together; ``reason`` says why no more do. Raises UsageError when the file fixes the
+    number of lanes, or when no run fits."""
+    configured = group[0].config.campaign.lanes
     if fitting < 1:
         raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
-    if asked != "auto":
+    if configured != "auto":
         raise UsageError(f'{reason}; type lanes = {fitting} or lanes = "auto" in [campaign]')
     conditions = len({spec.label for spec in group})
     count = fitting // conditions * conditions or fitting
@@ -177,8 +164,8 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
 def cut(
     specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None, first: Collection[int] = ()
 ) -> list[list[RunSpec]]:
-    """These runs in cohorts, for so many ``slots``; ``lanes`` where it is known how many fit together. No cohort has
-    both seeds before the interim analysis, ``first``, and later ones."""
+    """Return these runs in cohorts for ``slots`` workers; ``lanes`` is the number that fits together, if known. No
+    cohort mixes seeds before the interim analysis, ``first``, with later ones."""
     if not specs:
         return []
     lanes = lanes or lane_count(specs, on_gpu, slots)

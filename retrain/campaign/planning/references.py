@@ -1,8 +1,5 @@
-"""What can be known to be wrong before anything is loaded: packages, code of the user's own, a model that lies on this
-machine, with its layers, and problems, that a file refers to; and places that are not free to write to.
-
-Nothing of torch is imported here; what the user's modules import is theirs.
-"""
+"""Check what a file refers to before anything is loaded: packages, the user's code, model files, layers and problems;
+and whether output paths are free. Torch is not imported here, though the user's modules may import it."""
 
 from __future__ import annotations
 
@@ -12,19 +9,27 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from retrain.campaign.planning.plan import Plan
-from retrain.config import Config, Loaded
+from retrain.config import Config, LoadedConfig
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
 from retrain.config.evaluation import trackers
 from retrain.config.modes import Need, mode_of
 from retrain.config.problems import Mistake, path_of
 from retrain.config.runs import RunSpec, run_directory, run_place
-from retrain.config.tasks import Data, Grader
+from retrain.config.tasks import Data, GraderKeys
 from retrain.data import Dataset, load_data
 from retrain.data.sources import directory_of, on_hub
 from retrain.device import build_fault
-from retrain.environments.build import Longest, askable, context_length, data_of, hosted, missing_column, tokenizer_of
-from retrain.errors import ConfigError, DataError, ModelError, NotOurs, PluginError, Problem, listed
+from retrain.environments.build import (
+    CompletionLengths,
+    askable,
+    context_length,
+    data_of,
+    hosted,
+    missing_column,
+    tokenizer_of,
+)
+from retrain.errors import ConfigError, ConfigProblem, DataError, ModelError, NotOurs, PluginError, listed
 from retrain.extras import EXTRA_OF, install_line, is_installed, missing, package_of
 from retrain.files import read_json, search_folders
 from retrain.models.directory import find_file, model_fault, reward_model_fault
@@ -36,6 +41,7 @@ from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.registry import ON, Registry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
+from retrain.rewards.custom import CustomReward
 
 CHECKPOINT_FILES = (*ADAPTER_FILES, MANIFEST, "optimizer.safetensors", STATE)
 AWAY = "move it away, or " + ELSEWHERE
@@ -43,9 +49,8 @@ NOBODY = Owner("")
 
 
 def check(plan: Plan, places: bool = True) -> Plan:
-    """The plan, once all that can be known before anything is loaded has been looked at: the packages, code, rewards,
-    model and problems that a file refers to; with ``places`` whether what it would write to is free or its own. Raises
-    ConfigError, NotOurs or UsageError."""
+    """Return the plan after checking packages, code, rewards, model and problems that its file refers to, and with
+    ``places`` also the output paths. Raises ConfigError, NotOurs or UsageError."""
     if plan.source is not None:
         rewards = custom_rewards(plan)
         problems = [*_problems(plan, plan.source, rewards), *data_problems(plan, plan.source, rewards)]
@@ -58,9 +63,9 @@ def check(plan: Plan, places: bool = True) -> Plan:
     return plan
 
 
-def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Problem]:
-    """One for each package, function, class, model and layer that the file names and that cannot be used; and token
-    credit that a backend would flatten."""
+def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Iterator[ConfigProblem]:
+    """Yield a problem for each unusable package, function, class, model and layer that the file names, and for token
+    credit that the backend would ignore."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
@@ -82,7 +87,7 @@ def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Pr
         backend = (spec.config.backend.backend, spec.config.backend.devices)
         sizes = (model.lora_rank, *completion_lengths(spec.config))
         wanted = repr((backend, model.model, model.revision, model.trust_remote_code, targets, sizes))
-        if wanted not in examined:  # one look at files for all runs that want them
+        if wanted not in examined:  # one read of the files for all runs with this key
             examined.add(wanted)
             yield from _model_problems(loaded, spec.config)
         teacher = spec.config.distillation.teacher if spec.config.distillation.active else None
@@ -92,25 +97,25 @@ def _problems(plan: Plan, loaded: Loaded, rewards: CustomRewards) -> Iterator[Pr
 
 
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
-    """(key, its value, module) for every optional package that a run needs and that is not installed."""
+    """Yield (key, its value, module) for every optional package that a run needs and that is not installed."""
     logging = config.logging
-    wanted: list[tuple[str, Any, str]] = []
+    packages: list[tuple[str, Any, str]] = []
     for key, source in sources_of(config).items():
         if source.endswith(".parquet"):
-            wanted.append((key, source, "pyarrow"))
+            packages.append((key, source, "pyarrow"))
         elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
-            wanted.append((key, source, "datasets"))
-    wanted += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
+            packages.append((key, source, "datasets"))
+    packages += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
     if config.campaign.executor == "ray":
-        wanted.append(("campaign.executor", "ray", "ray"))
+        packages.append(("campaign.executor", "ray", "ray"))
     if config.model.quantize == "nf4":
-        wanted.append(("model.quantize", "nf4", "bitsandbytes"))
+        packages.append(("model.quantize", "nf4", "bitsandbytes"))
     for name in trackers(logging.report_to, logging.wandb_project):
         if name in logging.report_to and name in EXTRA_OF:
-            wanted.append(("logging.report_to", name, name))
+            packages.append(("logging.report_to", name, name))
         elif name == "wandb":
-            wanted.append(("logging.wandb_project", logging.wandb_project, name))
-    yield from (each for each in wanted if not is_installed(each[2]))
+            packages.append(("logging.wandb_project", logging.wandb_project, name))
+    yield from (each for each in packages if not is_installed(each[2]))
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:
@@ -121,9 +126,9 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
             raise missing(f'[{section}] {name} = "{value}"', module)
 
 
-def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
-    """Yield what is wrong with the model's files (names, sizes and headers only); for sound files, target modules that
-    it lacks and completion lengths and ranks that exceed its sizes."""
+def _model_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProblem]:
+    """Yield faults of the model's files (names, sizes and headers only); if there are none, missing target modules, and
+    completion lengths and ranks that exceed the model's sizes."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -138,7 +143,7 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
         )
     key, targets = "lora.target_modules", config.lora.target_modules
     path = find_file(model.model, "config.json", model.revision)
-    layers = None if path is None else dense_layers(read_json(path))  # None where only the loaded model tells them
+    layers = None if path is None else dense_layers(read_json(path))  # None if only the loaded model knows them
     for message, fix in target_mistakes(targets, layers, "lm_head") if layers is not None else ():
         yield _problem_at(loaded, key, targets, message, fix)
     context = context_length(config)
@@ -153,10 +158,8 @@ def _model_problems(loaded: Loaded, config: Config) -> Iterator[Problem]:
 
 
 def completion_lengths(config: Config) -> list[tuple[str, int]]:
-    """Return the keys that limit the length of completions, with their values in tokens.
-
-    Empty for environments of several turns, which cut the last completion to what is left of the context.
-    """
+    """Return the keys that limit the length of completions, with their values in tokens. Empty for environments of
+    several turns, which truncate the last completion to the remaining context."""
     if config.environment.provider is not None and config.environment.turns > 1:
         return []
     training, sets = config.training.max_tokens, config.evaluation.sets
@@ -170,8 +173,7 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
 
 
 class CustomCode(NamedTuple):
-    """What a worker says of the functions of a reward of type ``custom``: the columns of the data that they cannot do
-    without, or the fault that keeps them from being used."""
+    """Report on a custom reward's functions: required data columns, or the fault that makes them unusable."""
 
     columns: tuple[str, ...] = ()
     fault: str = ""
@@ -181,54 +183,54 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:
-    """Load the functions of all custom rewards of a plan, each once, in a worker process as training does: the user's
+    """Load the functions of all custom rewards of a plan, each once, in a worker process as in training: the user's
     module is never imported here."""
-    from retrain.rewards.custom import CustomReward
-
-    found: dict[str, CustomCode] = {}
+    codes: dict[str, CustomCode] = {}
     for table, part in (each for spec in plan.specs for each in spec.config.graders):
         module, functions = part.custom_module, part.custom_function
-        if part.type != "custom" or module is None or _code_of(part) in found:
+        if part.type != "custom" or module is None or _code_of(part) in codes:
             continue
         try:
             reward = CustomReward(module, functions, workers=1, base_dir=plan.folder, table=table)
             reward.close()
-            found[_code_of(part)] = CustomCode(reward.columns)
+            codes[_code_of(part)] = CustomCode(reward.columns)
         except PluginError as error:
             reason = str(error).rpartition(f"custom_function = {functions!r}: ")[2]
-            found[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
-    return found
+            codes[_code_of(part)] = CustomCode(fault=reason.rpartition(f"custom_module = {module!r}: ")[2])
+    return codes
 
 
-def _code_of(part: Grader) -> str:
+def _code_of(part: GraderKeys) -> str:
     return repr((part.custom_module, part.custom_function))
 
 
-def data_problems(plan: Plan, loaded: Loaded, rewards: CustomRewards = MappingProxyType({})) -> list[Problem]:
-    """What is wrong with the problems that the file names, and with columns that ``rewards`` need: of files and
-    directories everything, their prompts' lengths if the model's tokenizer is on this machine; of functions and of the
-    hub's data sets nothing, they are read when training starts."""
-    problems: dict[str, Problem | None] = {}
+def data_problems(
+    plan: Plan, loaded: LoadedConfig, rewards: CustomRewards = MappingProxyType({})
+) -> list[ConfigProblem]:
+    """Return the faults of the file's problems and of columns that ``rewards`` need. Files and directories are read,
+    and prompts measured if the model's tokenizer is local; functions and hub data sets are read only when training
+    starts."""
+    problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
         graded = [(each.rubric_column, each.criteria, _code_of(each)) for _, each in config.graders]
         model = (config.backend.backend, config.model.model, config.model.revision)
-        wanted = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
-        if wanted not in problems:
+        key = repr((config.data, held_out, config.training.max_examples, config.environment, graded, model))
+        if key not in problems:
             fault = _environment_problem(loaded, config, plan.folder)
             if fault is None and config.environment.provider is None:
                 fault = _data_problem(loaded, config, plan, rewards)
-            problems[wanted] = fault
+            problems[key] = fault
     return [problem for problem in problems.values() if problem is not None]
 
 
-def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Problem | None:
-    """What keeps the environment or the tools from being started, or what is wrong with the environment's problems."""
+def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> ConfigProblem | None:
+    """Return why the environment or tools cannot be started, or the fault of the environment's problems."""
     section = config.environment
     if not section.hosted:
         return None
     key, value = ("provider", section.provider) if section.provider else ("tools", section.tools)
-    shown = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
+    name = section.provider or ", ".join(each if isinstance(each, str) else str(each) for each in section.tools)
     try:
         host = hosted(config, folder)
         if section.provider is not None:
@@ -236,13 +238,13 @@ def _environment_problem(loaded: Loaded, config: Config, folder: Path) -> Proble
     except (PluginError, DataError) as error:
         reason = str(error).removeprefix(f"[environment] provider = {section.provider!r}: ")
         reason = reason.removeprefix(f"provider = {section.provider!r}: ")
-        return _problem_at(loaded, f"environment.{key}", value, f'is "{shown}": {reason}')
+        return _problem_at(loaded, f"environment.{key}", value, f'is "{name}": {reason}')
     return None
 
 
-def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRewards) -> Problem | None:
+def _data_problem(loaded: LoadedConfig, config: Config, plan: Plan, rewards: CustomRewards) -> ConfigProblem | None:
     sources, folder = sources_of(config), plan.folder
-    absent = {key for key, _, _ in absent_packages(config, folder)}  # a problem of its own
+    absent = {key for key, _, _ in absent_packages(config, folder)}  # reported separately
     asked = {key: value for key, value in sources.items() if value != "arithmetic"}
     remote = {key for key, value in asked.items() if is_plugin(value) or on_hub(value, folder)}
     local = [key for key in sources if key not in absent | remote]
@@ -253,16 +255,17 @@ def _data_problem(loaded: Loaded, config: Config, plan: Plan, rewards: CustomRew
             return _column_problem(loaded, config, data, rewards) or _prompt_problem(loaded, config, data, plan.longest)
     except DataError as error:
         fault = error
-    for key in local:  # whose fault it is; beside sources that are not read yet, the others are read by themselves
+    for key in local:  # find the source at fault; some sources may be read only in training
         try:
-            load_data(_alone(config, key), 0, base_dir=folder)
+            load_data(_single_source(config, key), 0, base_dir=folder)
         except DataError as error:
             return _of_source(loaded, key, sources[key], error)
     return None if fault is None else _of_source(loaded, "data.source", sources["data.source"], fault)
 
 
-def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: CustomRewards) -> Problem | None:
-    """A column that a reward function names and the data do not have."""
+def _column_problem(
+    loaded: LoadedConfig, config: Config, data: Dataset, rewards: CustomRewards
+) -> ConfigProblem | None:
     for table, part in config.graders:
         columns = rewards.get(_code_of(part), CustomCode()).columns if part.type == "custom" else ()
         if fault := missing_column(columns, data, config):
@@ -271,14 +274,14 @@ def _column_problem(loaded: Loaded, config: Config, data: Dataset, rewards: Cust
     return None
 
 
-def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Longest) -> Problem | None:
-    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it.
-
-    Returns None if the tokenizer is not on this machine: training then measures prompts before it loads weights.
-    """
+def _prompt_problem(
+    loaded: LoadedConfig, config: Config, data: Dataset, longest: CompletionLengths
+) -> ConfigProblem | None:
+    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it. Returns
+    None if the tokenizer is not local: training then measures prompts before it loads weights."""
     context = context_length(config)
     if context and max((longest.training, *longest.heldout.values())) >= context:
-        return None  # a problem of its own
+        return None  # reported separately
     try:
         tokenizer = tokenizer_of(config)
     except ModelError:
@@ -293,21 +296,21 @@ def _prompt_problem(loaded: Loaded, config: Config, data: Dataset, longest: Long
     return None
 
 
-def _alone(config: Config, key: str) -> Data:
-    """[data] with the source of this key as that of its training problems."""
+def _single_source(config: Config, key: str) -> Data:
+    """Return [data] with this key's source as its training problems."""
     if key == "data.source":
         return config.data
     data = config.data if key == "data.eval_source" else config.held_out[int(key.split(".")[2])].data
     return data.model_copy(update={"source": data.eval_source, "split": data.eval_split, "eval_source": None})
 
 
-def _of_source(loaded: Loaded, key: str, value: str, error: DataError) -> Problem:
+def _of_source(loaded: LoadedConfig, key: str, value: str, error: DataError) -> ConfigProblem:
     message = str(error).replace(f"data source {value!r}: ", f'is "{value}": ', 1)
     return _problem_at(loaded, key, value, message)
 
 
 def sources_of(config: Config) -> dict[str, str]:
-    """Every source of problems that a run reads, by its key."""
+    """Return every source of problems that a run reads, by its key."""
     sources, sets = {"data.source": config.data.source}, config.evaluation.sets
     if not config.held_out:
         return sources
@@ -316,8 +319,8 @@ def sources_of(config: Config) -> dict[str, str]:
     return sources | {SET_SOURCE.format(i): each.source for i, each in enumerate(sets) if each.source is not None}
 
 
-def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterator[Problem]:
-    """Token credit that needs what this backend does not do."""
+def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> Iterator[ConfigProblem]:
+    """Yield token credits that this backend does not support."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
@@ -331,8 +334,10 @@ def _capability_problems(loaded: Loaded, config: Config, backend: Any) -> Iterat
             return
 
 
-def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: CustomRewards) -> Iterator[Problem]:
-    """Modules and functions of graders of type ``custom``, and the files of reward models."""
+def _reward_problems(
+    loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
+) -> Iterator[ConfigProblem]:
+    """Yield faults of modules and functions of ``custom`` graders, and of reward models' files."""
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
@@ -343,28 +348,28 @@ def _reward_problems(loaded: Loaded, config: Config, folder: Path, rewards: Cust
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
 
 
-def _problem_at(loaded: Loaded, key: str, value: Any, message: str, fix: str = "") -> Problem:
-    return Problem(_place(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
+def _problem_at(loaded: LoadedConfig, key: str, value: Any, message: str, fix: str = "") -> ConfigProblem:
+    return ConfigProblem(_location(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 
-def _place(loaded: Loaded, key: str, value: Any) -> str:
-    """Where the key was written: in the first condition that has the value, else in its section."""
+def _location(loaded: LoadedConfig, key: str, value: Any) -> str:
+    """Return where the key was written: in the first condition with this value, else in its section."""
     places, (section, _, name) = loaded.places, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
             for path in ((name,), (key,), (section, name)):
-                if places.given(("campaign", "conditions", index, *path)):
+                if places.is_written(("campaign", "conditions", index, *path)):
                     return places.find(("campaign", "conditions", index, *path))[1]
             return places.find(("campaign", "conditions", index))[1]
     return places.find(path_of(key))[1]
 
 
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
-    """Raise NotOurs when training these runs in ``directory`` would write over what others have written there.
+    """Raise NotOurs if training these runs in ``directory`` would overwrite others' files.
 
-    Looked at are the directory itself and those of its runs, the checkpoints and adapters that unfinished runs will
-    write, [backend] adapter_path and [squeeze] output_path. Raises UsageError for links, also for a damaged manifest.
+    Checks the directory and those of its runs, future checkpoints and adapters, [backend] adapter_path and [squeeze]
+    output_path. Raises UsageError for links and for a damaged manifest.
     """
     check_claim(directory)
     refuse_links(directory)
@@ -373,22 +378,22 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
         content = read_manifest(directory)
     entries = {entry["run_id"]: entry for entry in content.get("runs", ())}
     known = [(entries[spec.run_id]["path"], run_place(spec)) for spec in specs if spec.run_id in entries]
-    # Other runs are another campaign's; so are runs that have their files elsewhere in the directory.
+    # Other runs belong to another campaign, or have their files elsewhere in the directory.
     if entries and (not known or any(there != here for there, here in known)):
         others = listed(list(entries), 3)
         raise NotOurs(f"{directory} holds other runs ({others}; here {specs[0].run_id}): {ELSEWHERE}")
     for spec in specs:
         place, folder = run_place(spec), run_directory(directory, spec)
-        own = owner.at(place)
-        check_claim(folder, own if owner is not NOBODY else None, AWAY)
+        run_owner = owner.at(place)
+        check_claim(folder, run_owner if owner is not NOBODY else None, AWAY)
         entry = entries.get(spec.run_id)
         if entry is None or entry["state"] != "done" or entry["step"] < spec.config.training.max_steps:
-            _check_adapters(folder, spec, own)
+            _check_adapters(folder, spec, run_owner)
     _check_squeezed(specs, owner, bool(content.get("squeeze")))
 
 
 def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
-    """The run's own checkpoints to come and ``final/``, and the user's directory for its adapter."""
+    """Check the run's future checkpoints, ``final/``, and the user's directory for its adapter."""
     from_backend = spec.config.backend.backend != "local"
     check_publish(folder / "final", () if from_backend else ADAPTER_FILES, owner.at("final"), AWAY)
     newest, others = 0, []
@@ -407,7 +412,7 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
 
 
 def _check_squeezed(specs: Sequence[RunSpec], owner: Owner, made: bool) -> None:
-    """The user's directory for the compressed adapter, which is that of whichever run ends first."""
+    """Check the user's directory for the compressed adapter, which belongs to the first run that ends."""
     settings, advice = specs[0].config.squeeze, "set [squeeze] output_path to another directory"
     if not settings.enabled or made or not settings.output_path:
         return

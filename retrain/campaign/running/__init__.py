@@ -1,1 +1,1 @@
-"""Carry a plan out: who may, where, in which cohorts, and until when."""
+"""Run jobs: in this process, in ranks, or in workers that the controller feeds."""

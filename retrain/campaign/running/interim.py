@@ -1,9 +1,8 @@
-"""The interim analysis: once half of the seeds have ended, a condition that is better or worse trains no further.
+"""Interim analysis: once half of the seeds have ended, a condition that is better or worse trains no further.
 
-What was seen is written into the manifest before anything is stopped, and is what later processes decide from: a
-resumed campaign takes exactly the decisions that an uninterrupted one takes. A run that failed and is tried again later
-counts at the planned end only. Runs that are not started because of a decision are listed as ``stopped`` with the
-reason.
+The result is written to the manifest before anything is stopped, and later processes decide from it: a resumed campaign
+makes the same decisions as an uninterrupted one. A failed run that is retried later counts only at the planned end.
+Runs that are not started because of a decision are listed as ``stopped`` with the reason.
 """
 
 import math
@@ -21,10 +20,8 @@ from retrain.verdicts.rule import interim_analysis, interim_seeds
 
 
 class InterimMonitor:
-    """Makes the interim analysis of one campaign when its ``seeds`` have ended. ``specs`` are all runs in their order.
-
-    Everything is taken from the declaration that the manifest keeps: a file that is changed later changes nothing.
-    """
+    """Analyses one campaign when the runs of its first ``seeds`` have ended. ``specs`` are all runs in order. Uses the
+    declaration in the manifest: later changes of the file have no effect."""
 
     def __init__(self, manifest: Manifest, specs: Sequence[RunSpec], seeds: list[int], observer: Observer):
         self.manifest, self.specs, self.seeds, self.observer = manifest, specs, seeds, observer
@@ -38,14 +35,14 @@ class InterimMonitor:
         return cls(manifest, specs, seeds, observer) if seeds else None
 
     def update(self, under_way: Container[str] = ()) -> set[str]:
-        """Analyse if that is due, note it, and stop what is decided. Returns the runs that nobody needs any more and
-        that are ``under_way`` just now: they are left as they are."""
+        """Analyse if due, record the result, and stop decided conditions. Returns the unneeded runs that are
+        ``under_way``, which are not marked as stopped."""
         row = self.manifest.content.get("interim")
         record = InterimAnalysis.from_row(row) if row else self._analyse()
         return self._stop(record, under_way) if record is not None and record.decided else set()
 
     def _analyse(self) -> InterimAnalysis | None:
-        """Return what there is to see once all runs of the first seeds have ended; None before."""
+        """Return the analysis once all runs of the first seeds have ended; None before."""
         declared = self.manifest.content["declared"]
         baseline, labels, seeds = declared["baseline"], declared["conditions"], self.seeds
         entries = {
@@ -62,7 +59,7 @@ class InterimMonitor:
         }
         others = [label for label in labels if label != baseline]
         differences = np.stack([values[label] - values[baseline] for label in others])
-        found = interim_analysis(differences, len(declared["seeds"]), declared.get("equivalence_margin"))
+        analysis = interim_analysis(differences, len(declared["seeds"]), declared.get("equivalence_margin"))
         record = InterimAnalysis(
             metric=measure.name,
             seeds=seeds,
@@ -71,8 +68,8 @@ class InterimMonitor:
                 label: [None if math.isnan(difference) else difference for difference in row.tolist()]
                 for label, row in zip(others, differences, strict=True)
             },
-            p={label: each.p for label, each in zip(others, found, strict=True)},
-            decided=[label for label, each in zip(others, found, strict=True) if each.is_decided],
+            p={label: each.p for label, each in zip(others, analysis, strict=True)},
+            decided=[label for label, each in zip(others, analysis, strict=True) if each.is_decided],
         )
         self.manifest.note(interim=record.to_row())
         return record
@@ -88,8 +85,7 @@ class InterimMonitor:
         return math.nan if value is None else value
 
     def _stop(self, record: InterimAnalysis, under_way: Container[str]) -> set[str]:
-        """Mark the runs of later seeds that are not needed any more; those that are under way are returned in place
-        of it."""
+        """Mark unneeded runs of later seeds as stopped; return those that are under way instead of marking them."""
         unwanted = set[str]()
         are_all_decided = len(record.decided) == len(record.differences)
         planned = len(self.manifest.content["declared"]["seeds"])

@@ -1,7 +1,7 @@
-"""Runs the jobs of a campaign: in this process, one after another over one base model in memory, or by an executor.
+"""Run the jobs of a campaign: in this process, one after another over one base model, or through an executor.
 
-The controller passes what there is to do as ``Work``, in the order in which it should begin, and decides after each job
-what follows. ``Scheduler`` knows only the names of runs: it never has two jobs under way that touch the same run.
+The controller passes ``WorkItem`` in the order in which it should begin, and decides after each job what follows.
+``Scheduler`` knows only the names of runs, and never has two active jobs with the same run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobR
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory
 from retrain.device import failure_text, is_out_of_memory, lost
-from retrain.errors import DeviceLost, Interrupted, LeaseLost, RetrainError, ServerFailed, StorageError
+from retrain.errors import DeviceLost, LeaseLost, RetrainError, RunInterrupted, ServerFailed, StorageError
 from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob, Guard, allow_all
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class InProcess:
-    """Runs jobs in this process. The base model stays in memory between them, until ``close``. Torch is imported for
-    the first job, or by ``has_gpu``.
+    """Runs jobs in this process. The base model stays in memory between them, until ``close``.
 
-    ``team`` are the other ranks' processes. ``servers`` are those that another process has launched. ``bases`` is given
-    by a rank other than 0, which has loaded them already.
+    ``team`` are the other ranks' processes, ``servers`` those launched by another process. A rank other than 0 passes
+    ``bases``, which it has loaded already.
     """
 
     slots = 1
@@ -50,8 +49,8 @@ class InProcess:
     def do(self, job: Job, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
         """Run a job. ``stop`` is called between steps; if it raises, nothing more is saved.
 
-        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
-        plug-in cannot be used.
+        Raises StorageError when no run can be written any more, another RetrainError for an unusable model, data source
+        or plug-in.
         """
         if self.team is not None:
             self.team.begin(job)
@@ -61,7 +60,7 @@ class InProcess:
             return self._squeeze(job, observer)
         except (Exception, KeyboardInterrupt) as error:
             if gone := lost(error):
-                self._bases = None  # nothing on the device can be undone any more
+                self._bases = None  # the state on the device is undefined
                 raise gone from error
             raise
 
@@ -73,7 +72,7 @@ class InProcess:
             self.team.close()
 
     def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-        """Build the runs of a cohort, restore what was saved of them, and train them together."""
+        """Build the runs of a cohort, restore their checkpoints, and train them together."""
         from retrain.policy.local import DoesNotFit
         from retrain.training.assemble import assemble, memory_facts
         from retrain.training.run_builder import RecordsDiffer
@@ -102,7 +101,7 @@ class InProcess:
                 self._own_bases().forget_adapters()
 
     def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
-        """Analyse which LoRA rank would have been enough. A failure is a warning: the run itself is complete."""
+        """Analyse which LoRA rank would have sufficed. A failure is a warning: the run itself is complete."""
         from retrain.adapters.squeeze import squeeze_after_run
 
         spec, warn = job.runs[0], partial(observer.message, level="warning")
@@ -111,7 +110,7 @@ class InProcess:
         analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)
         try:
             if bases.ranks is not None:
-                bases.load(spec.config)  # while all ranks are at it
+                bases.load(spec.config)  # all ranks are computing
             analysis = bases.from_first("squeeze analysis", analyse)
             observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
         except RetrainError as error:
@@ -129,23 +128,23 @@ class InProcess:
 
 
 def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises what is no fault of theirs: they can be resumed."""
+    """Train the runs of a cohort to their end. Raises errors that are no run's own fault."""
 
     try:
         with closing(cohort.train()) as pauses:
             for _ in pauses:
-                stop()  # what it raises in a pause has the cohort end without saving
-    except Interrupted as end:
+                stop()  # an exception of the caller ends the cohort without saving
+    except RunInterrupted as end:
         return JobEnded(status="stopped", reason=str(end))
     except (StorageError, LeaseLost):
         raise
-    except ServerFailed as error:  # they go on once there is a server
+    except ServerFailed as error:  # they can continue once a server answers
         for run in cohort.runs:
             if run.active:
                 run.recorder.record_server(run.step, str(error), "error")
         raise
-    except Exception as error:  # the shared part failed (engine, base): none of these runs can go on
-        if lost(error):  # but a new process can go on with them
+    except Exception as error:  # the shared part failed (engine, base): none of these runs can continue
+        if lost(error):  # but a new process can continue them
             raise
         active = [run for run in cohort.runs if run.active]
         if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
@@ -158,7 +157,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
 
 
 class JobsHere:
-    """Runs jobs in this process, each when its event is asked for; see ``JobRunner``. ``stopping`` is asked between
+    """Runs jobs in this process, each when its event is requested; see ``JobRunner``. ``stopping`` is called between
     steps."""
 
     slots = 1
@@ -173,7 +172,7 @@ class JobsHere:
         return self
 
     def stop(self) -> None:
-        """Do nothing: no job is under way when this is called."""
+        """Do nothing: no job is running when this is called."""
 
     def events(self) -> Generator[Event, None, None]:
         while self._job is not None:
@@ -181,66 +180,66 @@ class JobsHere:
             yield self.here.do(job, self.observer, self.stopping)
 
 
-class Work(Protocol):
-    """A part of the campaign that needs one job at a time until nothing is left of it."""
+class WorkItem(Protocol):
+    """Part of the campaign that yields one job at a time until none is left."""
 
     @property
     def names(self) -> frozenset[str]: ...
 
     @property
     def trains(self) -> bool:
-        """Return whether its jobs train. After a request to stop, only works that do not train are still begun."""
+        """True if its jobs train. After a request to stop, only works that do not train begin."""
         ...
 
-    def job(self) -> Job | None:
-        """Return the next job; None when nothing is left to do."""
+    def job(self) -> Job | None: ...
 
     def give_up(self, reason: str) -> None:
-        """Record as failed what is left of it, because its job has died too often."""
+        """Record the remaining runs as failed, because the job has died too often."""
 
 
 class Scheduler:
     """Keeps an executor busy with works.
 
-    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died), and returns the
-    works that follow. ``stopping`` is asked at every event whether to end after the steps under way. ``max_restarts``
-    limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its slots by default.
+    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died); it returns the
+    works that follow. ``stopping`` is called at every event and returns whether to end after the current steps.
+    ``max_restarts`` limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its
+    slots by default.
     """
 
     def __init__(
         self,
         executor: JobRunner,
         hear: Callable[[Event], None],
-        after: Callable[[Work, JobEnded], Iterable[Work]],
+        after: Callable[[WorkItem, JobEnded], Iterable[WorkItem]],
         stopping: Callable[[], bool],
         max_restarts: int,
         room: int | None = None,
     ):
         self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
         self.max_restarts, self.room = max_restarts, room or executor.slots
-        self.lost_steps = False  # Whether a job died while all were asked to stop: not everything has been saved
-        self._waiting: deque[Work] = deque()
-        self._under_way: dict[str, tuple[Work, Handle]] = {}
+        self.lost_steps = False  # Whether a job died after all were asked to stop: not everything has been saved
+        self._waiting: deque[WorkItem] = deque()
+        self._under_way: dict[str, tuple[WorkItem, Handle]] = {}
         self._busy = set[str]()
-        self._deaths: dict[Work, int] = {}
+        self._deaths: dict[WorkItem, int] = {}
         self._fault: RetrainError | None = None
 
     @property
     def names_under_way(self) -> Set[str]:
-        """The runs of all jobs under way: a live set, which changes as jobs begin and end."""
+        """Runs of all active jobs: a live set, which changes as jobs begin and end."""
         return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
-        """Ask jobs to end after their step if all their runs are ``unwanted``."""
+        """Ask jobs to stop after their step if all their runs are ``unwanted``."""
         for work, handle in self._under_way.values():
             if work.names and unwanted(work.names):
                 handle.stop()
 
-    def carry_out(self, works: Iterable[Work]) -> bool:
-        """Carry out these works. Return False if a request to stop came before all that train were done.
+    def carry_out(self, works: Iterable[WorkItem]) -> bool:
+        """Execute these works. Return False if a request to stop came before all training was done.
 
-        Raises what the executor's events or ``after`` raise. What ``after`` raises (a RetrainError) ends the other jobs
-        first, saved.
+        Raises errors of the executor's events and of ``after``; the latter (RetrainError) only after the other jobs
+        were saved and ended.
         """
         self._waiting.extend(works)
         self._fill()
@@ -267,45 +266,44 @@ class Scheduler:
                 handle.stop()
         self._fill()
 
-    def _next(self, work: Work, end: JobEnded) -> Iterable[Work]:
+    def _next(self, item: WorkItem, end: JobEnded) -> Iterable[WorkItem]:
         try:
             if end.status == "died":
-                return self._again(work, end.reason)
-            return self.after(work, end)
+                return self._again(item, end.reason)
+            return self.after(item, end)
         except RetrainError as error:
             self._fault = self._fault or error
             return []
 
-    def _again(self, work: Work, reason: str) -> Iterable[Work]:
-        """Return the work whose job has died, to be begun again, or what follows once that happened too often."""
+    def _again(self, item: WorkItem, reason: str) -> Iterable[WorkItem]:
+        """Return the work of a dead job to restart it, or the works that follow after too many deaths."""
         if self.stopping():
             self.lost_steps = True
-            return [work]
-        deaths = self._deaths[work] = self._deaths.get(work, 0) + 1
+            return [item]
+        deaths = self._deaths[item] = self._deaths.get(item, 0) + 1
         if deaths <= self.max_restarts:
             self.hear(Message(f"{reason}: its job begins again ({deaths} of {self.max_restarts} restarts)", "warning"))
-            return [work]
+            return [item]
         times = f", {deaths} times now" if deaths > 1 else ""
-        work.give_up(f"{reason}{times}")
-        return self.after(work, JobEnded("", "died", reason))
+        item.give_up(f"{reason}{times}")
+        return self.after(item, JobEnded("", "died", reason))
 
     def _fill(self) -> None:
-        """Begin waiting works in their order while there are free slots."""
         if self._fault is not None or (self.stopping() and self._has_training_left()):
             return
         while len(self._under_way) < self.room:
-            work = next((work for work in self._waiting if self._busy.isdisjoint(work.names)), None)
-            if work is None:
+            item = next((item for item in self._waiting if self._busy.isdisjoint(item.names)), None)
+            if item is None:
                 return
-            self._waiting.remove(work)
-            job = work.job()
+            self._waiting.remove(item)
+            job = item.job()
             if job is not None:
                 handle = self.executor.submit(job)
-                self._under_way[handle.id] = work, handle
-                self._busy |= work.names
+                self._under_way[handle.id] = item, handle
+                self._busy |= item.names
 
     def _has_training_left(self) -> bool:
-        """Return whether any work trains or is to train; drop waiting works with nothing left to do."""
+        """Return whether any work trains or will train; drop waiting works without remaining jobs."""
         if any(work.trains for work, _ in self._under_way.values()):
             return True
         self._waiting = deque(work for work in self._waiting if work.job() is not None)

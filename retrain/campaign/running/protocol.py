@@ -1,7 +1,6 @@
-"""Jobs that a campaign's controller gives to its workers, and the events that they send back.
+"""Define the jobs that a campaign's controller sends to workers, and the events that they return.
 
-Both can be written as JSON for a worker, which is another process, perhaps on another machine that sees the same
-directory.
+Both have a JSON form, because a worker may be a process on another machine that sees the same directory.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, OWN_GPU
-from retrain.environments.build import Longest
+from retrain.environments.build import CompletionLengths
 from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob
 
@@ -24,16 +23,13 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of the one run, which has finished, at ``place`` below the directory.
-
-    The event is Facts: for the place ``squeeze`` with that key, for another one with the key ``squeezes``, whose value
-    has the run's label as its key.
-    """
+    """Analyse and compress the adapter of one finished run in the folder ``place`` of its directory. Returns Facts:
+    under the key ``squeeze`` for that folder, else under ``squeezes`` by the run's label."""
 
     directory: Path
     folder: Path
     runs: Sequence[RunSpec]
-    longest: Longest
+    longest: CompletionLengths
     place: str = "squeeze"
 
 
@@ -42,8 +38,8 @@ Job = CohortJob | SqueezeJob
 
 @dataclass(frozen=True)
 class JobStarted:
-    """A worker has taken the job; ``worker`` is what a person calls it, and ``runs`` are what it trains there. Only of
-    executors that have several workers."""
+    """A worker has taken the job; ``worker`` is its name for people, ``runs`` are the runs it trains. Only from
+    executors with several workers."""
 
     job: str
     worker: str
@@ -52,12 +48,12 @@ class JobStarted:
 
 @dataclass(frozen=True)
 class Tick:
-    """Nothing has come for a moment: whoever listens can look at a clock, a lease, or whether to stop."""
+    """Sent while no other event comes, so that the receiver can check a clock, a lease, or a stop request."""
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The run trains, from ``step`` (above 0 when resumed)."""
+    """A run begins to train at ``step`` (above 0 when resumed)."""
 
     run_id: str
     step: int
@@ -73,7 +69,7 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class HeldOutEvaluated:
     """The held-out set ``name`` was evaluated; ``row`` has the ``eval/<name>/…`` keys."""
 
     run_id: str
@@ -82,7 +78,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Sealed:
+class SealRecorded:
     """``seal`` covers all evaluations that the run has recorded."""
 
     run_id: str
@@ -91,7 +87,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """``status`` is done, with everything saved, or failed, for ``reason``."""
+    """A run ended: ``status`` is "done", with everything saved, or "failed" for ``reason``."""
 
     run_id: str
     status: str
@@ -100,14 +96,14 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class Facts:
-    """Keys of the campaign's manifest, with what they are now."""
+    """New values of keys of the campaign's manifest."""
 
     facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One line for the reader; ``level`` is info, warning or error."""
+    """One line for the user; ``level`` is info, warning or error."""
 
     text: str
     level: str = "info"
@@ -115,13 +111,10 @@ class Message:
 
 @dataclass(frozen=True)
 class JobEnded:
-    """The last event of a job.
-
-    ``status``: "done" (each run has ended), "stopped" (as asked, with all saved), "too_large" (only ``lanes`` of the
-    runs fit into memory together), "changed" (``changes`` from the runs' records are not accepted) or "died" (whoever
-    did it is gone; its runs are as their last checkpoints say); after "too_large" and "changed" nothing was trained
-    further, and ``reason`` is for a person.
-    """
+    """Last event of a job. ``status``: "done" (each run has ended), "stopped" (as requested, all saved), "too_large"
+    (only ``lanes`` of the runs fit into memory together), "changed" (``changes`` from the runs' records were not
+    accepted) or "died" (the process is gone; its runs are at their last checkpoints). With "too_large" and "changed"
+    nothing was trained. ``reason`` is for a person."""
 
     job: str = ""
     status: Literal["done", "stopped", "too_large", "changed", "died"] = "done"
@@ -139,20 +132,30 @@ class WorkerFault:
 
 
 Event = (
-    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
+    JobStarted
+    | Tick
+    | RunStarted
+    | StepDone
+    | SealRecorded
+    | HeldOutEvaluated
+    | RunEnded
+    | Facts
+    | Message
+    | JobEnded
+    | WorkerFault
 )
 
 
 def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> None:
-    """Call the observer with an event of a worker; ``specs`` are the plan's runs by id."""
+    """Call the observer's method for a worker's event; ``specs`` are the plan's runs by id."""
     match event:
         case RunStarted(run_id, step, max_steps):
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
-        case Sealed(run_id, seal):
+        case SealRecorded(run_id, seal):
             observer.sealed(specs[run_id], seal)
-        case Evaluated(run_id, name, row):
+        case HeldOutEvaluated(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
             observer.run_finished(specs[run_id], status, reason)
@@ -168,35 +171,33 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
 
 
 class Handle(Protocol):
-    """A job on its way."""
-
-    id: str  # What ``JobEnded.job`` says
+    id: str  # Value of ``JobEnded.job``
 
     def stop(self) -> None:
-        """Ask for an end after the step that is under way, with everything saved; does not wait."""
+        """Request an end after the current step, with everything saved; does not wait."""
 
 
 class JobRunner(Protocol):
-    """Runs jobs side by side in other processes."""
+    """Runs jobs in parallel in other processes."""
 
     slots: int  # Number of jobs that run side by side; further ones wait
 
     def submit(self, job: Job) -> Handle: ...
 
     def events(self) -> Generator[Event, None, None]:
-        """Events of the submitted jobs as they come, until all have ended; those of one job in their order. What is
-        submitted while somebody listens counts too.
+        """Yield events of the submitted jobs until all have ended, in order for each job. Jobs may be submitted
+        meanwhile.
 
-        Raises StorageError when no run can be written any more, another RetrainError when the model, the data or a
-        plug-in cannot be used. Closed before its end, it gives the jobs up, without saving.
+        Raises StorageError when no run can be written any more, another RetrainError for an unusable model, data source
+        or plug-in. Closing the generator early cancels the jobs without saving.
         """
         ...
 
 
 @dataclass(frozen=True)
 class WorkerDevice:
-    """Device of a worker: ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible`` is the value of
-    ``CUDA_VISIBLE_DEVICES``; ``threads`` is its share of the cores, ``memory`` its share of the device's memory."""
+    """Device of a worker. ``device`` is "cpu" or GPUs such as "gpu:1" and "gpu:2,3"; ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES``; ``threads`` is its number of cores, ``memory`` its share of the device's memory."""
 
     device: str
     threads: int
@@ -211,7 +212,7 @@ class WorkerDevice:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the worker. A number of threads that the user has set is kept."""
+        """Environment variables of the worker. A number of threads that the user has set takes precedence."""
         own = {"OMP_NUM_THREADS": str(self.threads)} | dict(os.environ) | {MEMORY_SHARE: f"{self.memory:g}"}
         return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
 
@@ -225,7 +226,7 @@ def command_of(program: Sequence[str], directory: Path, slot: int | str, device:
 @dataclass(frozen=True)
 class WorkerEnd:
     """End of a worker's process. ``reason`` completes "worker 1 …". ``excused``: it was preempted or lost its machine,
-    so that its task does not count as a failure. ``final``: no other worker is started in its slot."""
+    so that its task does not count as a failure. ``final``: the slot gets no other worker."""
 
     reason: str
     excused: bool = False
@@ -233,8 +234,8 @@ class WorkerEnd:
 
 
 class Executor(Protocol):
-    """Starts ``python -m retrain.campaign.worker`` somewhere and watches whether it lives; the workers themselves find
-    their tasks in the campaign's directory. Slots count from 1."""
+    """Starts ``python -m retrain.campaign.worker`` processes and monitors whether they live; the workers themselves
+    claim tasks in the campaign's directory. Slots count from 1."""
 
     slots: int  # Largest number of workers
 
@@ -243,10 +244,10 @@ class Executor(Protocol):
         ...
 
     def start(self, slots: Sequence[int]) -> None:
-        """Start workers in these slots, none of which has a living one. Raises StorageError, UsageError."""
+        """Start workers in these slots, which have no living one. Raises StorageError, UsageError."""
 
     def look(self, slot: int) -> WorkerEnd | None:
-        """Return how the worker of a slot ended, None while it may live. Called several times per second."""
+        """Return how the worker of a slot ended; None while it may live. Called several times per second."""
         ...
 
     def notes(self) -> Iterable[Message]:
@@ -254,10 +255,10 @@ class Executor(Protocol):
         ...
 
     def kill(self, slot: int) -> None:
-        """Kill a worker; wait until it has ended if that can be known."""
+        """Kill a worker; wait for its end if that can be observed."""
 
     def close(self) -> None:
-        """Kill workers that still run and release all resources."""
+        """Kill running workers and release all resources."""
 
 
 def job_to_json(job: Job) -> dict[str, Any]:
@@ -271,14 +272,25 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
         "directory": Path(content["directory"]),
         "folder": Path(content["folder"]),
         "runs": [RunSpec.from_json(run) for run in content["runs"]],
-        "longest": Longest(**content["longest"]),
+        "longest": CompletionLengths(**content["longest"]),
     }
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
+    for kind in (
+        JobStarted,
+        RunStarted,
+        StepDone,
+        SealRecorded,
+        HeldOutEvaluated,
+        RunEnded,
+        Facts,
+        Message,
+        JobEnded,
+        WorkerFault,
+    )
 }
 
 

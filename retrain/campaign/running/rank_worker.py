@@ -1,4 +1,4 @@
-"""The program of a rank other than 0: it does the jobs of rank 0 at the same time, and ends with it."""
+"""Run the jobs of rank 0 on another rank at the same time, until rank 0 ends."""
 
 import os
 import signal
@@ -22,12 +22,12 @@ from retrain.training.bases import Bases
 
 
 def follow_torchrun() -> int:
-    """Be a rank other than 0 that torchrun has started, to the end; return the exit status."""
+    """Run as a rank other than 0 that torchrun has started; return the exit status."""
     return _follow(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def follow_started(rank: int, count: int, port: int) -> None:
-    """Be a rank that rank 0 has started, and end this process."""
+    """Run as a rank that rank 0 has started, and end this process."""
     parent = os.getppid()
     store = TCPStore(HOST, port, None, False)
     store.set(f"rank {rank}", "here")
@@ -36,7 +36,7 @@ def follow_started(rank: int, count: int, port: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when rank 0 has ended and it has not noticed, as where it waits for a GPU."""
+    """End this process if rank 0 has ended unnoticed, as while waiting for a GPU."""
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     time.sleep(STUCK_SECONDS)
@@ -44,7 +44,7 @@ def _end_with(parent: int) -> None:
 
 
 def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
-    """Do the jobs of rank 0; ``sharing`` ranks divide up the memory of a CPU that this process plans with."""
+    """Run rank 0's jobs; ``sharing`` ranks share the CPU memory that this process plans with."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
     os.environ[MEMORY_SHARE] = f"{memory_share() / sharing:g}"
@@ -59,7 +59,7 @@ def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) 
                 process.do(_on_device(job, devices[rank]), NullObserver(), lambda: False)
             except DeviceLost:
                 raise
-            except Exception as error:  # raised on rank 0 too, which decides what follows; else they part now
+            except Exception as error:  # also raised on rank 0, which decides what follows; without it the ranks part
                 ranks.note = f" after {failure_text(error)}"
     except RanksEnded:
         return 0

@@ -1,4 +1,4 @@
-"""The tasks of a campaign as files, which its workers claim, and the files in which they say what happens.
+"""Store a campaign's tasks as files that workers claim, and the workers' events.
 
 All of it lies in ``workers/`` of the campaign's directory:
 
@@ -32,7 +32,7 @@ _TASK = re.compile(r"(\d+)\.(todo|stop|(.+)\.claimed)")
 
 @dataclass(frozen=True)
 class Tasks:
-    """The tasks in ``folder``, ``workers/tasks`` of a campaign's directory."""
+    """Tasks in ``folder``, ``workers/tasks`` of a campaign's directory."""
 
     folder: Path
 
@@ -41,7 +41,7 @@ class Tasks:
         return cls(directory / WORKERS / "tasks")
 
     def open(self) -> int:
-        """Make the folder ready for a new controller: withdraw what waits. Return the highest number used, without the
+        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest number used, without the
         first digit, which orders tasks by kind."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,19 +65,19 @@ class Tasks:
         return True
 
     def claim(self, worker: str) -> tuple[str, dict[str, Any]] | None:
-        """Claim the first task that waits, for ``worker``; return its number and content."""
+        """Claim the first waiting task for ``worker``; return its number and content."""
         for number, kind, _ in self._listed():
             if kind != "todo":
                 continue
             claimed = self.folder / f"{number}.{worker}.claimed"
             with suppress(FileNotFoundError):
                 os.rename(self.folder / f"{number}.todo", claimed)
-            if claimed.exists():  # NFS may say that a rename failed which it has done
+            if claimed.exists():  # NFS may report that a rename failed although it succeeded
                 return number, read_json(claimed)
         return None
 
     def claims(self) -> dict[str, str]:
-        """Return the worker of each task that has been claimed and has not ended."""
+        """Return the worker of each claimed task that has not ended."""
         return {number: worker for number, kind, worker in self._listed() if kind.endswith(".claimed")}
 
     def content(self, task: str, worker: str) -> dict[str, Any]:
@@ -88,11 +88,9 @@ class Tasks:
             (self.folder / f"{task}.stop").touch()
 
     def stopped(self) -> frozenset[str]:
-        """Return the tasks that are to end."""
         return frozenset(number for number, kind, _ in self._listed() if kind == "stop")
 
     def forget(self, task: str, worker: str) -> None:
-        """Remove what is there of a task that has ended."""
         for name in (f"{task}.{worker}.claimed", f"{task}.stop"):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -101,7 +99,7 @@ class Tasks:
             (self.folder / "closed").touch()
 
     def is_closed(self) -> bool:
-        """Return whether nothing will be added; also where the folder has been removed."""
+        """Return whether no task will be added, which also holds if the folder was removed."""
         try:
             return "closed" in os.listdir(self.folder)
         except FileNotFoundError:
@@ -131,5 +129,5 @@ def newest(home: Path) -> int:
 
 
 def append(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line of JSON. Raises OSError when it cannot be written; no part of it stays then."""
+    """Append a line of JSON. Raises OSError on failure, without leaving a part of it."""
     append_bytes(path, json.dumps(line).encode() + b"\n")

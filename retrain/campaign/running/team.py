@@ -1,7 +1,8 @@
-"""The ranks of ``[backend] shard``: processes that torchrun has started, or that rank 0 starts when it needs them.
+"""Start and stop the ranks of ``[backend] shard``: processes of torchrun, or of rank 0 itself.
 
-Rank 0 runs the campaign; it reads the file, prints, writes and hears signals. It sends each job to the other ranks,
-which do it as it does (``InProcess``) with records that write nothing. They end with rank 0, however that ends.
+Rank 0 runs the campaign: it reads the file, prints, writes and handles signals. It sends each job to the other ranks,
+which run it in the same way (``InProcess``) with records that write nothing. They end with rank 0, even if it is
+killed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they imp
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
 DEATH_SECONDS = 2.0  # Seconds between a lost connection and the end of its process
 WATCH_SECONDS = 0.5
-STUCK_SECONDS = 20.0  # Seconds after a rank's death in which this process has to notice it by itself
+STUCK_SECONDS = 20.0  # Seconds after a rank's death within which this process must notice it by itself
 
 
 class Team:
-    """The ranks that a configuration asks for, from the first time that they are asked for until ``close``."""
+    """Ranks of a configuration, started on first use and running until ``close``."""
 
     def __init__(self, config: Config):
         self.config, self.under_torchrun = config, torchrun_rank() is not None
@@ -52,8 +53,8 @@ class Team:
         self._places: list[str] = []
 
     def ranks(self) -> RankGroup | None:
-        """Return the connection to the other ranks; None where this process is the only one. Raises UsageError when
-        there are not as many GPUs, RankLost when they do not come."""
+        """Return the connection to the other ranks; None if this process is the only one. Raises UsageError if there
+        are too few GPUs, RankLost if a rank does not connect."""
         if self._ranks is None:
             self._places = self._devices()
             if len(self._places) > 1:
@@ -61,16 +62,16 @@ class Team:
         return self._ranks
 
     def begin(self, job: Job) -> None:
-        """Have the other ranks do this job too."""
+        """Send this job to the other ranks."""
         if (ranks := self.ranks()) is not None:
             ranks.from_first("next job", lambda: (job, self._places))
 
     def close(self) -> None:
-        """End the ranks, and have this process use the whole machine again."""
+        """Stop the ranks, and let this process use the whole machine again."""
         self._closed.set()
         ranks, count = self._ranks, int(os.environ["WORLD_SIZE"]) if self.under_torchrun else 1
         if ranks is None and count > 1:
-            ranks = joined(0, count, "cpu")  # they wait to be told that there is nothing to do
+            ranks = joined(0, count, "cpu")  # they wait for a message that no job is left
         if ranks is not None:
             ranks.end()
             ranks.leave()
@@ -86,14 +87,14 @@ class Team:
         self._restore()
 
     def _devices(self) -> list[str]:
-        backend, asked = self.config.backend, self.config.backend.ranks
+        backend, ranks = self.config.backend, self.config.backend.ranks
         gpus = [name for name, _ in gpus_of(backend.devices, backend.named_gpus)]
         count = int(os.environ["WORLD_SIZE"]) if self.under_torchrun else max(1, len(gpus))
-        if asked != "auto" and self.under_torchrun and asked != count:
+        if ranks != "auto" and self.under_torchrun and ranks != count:
             raise UsageError(
-                f"[backend] ranks = {asked}, and torchrun has started {count}: type --set backend.ranks={count}"
+                f"[backend] ranks = {ranks}, and torchrun has started {count}: type --set backend.ranks={count}"
             )
-        count = count if asked == "auto" else asked
+        count = count if ranks == "auto" else ranks
         if not gpus:
             return ["cpu"] * count
         here = int(os.environ["LOCAL_WORLD_SIZE"]) if self.under_torchrun else count
@@ -122,20 +123,19 @@ class Team:
         return ranks
 
     def _start(self, count: int) -> TCPStore:
-        """Start the other ranks and wait until they are there."""
         import torch
         from torch.distributed import TCPStore
 
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name need not lead to it
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's name may not resolve to it
         store = self._store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
         environment = dict(os.environ) | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-        environment.pop(OWN_GPU, None)  # theirs is the one that they are told
+        environment.pop(OWN_GPU, None)  # ranks receive the store's port
         for rank in range(1, count):
             words = [str(rank), str(count), str(store.port), json.dumps(sys.path)]
             self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", BOOT, *words],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what rank 0 prints may be read by a program
+                stdout=2,  # a program may read rank 0's output
                 env=environment,
                 start_new_session=True,
             )
@@ -150,7 +150,7 @@ class Team:
         return store
 
     def _blame(self) -> str:
-        """Return which rank has ended first, and how; "" if none has. A rank that has lost another one ends too."""
+        """Return the rank that ended first, and how; "" if none has. Other ranks end after it."""
         deadline = time.monotonic() + DEATH_SECONDS
         while True:
             ends = {rank: status for rank, process in self._processes.items() if (status := process.poll()) is not None}
@@ -162,7 +162,7 @@ class Team:
         return "" if rank is None else f"rank {rank} (process {self._processes[rank].pid}) {end_words(ends[rank])}"
 
     def _watch(self, ranks: RankGroup) -> None:
-        """End this process when it has not noticed that a rank is dead, as where it waits for a GPU."""
+        """End this process if it does not notice that a rank is dead, as while waiting for a GPU."""
         while not self._closed.wait(WATCH_SECONDS):
             if any(process.poll() is not None for process in self._processes.values()):
                 if not self._closed.wait(STUCK_SECONDS) and not ranks.is_lost:
@@ -183,7 +183,7 @@ class Team:
 def joined(
     rank: int, count: int, device: str, store: TCPStore | None = None, blame: Callable[[], str] = str
 ) -> RankGroup:
-    """Return the connection of this rank, once all have met; ``device`` is the type of rank 0's."""
+    """Return the connection of this rank once all ranks have connected; ``device`` is rank 0's device type."""
     from retrain.ranks import RankGroup
 
     ranks = RankGroup(rank, count, store, blame)

@@ -1,7 +1,7 @@
-"""The workers of a campaign, as its controller sees them: it publishes tasks, reads events, and replaces the dead.
+"""Run a campaign's jobs on workers: publish tasks, read events, and replace dead workers.
 
-An executor starts the workers; everything else goes through the campaign's directory (``tasks``). A controller that was
-killed and started again finds the workers by their leases, and the tasks that they have claimed continue.
+Workers communicate through the campaign's directory (``tasks``) only. A restarted controller finds living workers by
+their leases, and the tasks that they have claimed continue.
 """
 
 from __future__ import annotations
@@ -42,13 +42,11 @@ from retrain.util.session import LeaseWatch, is_here, lease_of
 TICK_SECONDS = 0.25  # Seconds between polls of the workers
 PATIENCE_SECONDS = 10.0  # Seconds that workers without a task may take to end before they are killed
 REPORT_SECONDS = 3.0  # Seconds after a worker's death in which its executor or its host may report how it died
-SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stand still
+SILENCE_SECONDS = 120.0  # Seconds for which the lease of a worker on another machine may stay unchanged
 
 
 @dataclass(eq=False)
 class JobHandle:
-    """A job that waits or is under way. See ``Handle``."""
-
     id: str
     tasks: Tasks
     stopping: bool = False
@@ -61,11 +59,9 @@ class JobHandle:
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A slot and the worker in it.
-
-    ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest process that is being
-    read. ``reported_end``: how it ended, if it or its host said so. ``fault``: the error for which it will end.
-    """
+    """Slot and its worker. ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest
+    process whose events are read. ``reported_end``: its end, as reported by it or its host. ``fault``: the error for
+    which it will end."""
 
     number: int
     home: Path
@@ -76,7 +72,7 @@ class WorkerSlot:
     pid: int = 0
     reported_end: WorkerEnd | None = None
     fault: str = ""
-    dead_since: float = 0.0  # When its lease was first seen dead, 0 while it lives
+    dead_since: float = 0.0  # When its lease was first found expired, 0 while it lives
     lease: LeaseWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +81,7 @@ class WorkerSlot:
 
     @property
     def label(self) -> str:
-        """The worker's name in the files of the tasks that it has claimed."""
+        """The worker's name in the files of tasks that it has claimed."""
         return f"worker_{self.number}-{self.process}"
 
     @property
@@ -93,7 +89,6 @@ class WorkerSlot:
         return f"worker {self.name} (process {self.pid})" if self.pid else f"worker {self.name}"
 
     def follow(self, process: int) -> None:
-        """Read the events of this process from now on."""
         self.process, self.is_occupied, self.dead_since = process, True, 0.0
         self.events, self.reported_end, self.fault = GrowingFile(events_of(self.home, process)), None, ""
         self.lease = LeaseWatch(self.home, SILENCE_SECONDS)
@@ -103,7 +98,7 @@ class WorkerSlot:
         self.name = str(self.number)
 
     def is_silent(self) -> bool:
-        """Return whether the lease is dead and nobody has reported how the worker died within ``REPORT_SECONDS``."""
+        """Return whether the lease has expired and no cause was reported within ``REPORT_SECONDS``."""
         if self.lease.is_alive():
             self.dead_since = 0.0
             return False
@@ -112,10 +107,8 @@ class WorkerSlot:
 
 
 class ServerNews:
-    """Starts the servers of a campaign's ``directory`` and keeps the workers informed of them.
-
-    ``launch`` starts the servers; None where the campaign launches none.
-    """
+    """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
+    servers; None if the campaign launches none."""
 
     def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
@@ -124,7 +117,7 @@ class ServerNews:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def update(self) -> None:
-        """Start the servers on the first call; write their addresses whenever they have changed."""
+        """Start the servers on the first call; write their addresses whenever they change."""
         if self.launch is None:
             return
         if self._fleet is None:
@@ -136,7 +129,7 @@ class ServerNews:
             self._append(state)
 
     def messages(self) -> Iterator[Message]:
-        """Yield what happened to the servers; the workers get it too, for the records of their runs."""
+        """Yield messages about the servers, which workers also record with their runs."""
         while not self._messages.empty():
             message = self._messages.get()
             self._append({"message": message.text, "level": message.level})
@@ -152,10 +145,8 @@ class ServerNews:
 
 
 class CampaignWorkers:
-    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``.
-
-    ``launch`` starts the servers that all workers sample from; None where the campaign launches none.
-    """
+    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``. ``launch``
+    starts the servers that all workers sample from; None if the campaign launches none."""
 
     def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
         self.executor, self.directory, self.slots = executor, directory, executor.slots
@@ -185,10 +176,10 @@ class CampaignWorkers:
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """Yield events; see ``JobRunner.events``. After an error that is not one run's own, the other workers finish
+        """Yield events; see ``JobRunner.events``. After an error that is not a run's own, the other workers finish
         their step and save before it is raised."""
         try:
-            for name in self._adoptable:  # no job of this controller asks for these
+            for name in self._adoptable:  # this controller has no job for them
                 self.tasks.stop(name)
             while True:
                 yield from self._withdraw_stopped()
@@ -234,7 +225,7 @@ class CampaignWorkers:
     # -- start ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Find the living workers of an earlier controller, and the tasks that they are doing."""
+        """Find living workers of an earlier controller, and their tasks."""
         self._count = self.tasks.open()
         for number in range(1, self.slots + 1):
             self._slots[number] = WorkerSlot(number, home_of(self.directory, number))
@@ -253,7 +244,6 @@ class CampaignWorkers:
                 slot.process = newest(slot.home)
 
     def _start_workers(self) -> None:
-        """Have as many workers started as there are jobs."""
         if self._error is not None:
             return
         missing = len(self._jobs) - sum(slot.is_occupied for slot in self._slots.values())
@@ -267,15 +257,15 @@ class CampaignWorkers:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _withdraw_stopped(self) -> Iterator[Event]:
-        """End the jobs that were stopped before a worker claimed them."""
+        """End jobs that were stopped before a worker claimed them."""
         for name, handle in [*self._jobs.items()]:
             if (handle.stopping or self._error is not None) and self.tasks.withdraw(name):
                 self._forget(name, "")
                 yield JobEnded(name, "stopped")
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
-        """Yield the new events of a worker, and the end of its tasks if it has ended."""
-        # Both are read before the events: a worker that has ended by now writes none after these.
+        """Yield a worker's new events, and the end of its tasks if it has ended."""
+        # Both are read before the events: a worker that has ended writes no more of them.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
         if slot.events is None and process > slot.process:
@@ -325,12 +315,12 @@ class CampaignWorkers:
             raise WorkersLost(f"no worker is left: {reason}")
 
     def _handle_fault(self, slot: WorkerSlot, name: str, fault: WorkerFault) -> None:
-        """End the campaign for a fault that every worker would meet; after a lost device a new worker continues."""
+        """End the campaign after a fault that every worker would have; after a lost device, a new worker continues."""
         kind = getattr(retrain.errors, fault.error, RetrainError)
         if issubclass(kind, DeviceLost):
             slot.fault = fault.text
             return
-        error = kind.__new__(kind)  # some errors take more than their text
+        error = kind.__new__(kind)  # some errors take more arguments than their text
         error.args = (fault.text,)
         self._forget(name, slot.label)
         self._error = self._error or error
@@ -344,7 +334,7 @@ class CampaignWorkers:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def _kill_training(self) -> None:
-        """Kill the workers that have unfinished jobs, without saving, and drop these jobs."""
+        """Kill workers with unfinished jobs, without saving, and drop these jobs."""
         claims = self.tasks.claims() if self._jobs else {}
         training = {claims[name] for name in self._jobs if name in claims}
         for slot in self._slots.values():
@@ -359,19 +349,19 @@ class CampaignWorkers:
         self.executor.kill(slot.number)
         with suppress(NotReadable, OSError):
             lease = lease_of(slot.home)
-            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # of an earlier controller
+            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # left by an earlier controller
                 os.kill(lease["pid"], signal.SIGKILL)
 
     def _is_running(self, slot: WorkerSlot) -> bool:
         if not slot.is_occupied or slot.reported_end is not None or self.executor.look(slot.number) is not None:
             return False
-        # One that has not written anything yet will find that there is nothing to do.
+        # A worker that has not written anything yet will find no task.
         is_starting = slot.events is None and newest(slot.home) <= slot.process
         return is_starting or has_living_worker(slot.home)
 
 
 def has_living_worker(home: Path) -> bool:
-    """Return whether a worker holds the lease of a slot and, on this machine, its process is there."""
+    """Return whether a worker holds the slot's lease and, on this machine, its process lives."""
     with suppress(NotReadable):
         lease = lease_of(home)
         return lease is not None and LeaseWatch(home).is_alive()
@@ -379,10 +369,8 @@ def has_living_worker(home: Path) -> bool:
 
 
 def can_adopt_workers(plan: Plan) -> bool:
-    """Return whether living workers are doing exactly what this plan asks for, so that they may continue.
-
-    Where they do something else, they are told to finish their step, save and end.
-    """
+    """Return whether living workers do exactly what this plan needs, so that they may continue; others are asked to
+    finish their step, save and end."""
     directory, tasks = plan.directory, Tasks.of(plan.directory)
     homes = [home for home in (directory / WORKERS).glob("worker_*/") if has_living_worker(home)]
     if not homes:
@@ -402,6 +390,6 @@ def can_adopt_workers(plan: Plan) -> bool:
 
 
 def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Return whether a claimed task does what a job asks for; some of the task's runs may have ended since."""
+    """Return whether a claimed task covers a job; some of the task's runs may have ended since."""
     is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
     return is_same_kind and all(run in claimed["runs"] for run in job["runs"])

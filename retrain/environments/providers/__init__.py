@@ -1,4 +1,4 @@
-"""Environments of other people's libraries behind ``environments.protocol``; one file for each, none imported here."""
+"""Adapt environments of other libraries to ``environments.protocol``, one file per library; none is imported here."""
 
 _HERE = "retrain.environments.providers"
 
@@ -7,4 +7,4 @@ PROVIDERS = {
     "verifiers": f"{_HERE}.verifiers:Verifiers",
     "openenv": f"{_HERE}.openenv:OpenEnv",
 }
-"""Target of each provider by its name in a configuration, which is also the module that its library is imported as."""
+"""Target of each provider by its name in a configuration, which is also the module name of its library."""

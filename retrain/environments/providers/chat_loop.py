@@ -1,7 +1,7 @@
-"""The plainest harness of ``verifiers.v1``, in this process: the model's answers, and the taskset's tools between them.
+"""Minimal harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
 
-It does what the library's ``null`` harness does, which starts a Python of its own for every rollout and fetches that
-one's packages. Found by the library as ``retrain-chat``; imported only where verifiers is.
+Equals the library's ``null`` harness, which starts a Python process for every rollout and downloads its packages. The
+library finds it as ``retrain-chat``; imported only where verifiers is installed.
 """
 
 import json
@@ -23,11 +23,11 @@ __all__ = ["ChatLoop"]
 
 
 class ChatLoopConfig(HarnessConfig):
-    """Nothing of its own."""
+    pass
 
 
 class ChatLoop(Harness[ChatLoopConfig]):
-    """Asks, calls the tools that the answer calls, and asks again, until an answer calls none."""
+    """Queries the model and runs the tools that it calls, until an answer has no call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -62,7 +62,7 @@ class ChatLoop(Harness[ChatLoopConfig]):
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)
                 if reply.status_code != 200:
-                    ends = "maximum context length" in reply.text  # a limit, and no fault
+                    ends = "maximum context length" in reply.text  # a limit, not a fault
                     return ProgramResult(exit_code=0 if ends else 1, stdout="", stderr=reply.text)
                 message = reply.json()["choices"][0]["message"]
                 messages.append(message)
@@ -95,8 +95,8 @@ async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], 
 
 
 async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the message that a policy of the task puts in place of the tool's answer; None where the tool may run.
-    Raises RuntimeError where it ends the rollout."""
+    """Return the message by which a policy of the task replaces the tool's answer; None if the tool may run. Raises
+    RuntimeError if the policy ends the rollout."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     with suppress(ValueError):

@@ -1,8 +1,7 @@
-"""An OpenAI chat endpoint on the loopback whose answers come from whoever holds the other end of a ``Channel``.
+"""Serve an OpenAI chat endpoint on the loopback whose answers come from a ``Channel``.
 
 Every rollout has a channel. A request names it by its address (``/<name>/v1/chat/completions``) or, at
-``/session/v1/…``, by the header ``X-Session-ID``; names are unguessable, other processes of the machine can reach the
-port.
+``/session/v1/…``, by the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from retrain.types import Action
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""Harnesses look for these words in a server's refusal; most end the rollout then and grade it."""
+"""Words that harnesses look for in a server's error; most then end the rollout and grade it."""
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
@@ -32,13 +31,13 @@ class Request:
     completion: asyncio.Future[dict[str, Any]]
 
 
-class Refused(Exception):
+class ChannelClosed(Exception):
     """The rollout gets no further answers."""
 
 
 @dataclass(eq=False)
 class Channel:
-    """One rollout's requests, in the order in which they came."""
+    """One rollout's requests in the order of their arrival."""
 
     name: str
     waiting: deque[Request] = field(default_factory=deque)
@@ -50,7 +49,7 @@ class Channel:
         if self.refuses:
             self.refused += 1
             self.arrived.set()
-            raise Refused(OUT_OF_CONTEXT)
+            raise ChannelClosed(OUT_OF_CONTEXT)
         request = Request(
             list(body.get("messages") or []), list(body.get("tools") or []), asyncio.get_running_loop().create_future()
         )
@@ -59,17 +58,17 @@ class Channel:
         return await request.completion
 
     def refuse(self, current: Request) -> None:
-        """Refuse the current request, what waits, and all that follows, as a full context is."""
+        """Reject the current, waiting and all later requests, as a full context does."""
         self.refuses = True
         for request in (current, *self.waiting):
             if not request.completion.done():
                 self.refused += 1
-                request.completion.set_exception(Refused(OUT_OF_CONTEXT))
+                request.completion.set_exception(ChannelClosed(OUT_OF_CONTEXT))
         self.waiting.clear()
 
 
 class Endpoint:
-    """Serves the channels that are open, in the event loop in which it was started."""
+    """Serves the open channels, in the event loop in which it was started."""
 
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
@@ -80,7 +79,7 @@ class Endpoint:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         spared = os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or ""
-        if LOOPBACK not in spared.split(","):  # clients that a harness makes must not ask a proxy for this machine
+        if LOOPBACK not in spared.split(","):  # clients of a harness must not use a proxy for this machine
             os.environ["NO_PROXY"] = os.environ["no_proxy"] = f"{spared},{LOOPBACK}".lstrip(",")
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{channel}/v1/chat/completions", self._chat)
@@ -101,7 +100,7 @@ class Endpoint:
 
     @property
     def session_url(self) -> str:
-        """Return the base_url for clients that name the channel in a header."""
+        """Base URL for clients that name the channel in a header."""
         return f"{self.url}/session/v1"
 
     async def _chat(self, request: Any) -> Any:
@@ -114,7 +113,7 @@ class Endpoint:
         try:
             body = await request.json()
             completion = await channel.ask(body)
-        except Refused as refused:
+        except ChannelClosed as refused:
             return web.json_response(_error(str(refused), "context_length_exceeded"), status=400)
         except (ValueError, TypeError, AttributeError) as error:
             return web.json_response(_error(f"not a request for a chat completion: {error}", "invalid"), status=400)
@@ -126,8 +125,8 @@ class Endpoint:
 def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
     """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
-    ``token_ids`` and ``logprobs`` of the choice are as vLLM writes them. What the policy read was tokenised elsewhere:
-    ``usage`` counts the sampled tokens only.
+    ``token_ids`` and ``logprobs`` of the choice are in vLLM's format. Prompts are tokenised elsewhere, so ``usage``
+    counts the sampled tokens only.
     """
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
@@ -168,7 +167,7 @@ def _error(message: str, code: str) -> dict[str, Any]:
 
 
 def _events(completion: Mapping[str, Any]) -> bytes:
-    """Return the completion as a stream that sends everything at once."""
+    """Return the completion as an event stream with a single chunk of content."""
     choice = completion["choices"][0]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

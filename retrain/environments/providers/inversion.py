@@ -1,13 +1,13 @@
-"""Harnesses that lead a rollout themselves, inverted into episodes that are observed and stepped.
+"""Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
 
-Such a harness is a coroutine that asks an OpenAI client for completions and ends with a grade. Here it runs in an event
-loop which stands still except inside ``observe``, ``step``, ``result`` and ``close``: there it runs until the rollout
-asks for its next completion, or has ended. What it asks is the observation; the action is the answer. Nothing has a
-thread of its own, so signals, child processes that shall die with their parent, and pseudo-random numbers behave as in
-any single-threaded program, and episodes of one process may be stepped in any order.
+Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its event loop runs
+only inside ``observe``, ``step``, ``result`` and ``close``, until the rollout requests its next completion or ends. The
+request is the observation; the action is the answer. Without threads, signals, child processes that must die with their
+parent, and pseudo-random numbers behave as in any single-threaded program, and episodes of one process may be stepped
+in any order.
 
-Concurrent requests of one rollout (sub-agents) are answered one at a time, in the order in which they came; each that
-does not continue the last is a conversation of its own (``Step.conversation``).
+Concurrent requests of one rollout (sub-agents) are answered one at a time, in order; a request that does not continue
+the last one is a separate conversation (``Step.conversation``).
 """
 
 import asyncio
@@ -31,23 +31,23 @@ from retrain.types import Action, Message, RewardResult
 
 T = TypeVar("T")
 KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
-MAX_REFUSALS = 16  # A harness that still asks after so many refusals is stopped
+MAX_REFUSALS = 16  # Number of refusals after which a harness that continues is stopped
 
 
-class Outcome(NamedTuple):
-    """How a rollout ended: its grade, in a word why it was over, and further texts about its end."""
+class HarnessResult(NamedTuple):
+    """End of a rollout: grade, stop reason in one word, and further texts."""
 
     reward: RewardResult
     stop: str = ""
     logs: Mapping[str, str] = MappingProxyType({})
 
 
-Lead = Callable[[Channel], Coroutine[Any, Any, Outcome]]
-"""A harness: it leads one rollout, asking the channel (through ``Endpoint``), and grades it."""
+Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
+"""A harness: drives one rollout through the channel (and ``Endpoint``), and grades it."""
 
 
 class Inversion:
-    """The event loop and the endpoint of a process's harnesses."""
+    """Event loop and endpoint of a process's harnesses."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,7 +61,7 @@ class Inversion:
         return self.loop.run_until_complete(awaitable)
 
     def hold(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter an async context that is exited, by the same task, when the process ends."""
+        """Enter an async context that the same task exits when the process ends."""
         entered: asyncio.Future[T] = self.loop.create_future()
 
         async def holder() -> None:
@@ -97,17 +97,17 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 class InvertedEpisode:
-    """One rollout that a harness leads, as an ``Episode``.
+    """Rollout of a harness as an ``Episode``.
 
-    ``opening`` is shown where the harness ended before it asked for anything; its error is then the episode's.
-    ``seed`` seeds the random numbers of Python and numpy that are drawn inside this episode, and in no other.
+    ``opening`` is observed if the harness ends before its first request; its error is then the episode's. ``seed``
+    seeds the random numbers of Python and numpy inside this episode only.
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
         self._inversion, self._opening = inversion, opening
         self._channel = Channel(secrets.token_urlsafe(16))
         self._randomness = OwnRandomness(str(seed))
-        self._request: Request | None  # as _advance finds it
+        self._request: Request | None  # set by _advance
         self._failure: str | None = None
         self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[tuple[Any, ...], str] = {}
@@ -154,7 +154,7 @@ class InvertedEpisode:
             self._inversion.run(_ended([self._task]))
 
     def _advance(self) -> None:
-        """Run the harness up to its next request, or to its end."""
+        """Run the harness until its next request or its end."""
         with self._randomness:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting
@@ -176,14 +176,14 @@ class InvertedEpisode:
     def _answer(self, request: Request, action: Action) -> None:
         content, found = read_calls(action.text, request.tools) if request.tools else (action.text, [])
         calls = [(f"call{self._calls + index:05d}", call) for index, call in enumerate(found)]
-        # A server never sends an empty message, and some harnesses take one for a failure of the server.
+        # Servers never send an empty message, and some harnesses take one for a server failure.
         answer = completion(action, self._actions, content if content or calls else " ", calls)
         self._calls += len(calls)
         self._actions += 1
         key = message_key(answer["choices"][0]["message"])
         self._texts[key] = action.text
         self._seen.append(key)
-        if not request.completion.done():  # the harness has given it up meanwhile
+        if not request.completion.done():  # the harness has cancelled it meanwhile
             request.completion.set_result(answer)
 
     def _next(self, request: Request) -> Step:
@@ -204,21 +204,19 @@ class InvertedEpisode:
         self.close()
         self._failure = str(error)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> HarnessResult:
         task = self._task
         if self._failure is None and task.done():
             error = asyncio.CancelledError("it cancelled itself") if task.cancelled() else task.exception()
             if error is None:
                 return task.result()
             self._failure = described(error)
-        return Outcome(RewardResult(None, error=self._failure or "it has not ended"), "error")
+        return HarnessResult(RewardResult(None, error=self._failure or "it has not ended"), "error")
 
 
 def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what two messages are compared by: role, text, calls, and which call it answers.
-
-    The thinking that a harness keeps apart is not compared. Raises PluginError for a message that is not text.
-    """
+    """Return the key by which two messages are compared: role, text, calls, and the call that it answers. Thinking that
+    a harness stores separately is ignored. Raises PluginError for a message that is not text."""
     role, text = str(message.get("role", "")), text_of(message.get("content"))
     if role != "assistant":
         return role, text, str(message.get("tool_call_id") or "")

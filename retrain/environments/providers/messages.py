@@ -1,4 +1,4 @@
-"""Chat messages of other libraries as ours: a role and a text."""
+"""Convert chat messages of other libraries to role and text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -30,10 +30,8 @@ def text_of(content: Any, placeholders: bool = False, separator: str = "\n") -> 
 def chat_messages(
     messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
 ) -> list[Message]:
-    """Convert messages to role and text, and keep those of their fields that are in ``keys``.
-
-    Raises PluginError for anything that is not a message. ``placeholders`` and ``separator``: see ``text_of``.
-    """
+    """Convert messages to role and text, and keep their fields in ``keys``. Raises PluginError for anything that is not
+    a message. ``placeholders`` and ``separator``: see ``text_of``."""
     chat: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None

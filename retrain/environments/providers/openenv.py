@@ -1,8 +1,8 @@
-"""Environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, over its own client.
+"""Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through its own client.
 
-A problem is a seed that the server is reset with; an episode is one session. The reward of a rollout is the sum of
-what the server gives for its steps. In an MCP environment the policy calls tools: each call is a step, and a message
-without a call ends the episode.
+A problem is a seed of the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
+of its steps. In an MCP environment the policy calls tools: each call is a step, and a message without a call ends the
+episode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
 from retrain.environments.providers.openenv_forms import OWNER, Actions, messages_of, result_of, tool_schema
-from retrain.environments.providers.openenv_server import Server
+from retrain.environments.providers.openenv_server import OpenEnvServer
 from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError, printable
 from retrain.types import Action, Problem, RewardResult
@@ -33,13 +33,13 @@ INVALID_ACTION = "VALIDATION_ERROR"
 
 class Arguments(BaseModel):
     """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
-    list of arguments in which ``{port}`` stands for its port.
+    list of arguments in which ``{port}`` is its port.
 
     Seeds 0 to ``heldout`` − 1 are held out and the ``size`` next ones train, all of them plus ``seed`` × 1,000,000.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
-    arguments of the reset. ``metrics``: fields of observations that are numbers to record. ``exact``: whether the
-    server's answers depend on seed and actions only. ``start_seconds`` and ``step_seconds``: how long the server may
-    take to start, and to answer.
+    arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
+    depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
+    answer.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -89,7 +89,7 @@ class OpenEnv:
         self.tools: Sequence[Mapping[str, Any]] = ()
         """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
-        self._server: Server | None = None
+        self._server: OpenEnvServer | None = None
         self._actions: Actions | None = None
 
     def problems(self, split: str) -> Sequence[Problem]:
@@ -119,11 +119,11 @@ class OpenEnv:
         if self._server is None or not self._server.alive:
             self.close()
             assert self.arguments.command is not None
-            self._server = Server(self.arguments.command, self.arguments.start_seconds, OWNER)
+            self._server = OpenEnvServer(self.arguments.command, self.arguments.start_seconds, OWNER)
         return self._server.url
 
     def _read_schema(self, url: str) -> Actions:
-        """Return the form of the server's actions, and set ``tools`` where they are calls."""
+        """Return the form of the server's actions; set ``tools`` if actions are tool calls."""
         field = self.arguments.action_field
         try:
             reply = self._request("GET", f"{url}/schema")
@@ -143,10 +143,10 @@ class OpenEnv:
         return actions
 
     def _list_tools(self, url: str) -> list[dict[str, Any]]:
-        """Return the tools of an MCP environment; none where it is no such environment.
+        """Return the tools of an MCP environment; [] for other environments.
 
-        The request is MCP's ``tools/list`` outside of a session: a session that is opened over HTTP stays open on the
-        server when this process is killed.
+        Sends MCP's ``tools/list`` outside of a session: an HTTP session would stay open on the server when this process
+        is killed.
         """
         try:
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
@@ -166,7 +166,7 @@ class OpenEnvEpisode:
     def __init__(self, environment: OpenEnv, url: str, actions: Actions, seed: int):
         self.environment, self.url, self.actions = environment, url, actions
         limit = environment.arguments.step_seconds
-        # An action is over when the server has answered it, so the client's own limit is that of a step.
+        # An action ends with the server's answer, so the client's own limit is that of a step.
         self._client = environment._client(url, connect_timeout_s=limit, message_timeout_s=limit).sync()
         self.rewards: list[float] = []
         self.numbers: dict[str, float] = {}
@@ -207,7 +207,7 @@ class OpenEnvEpisode:
             self.close()
             return Step(done=True, reward=reward, metrics=metrics)
         messages = messages_of(reply.observation, self.environment.arguments.message_field)
-        if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # all that was said, again
+        if len(messages) > len(self.first) and messages[: len(self.first)] == self.first:  # the conversation again
             begun = list(self.observe().messages)
             messages = [*begun, *messages[len(begun) :]]
             return Step(done=False, reward=reward, metrics=metrics, conversation=messages)
@@ -216,7 +216,7 @@ class OpenEnvEpisode:
     def _call_tools(self, action: Action) -> Step:
         """Take each call of a message as a step, in order, up to the one that ends the episode. A message without a
         call ends it too."""
-        found = parse(action.text).found
+        found = parse(action.text).items
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
         for call in found:
             reply: Any = call
@@ -252,7 +252,7 @@ class OpenEnvEpisode:
         return RewardResult(math.fsum(self.rewards), metrics)
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # a session that is gone already
+        with contextlib.suppress(Exception):  # the session has already ended
             self._client.close()
 
     def _reward(self, reply: Any) -> float | None:
@@ -286,12 +286,12 @@ class OpenEnvEpisode:
         except TimeoutError as error:
             limit = self.environment.arguments.step_seconds
             raise PluginError(f"{OWNER}: {self.url} did not answer within {limit:g} s (step_seconds)") from error
-        except Exception as error:  # the client raises whatever its sockets do
+        except Exception as error:  # the client passes on exceptions of its sockets
             text = printable(str(error)) or type(error).__name__
             code = re.search(r"\(code: (\w+)\)$", text)
             if refusal is not None and code is not None and code[1] == INVALID_ACTION:
                 return refusal
-            # A full server says so and closes; whether that is read before is a race.
+            # A full server reports it and closes; whether the report is read before is a race.
             is_full = "received 1000" in text if code is None else code[1] == "CAPACITY_REACHED"
             fault = f"the connection to {self.url} is lost" if code is None else f"{self.url} answered with an error"
             hint = ": it may be full, let it take more sessions (max_concurrent_envs)" if is_full else ""

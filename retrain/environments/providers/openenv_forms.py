@@ -1,4 +1,4 @@
-"""Conversion of OpenEnv's observations to chat messages, and of completions and tool calls to actions."""
+"""Convert OpenEnv's observations to chat messages, and completions and tool calls to actions."""
 
 import json
 import re
@@ -24,14 +24,14 @@ READERS = {"string": str, "integer": int, "number": float}
 def messages_of(observation: Any, field: str | None) -> list[Message]:
     """Convert an observation to chat messages; text and other values become a user message.
 
-    ``field``: which part, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, and all of it as
-    JSON where there is none. Raises UsageError, with the fields there are, where ``field`` is not.
+    ``field``: the part to convert, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, or all of
+    it as JSON. Raises UsageError, which lists the existing fields, if ``field`` is missing.
     """
     if field is None:
         if not isinstance(observation, Mapping):
             return _as_messages(observation)
         text = next(filter(None, (observation.get(name) for name in MESSAGE_FIELDS)), None)
-        # Every observation has the field ``metadata``, most of them an empty one.
+        # Every observation has the field ``metadata``, which is usually empty.
         fields = {name: value for name, value in observation.items() if name != "metadata" or value}
         return _as_messages(text or fields)
     value = observation
@@ -56,11 +56,11 @@ def _as_messages(value: Any) -> list[Message]:
 
 
 class Actions:
-    """Makes actions of texts, for a server whose actions have this JSON schema.
+    """Converts texts to actions for a server whose actions have this JSON schema.
 
-    ``field``: the part that is the whole text, as the schema's type; by default the only field that is required, or
-    the only one, where a text can be it. Else the text is a JSON object, within a code fence or not. ``constants``
-    are added to each action. Raises UsageError for a field that the schema has not.
+    ``field`` receives the whole text, in the schema's type; by default it is the only required field, or the only one,
+    if a text fits. Otherwise the text is a JSON object, within a code fence or not. ``constants`` are added to each
+    action. Raises UsageError for a field that the schema lacks.
     """
 
     def __init__(self, schema: Mapping[str, Any], field: str | None, constants: Mapping[str, Any]):
@@ -81,12 +81,12 @@ class Actions:
 
     @property
     def may_be_calls(self) -> bool:
-        """Return whether actions are calls of tools: they have no field but those of ``CallToolAction``."""
+        """True if actions can be tool calls: they have only the fields of ``CallToolAction``."""
         return set(self.schema["properties"]) <= CALL_FIELDS
 
     @property
     def instruction(self) -> str:
-        """Return instructions for the form of an action, with the schema; "" if every text is a valid action."""
+        """Instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
             return ""
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
@@ -106,10 +106,10 @@ class Actions:
         reader = READERS.get(str(self._types.get(self.field)), str)
         if reader is str:
             return {self.field: cleaned} | self.constants
-        found = re.findall(r"-?\d+" if reader is int else r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", cleaned)
-        if not found or len(found[-1]) > 18:
+        numbers = re.findall(r"-?\d+" if reader is int else r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?", cleaned)
+        if not numbers or len(numbers[-1]) > 18:
             raise ValueError("There is no number in that.")
-        return {self.field: reader(found[-1])} | self.constants
+        return {self.field: reader(numbers[-1])} | self.constants
 
 
 def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:

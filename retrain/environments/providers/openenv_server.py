@@ -1,4 +1,4 @@
-"""A server of one's own: a command on a free loopback port, which ends with the process that started it."""
+"""Start an OpenEnv server from a command on a free loopback port; it ends with the process that started it."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ import httpx
 from retrain.errors import PluginError, printable
 
 HOST = "127.0.0.1"
-# On Linux the kernel kills the server when whoever started it is gone, also by SIGKILL. PR_SET_PDEATHSIG is 1.
+# On Linux the kernel kills the server when its parent ends, also by SIGKILL. PR_SET_PDEATHSIG is 1.
 _GUARD = (
     "import ctypes, os, sys\n"
     "if sys.platform == 'linux':\n"
@@ -26,19 +26,19 @@ _GUARD = (
 )
 
 
-class Server:
-    """The process of ``command``, in which ``{port}`` and ``{host}`` stand for its address; PORT and HOST are also in
-    its environment. Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with
-    ``owner``, when it ends or does not answer."""
+class OpenEnvServer:
+    """Process of ``command``, with ``{port}`` and ``{host}`` filled in; PORT and HOST are also in its environment.
+    Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if it ends or
+    does not answer."""
 
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
-        words = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
-        # A file, not a pipe: nobody reads along, and a full pipe would stop the server.
+        arguments = [word.replace("{port}", str(port)).replace("{host}", HOST) for word in command]
+        # A file, not a pipe: a pipe that is not read fills up and blocks the server.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, str(os.getpid()), *words],
+            [sys.executable, "-c", _GUARD, str(os.getpid()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
-"""Libraries that draw from Python's and numpy's global generators, held apart from each other.
+"""Isolate libraries that draw from Python's and numpy's global random generators.
 
-Episodes take turns in one process; a game that calls ``random.seed`` and ``random.choice`` would draw what another
-game left behind, and its answers would depend on who else is playing.
+Episodes take turns in one process; without isolation, the random numbers of a game would depend on the other games in
+it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import numpy.random
 
 
 class OwnRandomness:
-    """The global generators as one owner sees them: ``with own: …`` swaps its state in, and keeps it afterwards.
-
-    All of it comes from ``seed``; what the rest of the process draws is not disturbed. Not reentrant.
-    """
+    """State of the global generators for one owner: ``with randomness: …`` swaps it in and stores it afterwards. It
+    starts from ``seed`` and does not affect other code of the process. Not reentrant."""
 
     def __init__(self, seed: str):
         self._python: Any = random.Random(seed).getstate()

@@ -1,8 +1,8 @@
-"""reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: a question, an answer, its scorer.
+"""Use reasoning-gym's generated problems, https://github.com/open-thought/reasoning-gym: question, answer, scorer.
 
-What is scored: the text in the completion's last ``<answer>…</answer>``, as the library's ``extract_answer`` finds it
-and its own evaluation and most of its users score; a completion without these tags is scored whole, trimmed. The
-question is the prompt as it is: a system prompt that asks for the tags is ``[data]``'s to give.
+The scored text is the completion's last ``<answer>…</answer>``, as in the library's ``extract_answer`` and its own
+evaluation; a completion without these tags is scored whole, trimmed. The prompt is the question alone: ``[data]`` may
+add a system prompt that asks for the tags.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrain.types import Action, Problem, RewardResult
 
 OWNER = "environment reasoning-gym"
 OURS = ("seed", "size")  # Keys of a data set's config that the environment sets itself
-CHECK_SECONDS = 120.0  # How long the check of one task may take before training
+CHECK_SECONDS = 120.0  # Time limit for the check of one task before training
 
 
 class Numbers(BaseModel):
@@ -37,7 +37,7 @@ class Numbers(BaseModel):
     seed: NonNegativeInt = 0
 
 
-class Part(BaseModel):
+class MixturePart(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     name: str
@@ -45,8 +45,8 @@ class Part(BaseModel):
     config: dict[str, Any] = {}
 
 
-class Checked(NamedTuple):
-    """Result of one data set's check: ``reason`` is "" where it is sound; ``seconds`` is how long it took."""
+class DataSetCheck(NamedTuple):
+    """Check of one data set: ``reason`` is "" if it is sound; ``seconds`` is the duration."""
 
     name: str
     reason: str
@@ -57,9 +57,9 @@ class ReasoningGym:
     """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several by name, or of a list of
     ``{name, weight, config}``, drawn by weight.
 
-    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, and those
-    that ask a held-out question are left out. Everything comes from ``seed``. Raises UsageError for what is no data
-    set or config. ``problems`` checks each task first and raises DataError, which names the tasks that fail.
+    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, without
+    held-out questions. Everything follows from ``seed``. Raises UsageError for an unknown data set or invalid config.
+    ``problems`` checks each task first and raises DataError, which names the tasks that fail.
     """
 
     exact = True
@@ -83,19 +83,19 @@ class ReasoningGym:
         if split != "train":
             return held
         asked = {problem.prompt for problem in held}
-        kept = [problem for problem in self._drawn[self.heldout :] if problem.prompt not in asked]
-        if not kept:
+        training = [problem for problem in self._drawn[self.heldout :] if problem.prompt not in asked]
+        if not training:
             raise DataError(
                 f"{OWNER}: every training problem of {', '.join(self._tasks)} is held out; they have too few different "
                 f"questions for heldout = {self.heldout}"
             )
-        return kept
+        return training
 
     def start(self, problem: Problem, seed: int) -> ReasoningGymEpisode:
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Return the task's own score of an answer; an error where its scorer raises or gives no score."""
+        """Return the task's score of an answer; an error if its scorer raises or returns none."""
         answer = imported("reasoning_gym.utils", OWNER).extract_answer(completion)
         try:
             dataset, entry = self._datasets[problem.metadata["task"]], entry_of(problem.metadata["entry"])
@@ -145,29 +145,27 @@ class ReasoningGymEpisode:
         return self.environment.grade(self.problem, self.answer)
 
 
-def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Checked]:
-    """Check these data sets, or all, with their default config; at most ``seconds`` for each.
-
-    Raises UsageError for a name that reasoning-gym does not have, MissingExtra without reasoning-gym.
-    """
+def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[DataSetCheck]:
+    """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
+    unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
-        _known(name)
+        _require_known(name)
     outcome = []
     with TaskWorker() as worker:
         for name in data_sets() if names is None else names:
             begin = time.monotonic()
             fault = worker.check(Task(name, 0, 100, {}), seconds)
-            outcome.append(Checked(name, fault, time.monotonic() - begin))
+            outcome.append(DataSetCheck(name, fault, time.monotonic() - begin))
     return outcome
 
 
 def data_sets() -> list[str]:
-    """Return the names of reasoning-gym's data sets but ``composite``, which a list of names replaces here."""
+    """Return the names of reasoning-gym's data sets except ``composite``, which a list of names replaces."""
     imported("reasoning_gym", OWNER)
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 
 
-def _known(name: str) -> None:
+def _require_known(name: str) -> None:
     if name not in (known := data_sets()):
         raise UsageError(f"{OWNER} has no data set {name!r}{did_you_mean(name, known)}")
 
@@ -180,7 +178,7 @@ def _dataset(task: Task) -> Any:
         raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
 
 
-def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
+def _parts(id: Any, config: Mapping[str, Any]) -> list[MixturePart]:
     if isinstance(id, str):
         listed: list[Any] = [{"name": id, "config": config}]
     else:
@@ -194,9 +192,9 @@ def _parts(id: Any, config: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
-def _part(item: Mapping[str, Any]) -> Part:
-    part = validated(Part, item, f"{OWNER}: an item of id")
-    _known(part.name)
+def _part(item: Mapping[str, Any]) -> MixturePart:
+    part = validated(MixturePart, item, f"{OWNER}: an item of id")
+    _require_known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])
     refuse_unknown(part.config, [field.name for field in fields if field.name not in OURS], f"{OWNER}: {part.name}")
     return part

@@ -1,8 +1,8 @@
-"""A worker process that makes reasoning-gym's problems, and checks its tasks before anything trains on them.
+"""Generate reasoning-gym's problems in a worker process, and check its tasks before training.
 
-Some tasks draw from global generators or walk over sets, so that the same seed gives other problems in another
-process. The generators are seeded here for each problem, and the hash seed of worker processes is fixed, which repeats
-all of them; and a task that hangs costs no more than its time limit.
+Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process. The
+generators are seeded here for each problem and worker processes have a fixed hash seed, which makes all tasks
+reproducible; a task that hangs costs its time limit only.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ INSTANCES = 8  # Problems of each task that a check makes, twice
 FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
-ENTRIES_SECONDS = 600.0  # How long the entries of a job may take
+ENTRIES_SECONDS = 600.0  # Time limit for the entries of a job
 PAGE = 200  # Entries per job
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set of reasoning-gym with its config: ``size`` problems can be drawn of it with ``seed``."""
+    """Data set of reasoning-gym with its config: ``size`` problems can be drawn with ``seed``."""
 
     name: str
     seed: int
@@ -41,7 +41,7 @@ class Task:
     config: Mapping[str, Any]
 
     def dataset(self) -> Any:
-        """Construct the library's data set. Errors about its config are the library's own exceptions."""
+        """Construct the library's data set. Raises the library's own exceptions for an invalid config."""
         with OwnRandomness(f"{self.name}/{self.seed}"):
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
@@ -53,8 +53,8 @@ class Task:
 
 
 def carried(entry: Mapping[str, Any]) -> str:
-    """Return the entry as text, exactly: tuples, sets and keys that are numbers survive, which JSON does not grant.
-    Raises ValueError for one that holds other objects."""
+    """Return the entry as text that preserves tuples, sets and numeric keys, which JSON does not. Raises ValueError if
+    it contains other objects."""
     text = repr(entry)
     with contextlib.suppress(ValueError, SyntaxError):
         if entry_of(text) == entry:
@@ -63,12 +63,12 @@ def carried(entry: Mapping[str, Any]) -> str:
 
 
 def entry_of(text: str) -> dict[str, Any]:
-    """Return the entry that ``carried`` wrote. Raises ValueError or SyntaxError for what is none."""
+    """Return the entry that ``carried`` wrote. Raises ValueError or SyntaxError for other texts."""
     return ast.literal_eval(text)
 
 
 def score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the task's own score of an answer. Raises what its scorer raises, ValueError outside [0, 1]."""
+    """Return the task's score of an answer. Raises the scorer's exceptions, and ValueError outside [0, 1]."""
     with OwnRandomness("score"):
         value = float(dataset.score_answer(answer, entry))
     if not 0 <= value <= 1:  # NaN too
@@ -77,7 +77,7 @@ def score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
 
 
 def fault_of(task: Task) -> str:
-    """Return why nothing should train on this task, or "" if its first problems are sound: its own answer scores 1,
+    """Return why the task must not be trained on, or "" if its first problems are sound: its own answer scores 1,
     nonsense scores low, nothing raises, and the same seed gives the same problems in any order."""
     try:
         dataset, again = task.dataset(), task.dataset()
@@ -104,15 +104,17 @@ def _scoring_fault(dataset: Any, entry: Mapping[str, Any]) -> str:
         return f"a problem of it cannot be kept: {error}"
     for answer in (entry["answer"], *NONSENSE):
         right = answer == entry["answer"]
-        what = "its own answer" if right else repr(answer) if len(answer) < 9 else f"a text of {len(answer):,} letters"
+        description = (
+            "its own answer" if right else repr(answer) if len(answer) < 9 else f"a text of {len(answer):,} letters"
+        )
         try:
             value = score(dataset, answer, held)
         except Exception as error:
-            return f"scoring {what} raises {described(error)}"
+            return f"scoring {description} raises {described(error)}"
         if right and value < FULL:
             return f"its own answer scores {value:.3g}"
         if not right and value >= LOW:
-            return f"{what} scores {value:.3g}"
+            return f"{description} scores {value:.3g}"
     return ""
 
 
@@ -147,7 +149,7 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
 
 
 class TaskWorker:
-    """Worker process, as a context manager; replaced after a timeout."""
+    """Worker process, as a context manager; it is replaced after a timeout."""
 
     def __init__(self) -> None:
         self._pool = WorkerPool(
@@ -160,7 +162,7 @@ class TaskWorker:
         )
 
     def check(self, task: Task, seconds: float) -> str:
-        """Return ``fault_of`` the task; also a fault: it took longer than ``seconds``, or ended the process."""
+        """Return ``fault_of`` the task; exceeding ``seconds`` or killing the process is a fault too."""
         (reply,) = self._pool.map([(task, None)], seconds)
         return f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else reply.error or reply.value
 

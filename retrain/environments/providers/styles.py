@@ -1,4 +1,4 @@
-"""Environments written for other trainers, recognised by their methods.
+"""Recognise environments written for other trainers by their methods.
 
 - ``problems`` and ``start``: an environment of ours, taken as it is.
 - ``load_dataset`` and ``compute_reward``: the samples of the first (``prompt``, ``answer``, ``metadata``) are graded by
@@ -17,14 +17,14 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from retrain.environments.arguments import refuse_unknown, validated
 from retrain.environments.providers.styles_cookbook import Cookbook, DatasetProblems, SeededProblems
-from retrain.environments.providers.styles_graded import Graded, Run
+from retrain.environments.providers.styles_graded import GradedEnvironment, Run
 from retrain.errors import PluginError, UsageError
 
 PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __len__; initial_observation and step"
 
 
 class Split(BaseModel):
-    """The adapter's own arguments: problems where they are seeds, and how many of them are held out."""
+    """Arguments of the adapter: problems if they are seeds, and the number held out."""
 
     model_config = ConfigDict(strict=True)
 
@@ -35,9 +35,10 @@ class Split(BaseModel):
 def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any:
     """Return an environment from a class, from a function that returns one, or from a data set builder.
 
-    ``args`` are its arguments. Of an environment in another trainer's style, ``heldout`` (problems to hold out, where
-    it has no held-out ones) and ``size`` (problems, where they are seeds) are the adapter's unless it names them
-    itself. ``run`` awaits what is async. Raises UsageError for other arguments, PluginError for what is no environment.
+    ``args`` are its arguments. For an environment in another trainer's style, ``heldout`` (problems to hold out, if it
+    holds out none) and ``size`` (problems, if they are seeds) configure the adapter unless the environment has
+    arguments with these names. ``run`` awaits async results. Raises UsageError for invalid arguments, PluginError if
+    this is no environment.
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
     arguments, split = dict(args), {}
@@ -46,13 +47,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
         split = {name: arguments.pop(name) for name in Split.model_fields if name in arguments and name not in known}
     numbers = validated(Split, split, owner)
     if inspect.isclass(written) and _has(written, "initial_observation", "step"):
-        if "seed" not in inspect.signature(written).parameters:
-            raise PluginError(
-                f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
-                "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
-            )
-        _check(written, arguments | {"seed": 0})
-        return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
+        return _seeded(written, arguments, numbers, owner, run)
     _check(written, arguments)
     made = run(written(**arguments))
     if _is_builder(made):
@@ -63,9 +58,24 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     train, test = made if isinstance(made, tuple | list) and len(made) == 2 else (made, None)
     own_heldout = f"{owner}, which has held-out problems of its own,"
     refuse_unknown(split, ("heldout",) if test is None else (), owner if test is None else own_heldout)
-    heldout = numbers.heldout if "heldout" in split else None
+    return _of_data_sets(train, test, numbers.heldout if "heldout" in split else None, owner, run)
+
+
+def _seeded(written: type, arguments: Mapping[str, Any], numbers: Split, owner: str, run: Run) -> Cookbook:
+    """Return the environment of a class whose objects are episodes and whose problems are seeds."""
+    if "seed" not in inspect.signature(written).parameters:
+        raise PluginError(
+            f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
+            "problem: give a data set with get_batch and __len__, or let __init__ take a seed"
+        )
+    _check(written, {**arguments, "seed": 0})
+    return Cookbook(SeededProblems(written, arguments, numbers.size, numbers.heldout), owner, run)
+
+
+def _of_data_sets(train: Any, test: Any, heldout: int | None, owner: str, run: Run) -> Any:
+    """Return the environment of a data set, or of one for training and one for testing (None: none)."""
     if _has(train, "load_dataset", "compute_reward"):
-        return Graded(train, owner, run, heldout)
+        return GradedEnvironment(train, owner, run, heldout)
     if _has(train, "make_envs"):
         raise PluginError(f"{owner} is one problem (make_envs): give a data set of them, with get_batch and __len__")
     if not all(_is_dataset(each) for each in (train, test) if each is not None):
@@ -73,13 +83,13 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     return Cookbook(DatasetProblems(train, test, heldout, owner), owner, run)
 
 
-def _check(written: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _check(written: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(written)
     except ValueError:  # a class without a signature
         return
     try:
-        signature.bind(**given)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(f"[environment] args: {error}") from None
 
@@ -93,6 +103,5 @@ def _is_dataset(made: Any) -> bool:
 
 
 def _is_builder(made: Any) -> bool:
-    """Return whether this object is a data set builder, which is called to get its data sets."""
     known = _has(made, "start") or _has(made, "load_dataset") or _is_dataset(made)
     return callable(made) and not known and not inspect.isclass(made) and not inspect.isroutine(made)

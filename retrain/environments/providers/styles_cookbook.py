@@ -1,11 +1,11 @@
-"""Environments of the Tinker cookbook, https://github.com/thinking-machines-lab/tinker-cookbook, tinker_cookbook/rl.
+"""Adapt environments of the Tinker cookbook, https://github.com/thinking-machines-lab/tinker-cookbook,
+tinker_cookbook/rl.
 
-A data set's batches hold builders; a builder's ``make_envs`` makes environments, of which each episode plays one of its
-own; an environment has ``initial_observation()`` and ``step(action)``. What it says is messages (its action is then a
-message), text (a text) or tokens (tokens); tokens are decoded by a tokenizer, and go through the chat template as a
-user's text. Wrappers of message environments are looked through, and questions are read from question environments, so
-that neither needs one. A builder's ``compute_group_rewards`` sees one rollout at a time: what compares rollouts with
-each other has no place to do so.
+A data set's batches contain builders; a builder's ``make_envs`` returns environments, one per episode; an environment
+has ``initial_observation()`` and ``step(action)``. Observations are messages, text or tokens, and actions have the same
+form; tokens are decoded by a tokenizer, and pass the chat template as a user's text. Wrappers of message environments
+are unwrapped, and questions are read from question environments, so that neither needs a tokenizer. A builder's
+``compute_group_rewards`` gets one rollout at a time, so it cannot compare rollouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.styles_graded import Adapted, Run, chat, continued, numbers_of
+from retrain.environments.providers.styles_graded import AdaptedEnvironment, Run, chat, continued, numbers_of
 from retrain.errors import PluginError
 from retrain.plugins import described
 from retrain.rewards.base import failed
@@ -28,7 +28,7 @@ HELD_OUT = "held out"
 
 
 class DatasetProblems:
-    """The builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
+    """Builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
 
     def __init__(self, train: Any, test: Any, heldout: int | None, owner: str):
         self.written, self._heldout, self._owner = train, heldout, owner
@@ -56,7 +56,7 @@ class DatasetProblems:
 
 
 class SeededProblems:
-    """A class whose objects are episodes, and whose problems are seeds; the first ``heldout`` are held out."""
+    """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` are held out."""
 
     def __init__(self, written: Any, arguments: Mapping[str, Any], size: int, heldout: int):
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
@@ -68,13 +68,13 @@ class SeededProblems:
         return self.written(**self._arguments, seed=number), None
 
 
-class Cookbook(Adapted):
+class Cookbook(AdaptedEnvironment):
     def __init__(self, source: DatasetProblems | SeededProblems, owner: str, run: Run):
         super().__init__(source.written, owner, run)
         self.source = source
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return those of ``train``, or for any other name the held-out ones; only an episode knows its question."""
+        """Return the problems of ``train``, or for other names the held-out ones."""
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
@@ -102,7 +102,7 @@ class CookbookEpisode:
 
     def _begin(self) -> None:
         self.seen = self.run(self.made.initial_observation())
-        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # with where to stop, which is the engine's here
+        if isinstance(self.seen, tuple) and len(self.seen) == 2:  # the stop condition is the engine's
             self.seen = self.seen[0]
         if callable(getattr(self.made, "get_question", None)) and _is_tokens(self.seen):
             question = {"role": "user", "content": self.made.get_question()}
@@ -114,7 +114,7 @@ class CookbookEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """Send the action in the form of the observation, and read what it leads to."""
+        """Send the action in the format of the observation, and return the reply."""
         answer = self._answer(action)
         for name in ("reward", "episode_done"):
             if not hasattr(answer, name):
@@ -124,7 +124,7 @@ class CookbookEpisode:
             raise PluginError(f"{self.owner}: step() gave a reward of {reward}")
         metrics, logs = getattr(answer, "metrics", None) or {}, getattr(answer, "logs", None) or {}
         sampled = SimpleNamespace(tokens=list(action.token_ids), maybe_logprobs=action.logprobs_T.tolist())
-        transition = SimpleNamespace(  # as compute_group_rewards finds it
+        transition = SimpleNamespace(  # read by compute_group_rewards
             ob=self.seen, ac=sampled, reward=reward, episode_done=done, metrics=metrics, logs=logs
         )
         self.transitions.append(transition)
@@ -164,7 +164,7 @@ class CookbookEpisode:
         return RewardResult(total, metrics) if math.isfinite(total) else failed(f"a reward of {total}")
 
     def close(self) -> None:
-        """Call the builder's ``cleanup``, once; what it raises is of no consequence any more."""
+        """Call the builder's ``cleanup`` once; its exceptions are ignored."""
         cleanup = getattr(self.builder, "cleanup", None)
         if callable(cleanup) and not self._closed:
             with contextlib.suppress(Exception):
@@ -172,7 +172,7 @@ class CookbookEpisode:
         self._closed = True
 
     def _repeats(self, messages: Sequence[Message]) -> bool:
-        """Return whether one text begins with all that was said before, as an observation for a model does."""
+        """Return whether one text begins with the whole conversation so far, as an observation for a model does."""
         first = self.conversation[0]["content"]
         return len(messages) == 1 and bool(first) and messages[0]["content"].startswith(first)
 

@@ -1,9 +1,9 @@
-"""Classes with ``load_dataset`` and ``compute_reward``, as Telescope's environments are written.
+"""Adapt classes with ``load_dataset`` and ``compute_reward``, as Telescope's environments are written.
 
-With one turn ``compute_reward(completion, sample, eos_token="")`` grades the answer. With several ``env_response``
-answers each action, ``is_done(state)`` or ``max_turns`` ends it, and ``compute_reward(state, eos_token="")`` grades
-``state.trajectory``. ``get_tool_metrics(state)`` adds metrics; ``reward_min``, ``reward_max`` and ``metrics_ranges``
-are the ranges. https://github.com/eduardoslonski/telescope, src/telescope/environments/base.py
+With one turn, ``compute_reward(completion, sample, eos_token="")`` grades the answer. With several, ``env_response``
+replies to each action, ``is_done(state)`` or ``max_turns`` ends the episode, and ``compute_reward(state,
+eos_token="")`` grades ``state.trajectory``. ``get_tool_metrics(state)`` adds metrics; ``reward_min``, ``reward_max``
+and ``metrics_ranges`` are the ranges. https://github.com/eduardoslonski/telescope, src/telescope/environments/base.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ chat = partial(chat_messages, separator="")  # Text parts of one message follow 
 Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
 
 
-class Adapted:
+class AdaptedEnvironment:
     """Base of environments in another trainer's style; ``written`` may declare ranges and ``exact``."""
 
     def __init__(self, written: Any, owner: str, run: Run):
@@ -36,8 +36,8 @@ class Adapted:
 
 
 def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range:
-    """Return which of ``total`` problems belong to a split: any other than ``train`` has the last ``heldout``, by
-    default a tenth and at most 200. Raises DataError when none is left to train on."""
+    """Return which of ``total`` problems belong to a split: every split but ``train`` has the last ``heldout``, by
+    default a tenth and at most 200. Raises DataError if none is left to train on."""
     held = min(200, max(1, total // 10)) if heldout is None else heldout
     if held >= total:
         raise DataError(f"{owner}: heldout = {held} leaves none of {total} problems to train on")
@@ -45,7 +45,7 @@ def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range
 
 
 def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any) -> Step:
-    """Return the step from one conversation to the next: what is new, or all of it where the beginning changed."""
+    """Return the step between two conversations: the new messages, or all of them if the beginning changed."""
     if list(after[: len(before)]) == list(before) and len(after) > len(before):
         return Step(after[len(before) :], done=False, **facts)
     return Step(done=False, conversation=after, **facts)
@@ -53,7 +53,7 @@ def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any)
 
 @dataclass
 class State:
-    """A rollout so far, for a class without ``create_initial_state``."""
+    """State of a rollout, for a class without ``create_initial_state``."""
 
     sample: Any
     env_name: str
@@ -68,13 +68,13 @@ class State:
         return len(self.trajectory)
 
 
-class Graded(Adapted):
-    """The environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
+class GradedEnvironment(AdaptedEnvironment):
+    """Environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
 
     def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):
         super().__init__(made, owner, run)
         self.made, self.heldout = made, heldout
-        if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states ask for it
+        if getattr(made, "_name", "") is None:  # Telescope's loader names environments, and their states read the name
             made._name = type(made).__name__
         self._samples: list[Any] = []
 
@@ -137,9 +137,9 @@ class GradedEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """End the episode; with several turns return what ``env_response`` answers, until ``is_done``."""
+        """End the episode; with several turns, return the reply of ``env_response`` until ``is_done``."""
         answer: Message = {"role": "assistant", "content": action.text}
-        turn = SimpleNamespace(  # as compute_reward finds it in state.trajectory
+        turn = SimpleNamespace(  # read by compute_reward in state.trajectory
             prompt=list(self.conversation),
             completion=[answer],
             completion_token_ids=list(action.token_ids),
@@ -187,7 +187,7 @@ class GradedEpisode:
 
 
 def _reward_result(reward: Any) -> Any:
-    """Return an object with ``total_reward`` as a RewardResult, its tags as ``name=value``; others unchanged."""
+    """Return an object with ``total_reward`` as a RewardResult, its tags as ``name=value``; other objects unchanged."""
     if isinstance(reward, RewardResult) or not hasattr(reward, "total_reward"):
         return reward
     tags = getattr(reward, "sample_tags", None) or {}

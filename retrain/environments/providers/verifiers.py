@@ -1,7 +1,7 @@
-"""Environments of the ``verifiers`` library (Prime Intellect), unchanged.
+"""Use environments of the ``verifiers`` library (Prime Intellect) unchanged.
 
-Both kinds: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
-verifiers.v1``, from 0.4). They lead their rollouts themselves; ``inversion`` turns them round.
+Both kinds work: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
+verifiers.v1``, from 0.4). They drive their rollouts themselves; ``inversion`` inverts the control.
 """
 
 import importlib
@@ -13,31 +13,30 @@ from retrain.environments.arguments import imported
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.providers.verifiers_classic import Classic
-from retrain.environments.providers.verifiers_rows import Row, held_out
+from retrain.environments.providers.verifiers_rows import TaskRow, held_out
 from retrain.environments.providers.verifiers_v1 import Tasksets, is_taskset
 from retrain.errors import DataError, RetrainError
 from retrain.plugins import described
 from retrain.types import Problem
 
 LOADING_SEED = "loading"
-"""What rows are drawn from at random are the same in every process, unless the environment seeds itself."""
+"""Seed that makes randomly drawn rows equal in every process, unless the environment seeds itself."""
 
 
 class Verifiers:
     """Environment of the installed module ``id``.
 
-    ``args`` are what it is loaded with: arguments of ``load_environment``, or keys of the taskset's configuration.
-    ``env`` is the rest of a taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
+    ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` is the rest of a
+    taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
-    Problems are held out by what the environment itself holds out; else by loading it a second time with
-    ``heldout_args`` over ``args`` (``{"split": "test"}``); else by a share of the training problems, the same in every
-    run: ``heldout`` of them, 0 for none. ``train`` is how many problems an endless taskset is asked for, and at most
-    how many are used of any other.
+    Held-out problems are those that the environment holds out; else those of a second instance with ``heldout_args``
+    over ``args`` (``{"split": "test"}``); else ``heldout`` of the training problems, the same in every run, 0 for none.
+    ``train`` is the number of problems of an endless taskset, and the largest number of any other.
 
-    ``exact`` vouches that an episode is a function of problem, seed and actions. Nothing here can know it (tools may be
-    anything), so it is False unless said.
+    ``exact`` declares that an episode is a function of problem, seed and actions; tools may do anything, so it is False
+    by default.
 
-    Raises MissingExtra, UsageError or DataError when there is no such environment or it cannot be loaded.
+    Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Verifiers:
         self._args, self._env = args, env or {}
         self._inversion = Inversion()
         self._libraries: dict[str, Classic | Tasksets] = {}
-        self._rows: dict[str, Sequence[Row]] = {}
+        self._rows: dict[str, Sequence[TaskRow]] = {}
         try:
             self._library("train")
         except BaseException:
@@ -65,7 +64,7 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for any other name the held-out ones. Raises DataError without any."""
+        """Return the problems of ``train``, or for other names the held-out ones. Raises DataError."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"
@@ -79,8 +78,8 @@ class Verifiers:
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
-        """Begin an episode of this problem, which may come from another process. Raises DataError where this process
-        has another task in its place."""
+        """Begin an episode of this problem, which may come from another process. Raises DataError if this process has
+        another task at its index."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:
@@ -98,15 +97,15 @@ class Verifiers:
         """Return the name of the dataset split and the row indices to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
-        own = len(self._part("eval"))
-        if not train and own:
-            return "eval", range(own if self._heldout is None else min(own, self._heldout))
+        evaluation = len(self._part("eval"))
+        if not train and evaluation:
+            return "eval", range(evaluation if self._heldout is None else min(evaluation, self._heldout))
         rows = self._part("train")
-        held = set() if own or self._heldout_args is not None else held_out(rows, self._heldout)
+        held = set() if evaluation or self._heldout_args is not None else held_out(rows, self._heldout)
         chosen = [index for index in range(len(rows)) if (index not in held) == train]
         return "train", chosen[: self._train] if train else chosen
 
-    def _part(self, part: str) -> Sequence[Row]:
+    def _part(self, part: str) -> Sequence[TaskRow]:
         if part not in self._rows:
             with OwnRandomness(LOADING_SEED):
                 self._rows[part] = self._library(part).rows(part)
@@ -134,7 +133,7 @@ def load(
         return Classic(id, args, env, inversion)
     except RetrainError:
         raise
-    except Exception as error:  # whatever the environment's own code raises
+    except Exception as error:  # any exception of the environment's code
         cause = error.__cause__
         hidden = f"; {described(cause)}" if cause is not None and str(cause) not in str(error) else ""
         raise DataError(f"environment {id} cannot be loaded: {described(error)}{hidden}") from error

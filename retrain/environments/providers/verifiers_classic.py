@@ -1,4 +1,4 @@
-"""Environments with ``load_environment``, as verifiers has them up to 0.3: data, rollout and rubric in one class."""
+"""Use environments with ``load_environment``, as in verifiers up to 0.3: data, rollout and rubric in one class."""
 
 import contextvars
 import importlib
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from retrain.environments.providers.endpoint import Channel
-from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
 from retrain.environments.providers.messages import chat_messages
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.types import RewardResult
 
@@ -43,9 +43,9 @@ class Classic:
         self._config: Any = importlib.import_module(f"{_root(vf)}.types").ClientConfig
         _hear_rubrics()
 
-    def rows(self, part: str) -> Sequence[Row]:
-        """Return the tasks of a part: ``eval`` is what the environment itself holds out, any other trains. An
-        environment that has only data for evaluation is trained with them."""
+    def rows(self, part: str) -> Sequence[TaskRow]:
+        """Return the tasks of a part: ``eval`` is the environment's own held-out data, any other part trains. An
+        environment with evaluation data only is trained on them."""
         rows = []
         for row in self._dataset(part) or ():
             prompt = row.get("prompt") or ()
@@ -54,13 +54,13 @@ class Classic:
             answer = "" if row.get("answer") is None else str(row["answer"])
             task = row.get("task")
             hashed = digest((prompt, answer, row.get("info")))
-            rows.append(Row(prompt, answer, (task,) if isinstance(task, str) and task else (), hashed))
+            rows.append(TaskRow(prompt, answer, (task,) if isinstance(task, str) and task else (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
         row = self._dataset(part)[index]
 
-        async def lead(channel: Channel) -> Outcome:
+        async def lead(channel: Channel) -> HarnessResult:
             heard: list[tuple[str, str]] = []
             _heard.set(heard)
             client = self._clients.resolve_client(
@@ -92,7 +92,7 @@ def _root(vf: Any) -> str:
 
 
 def _weights_of(rubric: Any) -> dict[str, float]:
-    """Return the weights of a rubric's functions by name; empty where the rubric does not tell them."""
+    """Return the weights of a rubric's functions by name; {} if the rubric does not reveal them."""
     try:
         names, weights = rubric._get_reward_func_names(), rubric._get_reward_weights()
     except AttributeError:
@@ -102,9 +102,11 @@ def _weights_of(rubric: Any) -> dict[str, float]:
     return {name: max(abs(w) for n, w in zip(names, weights, strict=True) if n == name) for name in names}
 
 
-def _outcome(output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]) -> Outcome:
-    """Return the grade of a rollout. ``heard`` are the functions that raised, with what the rubric logged: one of
-    weight 0 is a metric, which is unknown then and costs no reward."""
+def _outcome(
+    output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]
+) -> HarnessResult:
+    """Return the grade of a rollout. ``heard`` are the functions that raised, with the rubric's log line: one of weight
+    0 is a metric, which is then unknown and does not change the reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
@@ -113,14 +115,14 @@ def _outcome(output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weight
     if error:
         if isinstance(error, Mapping):
             error = error.get("error_chain_str") or error.get("error_chain_repr")
-        return Outcome(RewardResult(None, metrics, error=str(error)), stop or "error")
+        return HarnessResult(RewardResult(None, metrics, error=str(error)), stop or "error")
     # The rubric counts a function that raised as 0, and the model would be trained with it.
     raised = [text for name, text in heard if weights.get(name, 1.0)]
     if raised:
-        return Outcome(RewardResult(None, metrics, error="; ".join(raised)), stop)
+        return HarnessResult(RewardResult(None, metrics, error="; ".join(raised)), stop)
     metrics |= {name: None for name, _ in heard}
     logs = {"failed_metrics": "; ".join(text for _, text in heard)} if heard else {}
-    return Outcome(RewardResult(_number(output.get("reward")), metrics), stop, logs)
+    return HarnessResult(RewardResult(_number(output.get("reward")), metrics), stop, logs)
 
 
 def _number(value: Any) -> float | None:
@@ -128,12 +130,12 @@ def _number(value: Any) -> float | None:
 
 
 _heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
-"""Functions of the rubric that raised in this rollout, with what it has logged."""
+"""Rubric functions that raised in this rollout, with the log line."""
 _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
-    """Collects what reward functions raise, which rubrics only log."""
+    """Collects exceptions of reward functions, which rubrics only log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()

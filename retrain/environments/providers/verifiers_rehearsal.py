@@ -1,7 +1,7 @@
-"""How often the agents of a ``verifiers.v1`` environment run in one episode: found without a model, before training.
+"""Count, without a model, how often the agents of a ``verifiers.v1`` environment run in one episode.
 
-One run of an agent is one rollout here, so an environment whose episodes have several is refused. Its own ``run`` is
-code, and says so only when it is executed: here with agents that answer nothing, at once.
+One run of an agent is one rollout here, so environments with several runs per episode are rejected. Their ``run`` is
+arbitrary code, so it is executed with agents that answer nothing.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends: what has run until then counts
+LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends; runs before that count
 
 
 class _Silence:
@@ -26,7 +26,7 @@ class _Silence:
 
 
 class _SilentAgent:
-    """Stands for an agent of the environment: every run is over as it begins."""
+    """Replaces an agent of the environment: every run ends as it begins."""
 
     trainable = True
 
@@ -34,7 +34,7 @@ class _SilentAgent:
         self._vf, self.config, self._counted = vf, config, counted
 
     async def _trace(self, task: Any) -> Any:
-        await asyncio.sleep(0)  # the rehearsal can end here, also where the environment asks again and again
+        await asyncio.sleep(0)  # lets the rehearsal end here even if the environment keeps asking
         if len(self._counted) == MOST_RUNS:
             raise RuntimeError("enough has been seen")
         self._counted.append(task)
@@ -51,11 +51,8 @@ class _SilentAgent:
 
 
 async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
-    """Return how often agents run in one episode of ``task`` whose agents answer nothing.
-
-    What the environment raises about such answers ends the rehearsal, as the time limit does; what has run before
-    counts.
-    """
+    """Return how often agents run in one episode of ``task`` whose agents answer nothing. Exceptions of the environment
+    about such answers, and the time limit, end the rehearsal; runs before that count."""
     counted: list[Any] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Tasks of both kinds of verifiers' environments as rows, some of them held out."""
+"""Represent tasks of both kinds of verifiers' environments as rows, and select the held-out ones."""
 
 import hashlib
 import json
@@ -9,13 +9,14 @@ from retrain.errors import UsageError
 from retrain.types import Message
 
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
-"""An environment variable that nobody sets: our endpoint wants no key, and the user's are not for it."""
+"""Environment variable that is never set: the local endpoint needs no key, and must not receive the user's."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Of the training problems, where an environment has no held-out ones and no number is given."""
+"""Share and largest number of training problems that are held out if the environment holds out none and no number is
+given."""
 
 
-class Row(NamedTuple):
-    """A task. ``digest`` is a hash of all that makes it; another process must have the same one in this place."""
+class TaskRow(NamedTuple):
+    """A task. ``digest`` is a hash of its content; another process must have the same one at this index."""
 
     prompt: tuple[Message, ...]
     answer: str
@@ -24,24 +25,22 @@ class Row(NamedTuple):
 
 
 def digest(task: Any) -> str:
-    """Return a hash of what is JSON, or can be written as text."""
+    """Return a hash of an object that is JSON or can be written as text."""
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def held_out(rows: Sequence[Row], wanted: int | None) -> set[int]:
-    """Return the indices of the rows that are held out of training. Raises UsageError when none is left.
+def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
+    """Return the indices of the held-out rows. Raises UsageError when none is left for training.
 
-    Those of the smallest hashes: the same rows of the same data in every run, and equal rows on the same side.
+    They have the smallest hashes: the same rows in every run, and equal rows on the same side.
     """
-    if wanted is None:
-        wanted = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
-    if wanted <= 0:
+    if count is None:
+        count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)
+    if count <= 0:
         return set()
     hashes = [row.digest for row in rows]
-    last = sorted(hashes)[min(wanted, len(hashes)) - 1]
+    last = sorted(hashes)[min(count, len(hashes)) - 1]
     held = {index for index, value in enumerate(hashes) if value <= last}
     if len(held) == len(rows):
-        raise UsageError(
-            f"heldout = {wanted} leaves none of the {len(rows)} problems to train with: take a smaller one"
-        )
+        raise UsageError(f"heldout = {count} leaves none of the {len(rows)} problems to train with: take a smaller one")
     return held

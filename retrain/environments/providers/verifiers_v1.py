@@ -1,4 +1,4 @@
-"""Environments of ``verifiers.v1``: a taskset of tasks that grade themselves, and the agents that work on them."""
+"""Use environments of ``verifiers.v1``: a taskset of self-grading tasks, and the agents that solve them."""
 
 import contextvars
 import functools
@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from retrain.environments.providers.endpoint import Channel
-from retrain.environments.providers.inversion import Inversion, Lead, Outcome
+from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
 from retrain.environments.providers.messages import text_of
 from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
-from retrain.environments.providers.verifiers_rows import UNSET_KEY, Row, digest
+from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
 from retrain.types import RewardResult
@@ -25,11 +25,11 @@ FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
-"""Metrics that raised in this rollout, and what."""
+"""Metrics that raised in this rollout, with the exception."""
 
 
 def is_taskset(id: str) -> bool:
-    """Return whether a module of this name exports a taskset. Raises what importing it raises."""
+    """Return whether a module of this name exports a taskset. Raises exceptions of its import."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -47,14 +47,14 @@ def is_taskset(id: str) -> bool:
         absent = getattr(error.__cause__, "name", None) or error.name or ""
         if absent.rpartition(".")[2] == _module(id):
             return False
-        raise (error.__cause__ or error) from None  # the module is there, and what it imports is not
+        raise (error.__cause__ or error) from None  # the module exists, but one of its imports does not
     except (AttributeError, TypeError):  # no __all__, or no taskset in it
         return False
     return True
 
 
 class Tasksets:
-    """One environment over one taskset, whose shared tool servers run until the process ends."""
+    """Environment over one taskset, whose shared tool servers run until the process ends."""
 
     def __init__(
         self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
@@ -78,8 +78,7 @@ class Tasksets:
         self._tasks: list[Any] | None = None
         inversion.hold(self.environment.serving())
 
-    def rows(self, part: str) -> Sequence[Row]:
-        """Return the tasks of a part; a taskset holds nothing out as ``eval``."""
+    def rows(self, part: str) -> Sequence[TaskRow]:
         if part == "eval":
             return []
         rows = []
@@ -96,20 +95,20 @@ class Tasksets:
             messages = tuple({"role": role, "content": content} for role, content in opening)
             answer = getattr(data, "answer", None)
             hashed = digest(data.model_dump(mode="json", exclude={"idx"}))
-            rows.append(Row(messages, "" if answer is None else str(answer), (), hashed))
+            rows.append(TaskRow(messages, "" if answer is None else str(answer), (), hashed))
         return rows
 
     def lead(self, part: str, index: int) -> Lead:
         task = self._loaded()[index]
 
-        async def lead(channel: Channel) -> Outcome:
+        async def lead(channel: Channel) -> HarnessResult:
             channels, names, current = self._inversion.endpoint.channels, [], list[str]()
             failed: list[str] = []
             _failed.set(failed)
 
             def begun(trace: Any) -> None:
                 current.append(trace.id)
-                if len(current) > 1:  # a retry has given up the run before
+                if len(current) > 1:  # a retry has replaced the run
                     raise RuntimeError(self._several_runs("a second time"))
                 names.append(trace.id)
                 channels[trace.id] = channel
@@ -153,8 +152,7 @@ class Tasksets:
         )
 
     def _seat(self, vf: Any, config: dict[str, Any]) -> None:
-        """Give the policy its seat among the environment's agents, and programs that run in this process where nobody
-        has chosen others."""
+        """Assign the policy to an agent of the environment, and local programs to agents without one."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
             name: field.default
@@ -180,7 +178,7 @@ class Tasksets:
 
 
 def _let_servers_import(module: ModuleType) -> None:
-    """Extend PYTHONPATH for tool servers: processes of their own, which import the taskset's module."""
+    """Extend PYTHONPATH for tool servers, which import the taskset's module in their own processes."""
     file = Path(module.__file__ or ".").resolve()
     root = file.parents[module.__name__.count(".") + hasattr(module, "__path__")]
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -193,13 +191,14 @@ def _module(id: str) -> str:
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
-    """Return a task's hooks, where a metric, or a reward of weight 0, that raises costs no reward: it is left out."""
-    found = hooks(kind)
+    """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
+    change the reward."""
+    wrapped = hooks(kind)
     if kind == "metric":
-        return [_tolerant(hook) for hook in found]
+        return [_tolerant(hook) for hook in wrapped]
     if kind == "reward":
-        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in found]
-    return found
+        return [hook if getattr(hook, "_vf_weight", 1.0) else _tolerant(hook) for hook in wrapped]
+    return wrapped
 
 
 def _tolerant(hook: Any) -> Any:
@@ -210,12 +209,12 @@ def _tolerant(hook: Any) -> Any:
         except Exception as error:
             if (failed := _failed.get()) is not None:
                 failed.append(f"{hook.__name__}: {described(error)}")
-            return {}  # scores by name, and none of them
+            return {}  # an empty mapping of scores by name
 
     return tolerant
 
 
-def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> Outcome:
+def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
     metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
@@ -231,4 +230,4 @@ def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> Outcome:
         reason = "nothing has graded it"
     total = None if reason else float(traces[0].reward)
     logs = {"failed_metrics": "; ".join(failed_metrics)} if failed_metrics else {}
-    return Outcome(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)
+    return HarnessResult(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)

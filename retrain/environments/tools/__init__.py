@@ -2,4 +2,4 @@
 
 
 class ToolError(Exception):
-    """The policy called a tool wrongly; the text is what it reads as the tool's answer."""
+    """The policy called a tool incorrectly; the text becomes the tool's answer."""

@@ -1,4 +1,4 @@
-"""Exact arithmetic over integers, fractions and decimals, with bounds on all that an expression can ask for."""
+"""Compute exactly with integers, fractions and decimals, with bounds on the cost of an expression."""
 
 import ast
 import operator
@@ -47,7 +47,7 @@ def calculator(expression: str) -> str:
     if foreign := FOREIGN.search(text):
         raise ToolError(f"{foreign[0]!r} is not part of arithmetic; {HINTS.get(foreign[0], WRITE)}")
     try:
-        return _shown(_value(ast.parse(text, mode="eval").body, text))
+        return _formatted(_value(ast.parse(text, mode="eval").body, text))
     except SyntaxError as error:
         raise ToolError(f"the expression cannot be read ({error.msg}); {WRITE}") from None
     except ZeroDivisionError:
@@ -75,7 +75,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    """Return a number from its own text, so that 0.1 is one tenth and no nearest float."""
+    """Return a number exactly as written: 0.1 is one tenth, not the nearest float."""
     exponent = literal.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise _too_large()
@@ -103,8 +103,8 @@ def _too_large() -> ToolError:
     return ToolError(f"the result, or a part of it, has more than {MAX_DIGITS} digits")
 
 
-def _shown(value: Fraction) -> str:
-    """Write a whole number or a short decimal in full; else the fraction, if it is short, and its first 15 digits."""
+def _formatted(value: Fraction) -> str:
+    """Return a whole number or short decimal in full; else the fraction, if short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**MAX_DECIMALS

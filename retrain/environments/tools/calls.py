@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes, in the formats that open models are trained on.
+"""Parse tool calls in a model's text, in the formats that open models are trained on.
 
 - Hermes, Qwen2.5 and Qwen3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``
 - Qwen3-Coder, Qwen3.5: ``<tool_call><function=name><parameter=x>value</parameter></function></tool_call>``; also
@@ -63,7 +63,7 @@ _NEARLY = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A call as it was written. ``arguments`` are JSON values (all of them texts in the XML format), unchecked."""
+    """A tool call as written. ``arguments`` are unchecked JSON values (all of them texts in the XML format)."""
 
     name: str
     arguments: dict[str, Any]
@@ -71,23 +71,21 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """``found`` are the calls and, for each that could not be read, a sentence to the model; in the order of the
-    message. ``text`` is the rest of it, without thoughts."""
+class ParsedMessage:
+    """Calls of a message. ``calls`` contains, in order, each call or a sentence to the model about one that could not
+    be parsed; ``text`` is the rest of the message, without thoughts."""
 
-    found: tuple[Call | str, ...]
+    items: tuple[Call | str, ...]
     text: str
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(each for each in self.found if isinstance(each, Call))
+        return tuple(each for each in self.items if isinstance(each, Call))
 
 
 def answer(call: Call | str, text: str) -> Message:
-    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed.
-
-    Lone surrogates, which no tokenizer accepts, are replaced.
-    """
+    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed. Lone surrogates,
+    which tokenizers reject, are replaced."""
     name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
     message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
     return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}
@@ -100,19 +98,19 @@ def as_text(result: Any) -> str:
     return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
-class _Malformed(Exception):
-    """Something begins as a call and is none; the text says why."""
+class _MalformedCall(Exception):
+    """A text that begins like a call and is not one; the message says why."""
 
 
-def parse(text: str) -> Parsed:
+def parse(text: str) -> ParsedMessage:
     if len(text) > MAX_CHARACTERS:
-        return Parsed((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
-    if calls := _bare(text):
-        return Parsed(_bounded(calls), "")
+        return ParsedMessage((f"The message has more than {MAX_CHARACTERS:,} characters; no tool was called.",), "")
+    if bare := _bare(text):
+        return ParsedMessage(_bounded(bare), "")
     cursor = _Cursor(_after_thought(text))
-    found: list[Call | str] = []
+    calls: list[Call | str] = []
     rest: list[str] = []
-    while len(found) <= MAX_CALLS and (marker := _MARKER.search(cursor.text, cursor.at)):
+    while len(calls) <= MAX_CALLS and (marker := _MARKER.search(cursor.text, cursor.at)):
         rest.append(cursor.text[cursor.at : marker.start()])
         opener = marker[0].strip()
         opener = "```" if opener.startswith("```") else opener
@@ -122,19 +120,19 @@ def parse(text: str) -> Parsed:
             cursor.at = len(cursor.text) if close < 0 else close + len(_THOUGHTS[opener])
             continue
         try:
-            found += _READERS[opener](cursor)
-        except _Malformed as error:
-            found.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
+            calls += _READERS[opener](cursor)
+        except _MalformedCall as error:
+            calls.append(_fault(str(error), _form(opener, _Cursor(cursor.text, begin).skip())))
             cursor.at = _beyond_fault(opener, cursor.text, begin)
     remainder = "".join([*rest, cursor.text[cursor.at :]]).strip()
-    if not found and (found := _bare(remainder) or _nearly(remainder)):
+    if not calls and (calls := _bare(remainder) or _nearly(remainder)):
         remainder = ""
-    return Parsed(_bounded(found), remainder)
+    return ParsedMessage(_bounded(calls), remainder)
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Return the text beside the calls, with the thought before them, and the calls with arguments of the types that
-    ``tools`` want. A text without a call that can be read is all text."""
+    """Return the text without the calls, thoughts included, and the calls with arguments converted to the types of
+    ``tools``. If no call can be parsed, everything is text."""
     parsed = parse(text)
     if not parsed.calls:
         return text, []
@@ -145,7 +143,7 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list
 
 
 def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse arguments that were written as texts, as some formats write all of them, where the tool wants no texts."""
+    """Parse arguments that were written as texts, if the tool expects other types."""
     properties = (function.get("parameters") or {}).get("properties") or {}
     typed = dict(arguments)
     for name, value in arguments.items():
@@ -157,10 +155,10 @@ def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[st
     return typed
 
 
-def _bounded(found: list[Call | str]) -> tuple[Call | str, ...]:
-    if len(found) <= MAX_CALLS:
-        return tuple(found)
-    return (*found[:MAX_CALLS], f"Only the first {MAX_CALLS} tool calls of a message are read; write fewer.")
+def _bounded(calls: list[Call | str]) -> tuple[Call | str, ...]:
+    if len(calls) <= MAX_CALLS:
+        return tuple(calls)
+    return (*calls[:MAX_CALLS], f"Only the first {MAX_CALLS} tool calls of a message are read; write fewer.")
 
 
 def _fault(reason: str, form: str) -> str:
@@ -176,7 +174,7 @@ def _form(opener: str, after: _Cursor) -> str:
 
 
 def _beyond_fault(opener: str, text: str, at: int) -> int:
-    """Return where to continue after a malformed call: behind its closer, or at the next opener."""
+    """Return the position after a malformed call: after its closing tag, or at the next opening tag."""
     if opener == "```":
         fence = _FENCE_END.search(text, at)
         return fence.end() if fence else len(text)
@@ -188,7 +186,7 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
 
 
 def _after_thought(text: str) -> str:
-    """Return the text without a thought that the prompt has opened; one that begins with a call is no thought."""
+    """Return the text without a thought that the prompt has opened; a text that begins with a call has none."""
     if _MARKER.match(text, _Cursor(text).skip().at):
         return text
     for opener, closer in _THOUGHTS.items():
@@ -199,7 +197,7 @@ def _after_thought(text: str) -> str:
 
 
 class _Cursor:
-    """A text with the position up to which it has been read. What it expects and does not see is _Malformed."""
+    """A text and the position up to which it is parsed. Raises MalformedCall if the expected text is missing."""
 
     def __init__(self, text: str, at: int = 0):
         self.text, self.at = text, at
@@ -222,21 +220,21 @@ class _Cursor:
         self.at = match.end() if match else self.at
         return match
 
-    def expect(self, closer: str, what: str) -> None:
+    def expect(self, closer: str, message: str) -> None:
         if not self.skip().take(closer):
-            raise _Malformed(f"{what} is expected, not {self.glimpse()}")
+            raise _MalformedCall(f"{message} is expected, not {self.glimpse()}")
 
     def json(self) -> Any:
         try:
             value, self.at = _DECODER.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
             self.at = error.pos
-            raise _Malformed(f"its JSON is broken at {self.glimpse()} ({error.msg})") from None
+            raise _MalformedCall(f"its JSON is broken at {self.glimpse()} ({error.msg})") from None
         except RecursionError:
-            raise _Malformed("its JSON is nested too deeply") from None
+            raise _MalformedCall("its JSON is nested too deeply") from None
         except ValueError as error:
             reason = str(error) if "JSON" in str(error) else "a number is too long"
-            raise _Malformed(f"its JSON is broken: {reason}") from None
+            raise _MalformedCall(f"its JSON is broken: {reason}") from None
         return value
 
     def glimpse(self) -> str:
@@ -246,7 +244,7 @@ class _Cursor:
 def _tagged(cursor: _Cursor) -> list[Call | str]:
     """Read ``<tool_call>``: JSON or XML."""
     if cursor.text.find("</tool_call>", cursor.at) < 0:
-        raise _Malformed("<tool_call> is not closed with </tool_call>")
+        raise _MalformedCall("<tool_call> is not closed with </tool_call>")
     calls: list[Call | str] = []
     while cursor.skip().take("<function="):
         calls += _function(cursor)
@@ -258,15 +256,15 @@ def _tagged(cursor: _Cursor) -> list[Call | str]:
 def _function(cursor: _Cursor) -> list[Call | str]:
     name = cursor.match(_KEY)
     if name is None:
-        raise _Malformed("<function= is not followed by the name of a tool and >")
+        raise _MalformedCall("<function= is not followed by the name of a tool and >")
     arguments: dict[str, Any] = cursor.json() if cursor.skip().sees("{") else {}
     while cursor.skip().take("<parameter="):
         key = cursor.match(_KEY)
         if key is None:
-            raise _Malformed("<parameter= is not followed by the name of an argument and >")
+            raise _MalformedCall("<parameter= is not followed by the name of an argument and >")
         end = cursor.text.find("</parameter>", cursor.at)
         if end < 0 or cursor.text.find("\n<parameter=", cursor.at, end) >= 0:
-            raise _Malformed(f"<parameter={key[1]}> is not closed with </parameter>")
+            raise _MalformedCall(f"<parameter={key[1]}> is not closed with </parameter>")
         arguments[key[1].strip()] = cursor.text[cursor.at : end].removeprefix("\n").removesuffix("\n")
         cursor.at = end + len("</parameter>")
     cursor.expect("</function>", "<parameter=…> or </function>")
@@ -279,7 +277,7 @@ def _mistral(cursor: _Cursor) -> list[Call | str]:
         return _calls(cursor.json(), MISTRAL)
     name = cursor.match(_NAMED)
     if name is None:
-        raise _Malformed(f"[TOOL_CALLS] is followed by {cursor.glimpse()}, which is no list of calls and no name")
+        raise _MalformedCall(f"[TOOL_CALLS] is followed by {cursor.glimpse()}, which is no list of calls and no name")
     return [Call(name[1], _arguments(cursor.json()), name[2])]
 
 
@@ -293,7 +291,7 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
     """Read a block ```` ```tool ````: JSON, or calls as in Python."""
     end = _FENCE_END.search(cursor.text, cursor.at)
     if end is None:
-        raise _Malformed("the block ```tool is not closed with ```")
+        raise _MalformedCall("the block ```tool is not closed with ```")
     body, cursor.at = cursor.text[cursor.at : end.start()].strip(), end.end()
     if body.startswith(("{", "[")):
         return [call for value in _sequence(body) for call in _calls(value, FENCED)]
@@ -303,18 +301,18 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
 def _python(body: str) -> list[Call | str]:
     """Read calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
     if len(body) > MAX_PYTHON:
-        raise _Malformed(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
+        raise _MalformedCall(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes such as "\d"
             statements = ast.parse(body).body
         calls: list[Call | str] = [_python_call(statement) for statement in statements]
     except SyntaxError as error:
-        raise _Malformed(f"it is neither JSON nor a call ({error.msg})") from None
+        raise _MalformedCall(f"it is neither JSON nor a call ({error.msg})") from None
     except (ValueError, MemoryError, RecursionError):
-        raise _Malformed("it is neither JSON nor a call that can be read") from None
+        raise _MalformedCall("it is neither JSON nor a call that can be read") from None
     if not calls:
-        raise _Malformed("the block ```tool is empty")
+        raise _MalformedCall("the block ```tool is empty")
     return calls
 
 
@@ -325,8 +323,8 @@ def _python_call(statement: ast.stmt) -> Call:
             if len(arguments) == len(keywords):
                 return Call(name, {argument: _literal(name, argument, node) for argument, node in arguments.items()})
         case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[_, *_])):
-            raise _Malformed(f"the arguments of {name} need their names, as in {name}(argument='value')")
-    raise _Malformed("a line of the block is no call like tool_name(argument='value')")
+            raise _MalformedCall(f"the arguments of {name} need their names, as in {name}(argument='value')")
+    raise _MalformedCall("a line of the block is no call like tool_name(argument='value')")
 
 
 def _literal(name: str, argument: str, node: ast.expr) -> Any:
@@ -334,7 +332,7 @@ def _literal(name: str, argument: str, node: ast.expr) -> Any:
         return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         reason = f"the value of {argument} in {name}(…) is no plain text, number, list or dictionary"
-        raise _Malformed(reason) from None
+        raise _MalformedCall(reason) from None
 
 
 _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
@@ -353,7 +351,7 @@ def _bare(text: str) -> list[Call | str]:
         if not text.startswith(("{", "[")):
             return _named_sequence(_Cursor(text))
         values = _sequence(text)
-    except _Malformed:
+    except _MalformedCall:
         return []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
     if not all(isinstance(item, dict) for item in items) or not any(map(_looks_like_a_call, items)):
@@ -362,29 +360,29 @@ def _bare(text: str) -> list[Call | str]:
 
 
 def _named_sequence(cursor: _Cursor) -> list[Call | str]:
-    """Read ``name{…}name{…}``: Mistral's newer form without its tokens."""
+    """Parse ``name{…}name{…}``: Mistral's newer format without its special tokens."""
     calls: list[Call | str] = []
     while cursor.at < len(cursor.text):
         name = cursor.match(_BARE_NAMED)
         if name is None:
-            raise _Malformed("no call")
+            raise _MalformedCall("no call")
         calls.append(Call(name[1], cursor.json()))
         cursor.skip()
     return calls
 
 
 def _nearly(text: str) -> list[Call | str]:
-    """Return a fault for a message that begins as a call and is not JSON."""
+    """Return a fault for a message that begins like a call but is not JSON."""
     try:
         if _NEARLY.match(text):
             _sequence(_without_end_tokens(text))
-    except _Malformed as error:
+    except _MalformedCall as error:
         return [_fault(str(error), LLAMA if '"parameters"' in text[:500] else JSON_FORM)]
     return []
 
 
 def _looks_like_a_call(item: dict[str, Any]) -> bool:
-    """Return whether an object can be meant as a call: data with a name may well have other keys beside it."""
+    """Return whether an object may be intended as a call: plain data with a name usually has other keys too."""
     if item.get("type") == "function" and isinstance(item.get("function"), dict):
         item = item["function"]
     given = [item[key] for key in ("arguments", "parameters") if key in item]
@@ -397,57 +395,57 @@ def _no_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
-"""``strict=False``: line breaks inside a text, which models write in code, are taken as they stand."""
+"""``strict=False`` accepts line breaks inside a string, which models write in code."""
 
 
 def _sequence(text: str) -> list[Any]:
-    """Return JSON values one after the other, up to the end of the text."""
+    """Return consecutive JSON values up to the end of the text."""
     values = []
     cursor = _Cursor(text).skip()
     while cursor.at < len(text):
         values.append(cursor.json())
         cursor.skip(_SEPARATOR)
     if not values:
-        raise _Malformed("there is no JSON object with the call")
+        raise _MalformedCall("there is no JSON object with the call")
     return values
 
 
 def _calls(value: Any, form: str) -> list[Call | str]:
-    """Parse one call or a list of calls; other values give a fault that shows ``form``."""
+    """Parse one call or a list of calls; other values give a fault that quotes ``form``."""
     calls: list[Call | str] = []
     for item in value if isinstance(value, list) else [value]:
         try:
             calls.append(_call(item))
-        except _Malformed as error:
+        except _MalformedCall as error:
             calls.append(_fault(str(error), form))
     if not calls:
-        raise _Malformed("the list of calls is empty")
+        raise _MalformedCall("the list of calls is empty")
     return calls
 
 
 def _call(value: Any) -> Call:
     if not isinstance(value, dict):
-        raise _Malformed(f"it is {_kind(value)}, not a JSON object")
+        raise _MalformedCall(f"it is {_kind(value)}, not a JSON object")
     id, function = value.get("id"), value.get("function")
     value = function if isinstance(function, dict) else value
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise _Malformed('it has no "name"')
+        raise _MalformedCall('it has no "name"')
     arguments = value.get("arguments", value.get("parameters"))
     return Call(name.strip(), _arguments(arguments), id if isinstance(id, str) else None)
 
 
 def _arguments(value: Any) -> dict[str, Any]:
-    """Return arguments from an object, from a text that is the JSON of one, or from nothing."""
+    """Return arguments from an object, from text that contains a JSON object, or from None."""
     if isinstance(value, str) and value.strip():
         cursor = _Cursor(value).skip()
         value = cursor.json()
         if cursor.skip().at < len(cursor.text):
-            raise _Malformed(f'after the JSON of "arguments" there is {cursor.glimpse()}')
+            raise _MalformedCall(f'after the JSON of "arguments" there is {cursor.glimpse()}')
     if value is None or value == "":
         return {}
     if not isinstance(value, dict):
-        raise _Malformed(f'"arguments" is {_kind(value)}, not a JSON object')
+        raise _MalformedCall(f'"arguments" is {_kind(value)}, not a JSON object')
     return value
 
 
@@ -457,7 +455,7 @@ def _kind(value: Any) -> str:
 
 
 def _without_end_tokens(text: str) -> str:
-    """Return the text without trailing white space and end tokens left by an engine."""
+    """Return the text without trailing white space and end tokens that an engine left."""
     for _ in range(4):
         text = text.rstrip()
         text = text.removesuffix(next(filter(text.endswith, _END_TOKENS), ""))

@@ -1,4 +1,4 @@
-"""The tool that runs Python code."""
+"""Tool that runs Python code in a sandbox."""
 
 import signal
 
@@ -13,16 +13,15 @@ ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 class Python:
     """Python for one episode, in a sandbox: standard library only, no network, no files but its own.
 
-    ``keep_state``: variables and files live from call to call, and between calls everything stands still; else each
-    call finds an interpreter and directories as they were at first. ``timeout_s``: wall-clock seconds of a call.
-    ``memory_mb``: of each process, and of all of them. ``output_characters``: how much of the output is shown, its
-    first and last half. ``processes``: processes and threads at a time. ``file_mb``: of each file, and of all of them
-    in /tmp and in /dev/shm.
+    ``keep_state``: variables and files persist between calls, and all processes are suspended in between; else each
+    call starts with a fresh interpreter and directories. ``timeout_s``: wall-clock seconds of a call. ``memory_mb``: of
+    each process, and of all of them. ``output_characters``: longest output, whose middle is cut. ``processes``:
+    processes and threads at a time. ``file_mb``: of each file, and of all of them in /tmp and in /dev/shm.
 
-    What is printed, to stdout and stderr, is the answer. A last line that is an expression is shown as at Python's
-    prompt: its ``repr``, unless it is None. An error is its traceback's last lines. Raises MissingExtra where
-    bubblewrap is not installed, UsageError where it cannot isolate, and for a limit that cannot be; a call raises
-    SandboxFailed when the machine has no room for another sandbox.
+    The answer is the output to stdout and stderr. A last line that is an expression prints its ``repr``, unless it is
+    None, as at Python's prompt. An error gives the last lines of its traceback. Raises MissingExtra if bubblewrap is
+    not installed, UsageError if it cannot isolate or a limit is invalid; a call raises SandboxFailed when the machine
+    cannot start another sandbox.
     """
 
     exact = False  # time-outs, and random numbers without a seed
@@ -59,7 +58,7 @@ class Python:
         self._sandbox.close()
 
     def _described(self, outcome: Outcome) -> str:
-        """Return the output and, where the code did not end by itself, why not."""
+        """Return the output, and why the code was stopped if it did not end by itself."""
         output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
         ending = {
             "time": f"it took longer than {self.limits.timeout_s:g} s",

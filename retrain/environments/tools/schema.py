@@ -1,11 +1,10 @@
-"""From a typed Python function, or a class, to a tool: the JSON schema that a chat template takes, and the check of
-what a model writes as its arguments.
+"""Convert a typed Python function or class to a tool: JSON schema for the chat template, and validation of arguments.
 
-``transformers.utils.get_json_schema`` makes the same schema of plain annotations (tests hold ours against it), but
-imports torch into every worker process to do so.
+``transformers.utils.get_json_schema`` gives the same schema for plain annotations (tests compare them), but would
+import torch into every worker process.
 
-Arguments are taken as models write them: "3" is a number where a number is wanted, 3 a text where a text is, and a text
-that is neither may be the JSON of what is wanted, as formats without types of their own (Qwen3-Coder's) have it.
+Arguments are converted: "3" to a number where a number is expected, 3 to a text where a text is, and other text is
+parsed as JSON, for formats without types such as Qwen3-Coder's.
 """
 
 import inspect
@@ -39,8 +38,8 @@ ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=False)
 
 
-class _Untitled(GenerateJsonSchema):
-    """Without pydantic's titles, which only repeat the names."""
+class _UntitledSchema(GenerateJsonSchema):
+    """Schema generator without pydantic's titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -48,10 +47,8 @@ class _Untitled(GenerateJsonSchema):
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool: ``open()`` gives the callable of one episode, ``schema`` is what the model reads of it.
-
-    ``exact``: its answers are a function of the calls.
-    """
+    """A tool. ``open()`` returns the callable of one episode, ``schema`` is the description for the model. ``exact``:
+    its answers are a function of the calls."""
 
     name: str
     schema: Mapping[str, Any]
@@ -87,20 +84,20 @@ class Tool:
         return f"{name}: {error['msg']}"
 
 
-def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, what: str = "") -> Tool:
-    """Make a tool from a function or a class.
+def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, label: str = "") -> Tool:
+    """Create a tool from a function or a class.
 
-    A class is made once for each episode, with ``settings`` as keywords; its ``__call__`` is the tool, named as the
-    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; those of the arguments
-    are in the section ``Args:`` there. ``exact = False`` on function or class says that its answers differ from run to
-    run. Raises PluginError, which begins with ``what``, for anything that a model could not be told how to call.
+    A class is instantiated for each episode with ``settings`` as keywords; its ``__call__`` is the tool, named as the
+    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; the section ``Args:``
+    describes the arguments. ``exact = False`` on function or class declares that answers differ between runs. Raises
+    PluginError, whose text begins with ``label``, if no schema can be derived.
     """
-    what = what or f"tool {getattr(target, '__name__', target)!r}"
+    label = label or f"tool {getattr(target, '__name__', target)!r}"
     settings = settings or {}
     try:
         return _class(target, settings) if inspect.isclass(target) else _function(target, settings)
     except PluginError as error:
-        raise PluginError(f"{what}: {error}") from None
+        raise PluginError(f"{label}: {error}") from None
 
 
 def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
@@ -150,18 +147,18 @@ def _schema(
     if not description:
         raise PluginError(f"{name} has no docstring; its first lines tell the model what it does")
     fields = _fields(name, function, documented)
-    known = [field.alias for _, field in fields.values()]
-    if stray := [argument for argument in documented if argument not in known and argument not in settings]:
+    aliases = [field.alias for _, field in fields.values()]
+    if stray := [argument for argument in documented if argument not in aliases and argument not in settings]:
         raise PluginError(f"the docstring of {name} describes {stray[0]!r}, which is no argument of it")
     try:
         model = create_model("Arguments", __config__=_CONFIG, **fields)
-        schema = model.model_json_schema(schema_generator=_Untitled)
+        schema = model.model_json_schema(schema_generator=_UntitledSchema)
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         reason = str(error).splitlines()[0]
         raise PluginError(f"{name} has an argument of a type that JSON has no form for: {reason}") from None
     required = schema.get("required", [])
     properties = {
-        argument: _property(schema["properties"][argument], argument in required) for argument in known if argument
+        argument: _property(schema["properties"][argument], argument in required) for argument in aliases if argument
     }
     parameters = {"type": "object", "properties": properties, "required": required}
     parameters |= {"$defs": schema["$defs"]} if "$defs" in schema else {}
@@ -172,7 +169,7 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
     """Return the fields of a pydantic model. The arguments are aliases: they may have any names."""
     try:
         hints = get_type_hints(function, include_extras=True)
-    except Exception as error:  # a name that is not there, or whatever evaluating an annotation raises
+    except Exception as error:  # a name that does not exist, or any error in evaluating an annotation
         raise PluginError(f"the annotations of {name} cannot be resolved: {described(error)}") from None
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name == "self" and parameters[0].name not in hints:
@@ -190,10 +187,8 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
 
 
 def _property(schema: dict[str, Any], required: bool) -> dict[str, Any]:
-    """Return an argument's schema as chat templates expect it: its type first, its description last.
-
-    An optional argument is left out rather than written as null: ``int | None = None`` becomes an integer.
-    """
+    """Return an argument's schema as chat templates expect it: type first, description last. An optional argument is
+    omitted rather than null: ``int | None = None`` becomes an integer."""
     types = [item for item in schema.get("anyOf", ()) if item != {"type": "null"}]
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}

@@ -1,4 +1,4 @@
-"""The tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup and not a loop per query)."""
+"""Tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup instead of a loop per query)."""
 
 import json
 import re
@@ -23,7 +23,7 @@ MAX_QUERY_WORDS = 1000
 
 
 def _plain(text: str) -> str:
-    """Replace lone surrogates, which JSON can hold and no tokenizer accepts."""
+    """Replace lone surrogates, which JSON can contain and tokenizers reject."""
     return SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -31,7 +31,7 @@ Plain = Annotated[str, AfterValidator(_plain)]
 
 
 class Document(BaseModel):
-    """One entry of a corpus; ``id`` is the number of its line where it has none."""
+    """Document of a corpus; ``id`` defaults to its line number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -41,15 +41,14 @@ class Document(BaseModel):
 
 
 class Search:
-    """BM25 over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line (without an id its line
-    number), or a directory whose .txt and .md files, also in directories below, are one document each.
+    """BM25 search over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line, or a directory whose
+    .txt and .md files, at any depth, are one document each.
 
-    ``k``: how many documents a call finds at most; ``characters``: how much of each is shown, from where it has most
-    of the query's words. All searches of a process over an unchanged corpus share one index.
+    ``k``: most documents of a result; ``characters``: length of each excerpt, taken where it has the most words of the
+    query. All searches of a process over an unchanged corpus share one index.
 
-    Words are runs of letters and digits, in lower case, no stop words. Documents of the same score come in the order
-    of their ids. Raises MissingExtra without bm25s, UsageError for a number that cannot be, DataError with file and
-    line for a corpus that cannot be read.
+    Words are runs of letters and digits, in lower case, no stop words. Ties are ordered by id. Raises MissingExtra
+    without bm25s, UsageError for an invalid number, DataError with file and line for an unreadable corpus.
     """
 
     def __init__(self, corpus: str, k: int = 3, characters: int = 1000):
@@ -68,43 +67,45 @@ class Search:
         """
         if not isinstance(query, str):
             raise ToolError(f"query must be a text, not {type(query).__name__}")
-        wanted = words(query)[:MAX_QUERY_WORDS]
-        if not wanted:
+        query_words = split_words(query)[:MAX_QUERY_WORDS]
+        if not query_words:
             raise ToolError("query has no words")
-        found = self._index.best(wanted, self.k)
-        if not found:
+        documents = self._index.best(query_words, self.k)
+        if not documents:
             return "[Nothing found]"
-        return "\n\n".join(self._shown(number, document, wanted) for number, document in enumerate(found, start=1))
+        return "\n\n".join(
+            self._excerpt(number, document, query_words) for number, document in enumerate(documents, start=1)
+        )
 
-    def _shown(self, number: int, document: Document, wanted: list[str]) -> str:
+    def _excerpt(self, number: int, document: Document, query_words: list[str]) -> str:
         title = f" {document.title}" if document.title else ""
-        return f"[{number}] {document.id}{title}\n{passage(document.text, wanted, self.characters)}"
+        return f"[{number}] {document.id}{title}\n{passage(document.text, query_words, self.characters)}"
 
 
 @dataclass(frozen=True)
-class Index:
-    """The documents of a corpus in the order of their ids, and bm25s's scores of their words."""
+class CorpusIndex:
+    """Documents of a corpus sorted by id, and bm25s's scores of their words."""
 
     documents: list[Document]
     scores: Any
 
-    def best(self, wanted: list[str], k: int) -> list[Document]:
-        """Return up to ``k`` documents with any of the words, best first, of equal score by id."""
+    def best(self, query_words: list[str], k: int) -> list[Document]:
+        """Return up to ``k`` documents with any of the words, best first, ties by id."""
         import numpy as np
 
-        known = [word for word in wanted if word in self.scores.vocab_dict]
-        if not known:
+        indexed = [word for word in query_words if word in self.scores.vocab_dict]
+        if not indexed:
             return []
-        scores = self.scores.get_scores(known)
+        scores = self.scores.get_scores(indexed)
         hits = np.flatnonzero(scores > 0)
-        if len(hits) > k:  # only those not below the k-th best are sorted
+        if len(hits) > k:  # sort only documents that reach the k-th best score
             hits = hits[scores[hits] >= np.partition(scores[hits], -k)[-k]]
         order = np.argsort(-scores[hits], kind="stable")[:k]
         return [self.documents[place] for place in hits[order]]
 
 
-def _index(corpus: Path) -> Index:
-    """Return the index of ``corpus``, which all episodes of the process share until a file of it changes."""
+def _index(corpus: Path) -> CorpusIndex:
+    """Return the index of ``corpus``, shared by all episodes of the process until one of its files changes."""
     try:
         path = corpus.expanduser().resolve()
         files = _files(path, corpus)
@@ -116,18 +117,18 @@ def _index(corpus: Path) -> Index:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> Index:
-    """Read and index the files of ``stamp``, which also has their modification times (ns) and sizes."""
+def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> CorpusIndex:
+    """Read and index the files of ``stamp``, which includes modification times (ns) and sizes."""
     import bm25s
 
-    documents = list(_lines(path)) if path.is_file() else [_whole(file, path) for file, *_ in stamp]
+    documents = list(_lines(path)) if path.is_file() else [_text_file(file, path) for file, *_ in stamp]
     documents.sort(key=_order)
-    texts = [words(f"{document.title or ''} {document.text}") for document in documents]
+    texts = [split_words(f"{document.title or ''} {document.text}") for document in documents]
     if not any(texts):
         raise DataError(f"tool search: corpus {corpus} has no words")
     scores = bm25s.BM25(method="lucene", k1=1.5, b=0.75, backend="numpy")
     scores.index(texts, show_progress=False)
-    return Index(documents, scores)
+    return CorpusIndex(documents, scores)
 
 
 def _files(path: Path, corpus: Path) -> list[Path]:
@@ -144,7 +145,7 @@ def _files(path: Path, corpus: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Read the documents of a .jsonl file. Raises DataError at the first line that is none."""
+    """Yield the documents of a .jsonl file. Raises DataError at the first invalid line."""
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -166,7 +167,7 @@ def _lines(path: Path) -> Iterator[Document]:
             yield document
 
 
-def _whole(file: Path, directory: Path) -> Document:
+def _text_file(file: Path, directory: Path) -> Document:
     try:
         return Document(id=str(file.relative_to(directory)), text=file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
@@ -174,26 +175,26 @@ def _whole(file: Path, directory: Path) -> Document:
 
 
 def _order(document: Document) -> tuple[bool, int, str]:
-    """Return a key that sorts ids which are numbers by their size, before all others."""
+    """Return a sort key that puts numeric ids first, by value."""
     id = str(document.id)
     number = id.isascii() and id.isdecimal() and len(id) < 20
     return (not number, int(id) if number else 0, id)
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
-def passage(text: str, wanted: list[str], characters: int) -> str:
-    """Return the part of ``text``, at most so long, with the most of the wanted words: the first such."""
+def passage(text: str, query_words: list[str], characters: int) -> str:
+    """Return the part of ``text``, at most ``characters`` long, with the most query words; the first of several."""
     text = text.strip()
     if len(text) <= characters:
         return text
-    looked_for = set(wanted)
+    looked_for = set(query_words)
     places = [(match.start(), word) for match in WORD.finditer(text) if (word := match.group().lower()) in looked_for]
     within: Counter[str] = Counter()
     best, most, end = 0, 0, 0
-    for start, word in places:  # a window from each wanted word on
+    for start, word in places:  # a window that begins at each query word
         while end < len(places) and places[end][0] < start + characters:
             within[places[end][1]] += 1
             end += 1
@@ -202,6 +203,6 @@ def passage(text: str, wanted: list[str], characters: int) -> str:
             best, most = start, count
         within[word] -= 1
     if best > len(text) - characters and (near := BEGINNING.search(text, len(text) - characters)):
-        best = min(best, near.start())  # more before it, rather than less than there is room for
+        best = min(best, near.start())  # extend to the left if the text ends before the window is full
     part = text[best : best + characters].strip()
     return f"{'… ' if best else ''}{part}{' …' if best + characters < len(text) else ''}"

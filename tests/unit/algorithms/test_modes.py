@@ -6,7 +6,7 @@ from retrain.algorithms.credit.uncertainty import UNCERTAINTIES
 from retrain.algorithms.losses import LOSSES
 from retrain.commands.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
 from retrain.config import parse_dict
-from retrain.config.base import UsedWhen
+from retrain.config.base import ActiveIf
 from retrain.config.describe import choices
 from retrain.config.modes import MODES, Need, credit_of, loss_of, used_by
 from retrain.config.root import keys
@@ -33,7 +33,7 @@ def test_a_key_accepts_the_modes_of_the_table_which_are_the_functions_there_are(
 def test_a_mode_and_the_keys_of_its_row_name_each_other(key):
     used = {dotted: used_by(key, dotted) for dotted in keys()}
     for dotted, field in keys().items():
-        markers = [each for each in field.metadata if isinstance(each, UsedWhen) and each.key == f"algorithm.{key}"]
+        markers = [each for each in field.metadata if isinstance(each, ActiveIf) and each.key == f"algorithm.{key}"]
         assert all(marker.values == used[dotted] for marker in markers), dotted
         assert bool(markers) == bool(used[dotted]), dotted
     for name, mode in MODES[key].items():

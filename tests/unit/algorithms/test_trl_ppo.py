@@ -1,4 +1,7 @@
-"""Two batches that TRL's own PPOTrainer trained on (scripts/trl_ppo_numbers.py): our functions give its numbers.
+"""Two batches that TRL's own PPOTrainer trained on: our functions give its numbers.
+
+tests/data/trl_ppo.json holds local variables of ``PPOTrainer.train`` of TRL 1.12.0, the last release with PPO, on
+random models in float32; `git show 2a5cb154:scripts/trl_ppo_numbers.py` prints the program that wrote it.
 
 TRL puts the score one place after the last token where there is room, and has a value there; we put it on the last
 token. With that place in the mask our functions give TRL's advantages. TRL averages some statistics over the padding,

@@ -9,7 +9,7 @@ from retrain.campaign.executors.ray import slots_in
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 
 
 def config(devices="auto", workers="auto", cpus=1, each=1.0, **backend):

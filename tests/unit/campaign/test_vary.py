@@ -50,7 +50,7 @@ def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_ini
 
 
 def test_the_script_reads_directories(made, tmp_path):
-    command = [sys.executable, str(ROOT / "scripts/noise.py")]
+    command = [sys.executable, str(ROOT / "benchmarks/noise.py")]
     done = subprocess.run([*command, *map(str, made.values())], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["varies", "all", "init", "data", "sampling"]

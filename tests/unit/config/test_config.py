@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from retrain.campaign.planning.plan import plan
 from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
 from retrain.config.describe import document
+from retrain.config.learning_rules import sepa_rules
 from retrain.config.legacy import REPLACED
 from retrain.config.root import keys, sections, value_at
-from retrain.config.rules import sepa_rules
 from retrain.errors import ConfigError, UsageError
 
 ROOT = Path(__file__).parents[3]

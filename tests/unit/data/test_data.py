@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.campaigns import BASE, completions_of, launch_file, rows_of, run_cli, runs_of, toy_file
 
-from retrain.config.tasks import Data, Reward
+from retrain.config.tasks import Data, RewardSection
 from retrain.data import Dataset, content_hash, load_data
 from retrain.data.prompts import conversation, render
 from retrain.data.sources import HUB
@@ -489,7 +489,7 @@ def gsm8k() -> Dataset:
 def test_gold_answers_score_one_and_their_neighbours_zero(gsm8k, kind):
     if kind == "math":
         pytest.importorskip("math_verify", reason="the extra `math` is not installed")
-    with build_grader(Reward.model_validate({"type": kind})) as grader:
+    with build_grader(RewardSection.model_validate({"type": kind})) as grader:
         for spelling in (r"\boxed{%s}", r"\boxed{ %s.00 }", r"so $\boxed{\$%s}$."):
             right = grader.grade([(problem, spelling % problem.answer) for problem in gsm8k.heldout])
             assert [result.total_reward for result in right] == [1.0] * 1319

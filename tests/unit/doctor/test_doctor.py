@@ -13,7 +13,7 @@ from retrain.doctor import machine, memory, results, training
 from retrain.doctor.checks import CHECKS, run_checks
 from retrain.doctor.results import FAIL, LIMITS, PASS, SKIP, Result, judged
 from retrain.doctor.sampling import agreement
-from retrain.doctor.subject import Sizes, Source, Subject, random_base, shapes_of
+from retrain.doctor.subject import DoctorModel, ModelSource, Sizes, random_base, shapes_of
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
@@ -49,7 +49,7 @@ def write(folder, text: str):
 
 @contextmanager
 def opened(folder, model, dtype: str):
-    with Subject.open(Source.of(write(folder, TOML.format(model=model, dtype=dtype)), "cpu")) as subject:
+    with DoctorModel.open(ModelSource.of(write(folder, TOML.format(model=model, dtype=dtype)), "cpu")) as subject:
         yield subject
 
 
@@ -88,12 +88,12 @@ def test_a_toy_model_passes_in_bfloat16(model, tmp_path):
             assert CHECKS[name](subject).status == PASS, name
 
 
-def an_engine_weight_that_is_not_the_trainers(subject: Subject, monkeypatch) -> None:
+def an_engine_weight_that_is_not_the_trainers(subject: DoctorModel, monkeypatch) -> None:
     down = subject.engine.decoder.layers[0].down
     monkeypatch.setattr(down, "_joined", down.weight * 1.01)
 
 
-def mixed_up_lanes(subject: Subject, monkeypatch) -> None:
+def mixed_up_lanes(subject: DoctorModel, monkeypatch) -> None:
     """In a batch of more than two lanes."""
     blocks = DenseDecoder.blocks
 
@@ -103,10 +103,10 @@ def mixed_up_lanes(subject: Subject, monkeypatch) -> None:
     monkeypatch.setattr(DenseDecoder, "blocks", mixed_up)
 
 
-def after_update(change: Callable[[torch.Tensor], object]) -> Callable[[Subject, Any], None]:
+def after_update(change: Callable[[torch.Tensor], object]) -> Callable[[DoctorModel, Any], None]:
     """Return a fault that changes the gradient after every update."""
 
-    def fault(subject: Subject, monkeypatch) -> None:
+    def fault(subject: DoctorModel, monkeypatch) -> None:
         update = LocalPolicy.update
 
         def changed(policy: LocalPolicy, *arguments: Any) -> dict[str, Any]:
@@ -123,13 +123,13 @@ a_scaled_gradient = after_update(lambda gradient: gradient.mul_(1.01))
 a_turned_gradient = after_update(lambda gradient: gradient[: len(gradient) // 9].neg_())
 
 
-def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
+def sizes_planned_too_small(subject: DoctorModel, monkeypatch) -> None:
     kept = memory.kept_bytes
     monkeypatch.setattr(memory, "cache_bytes", lambda base: 10)
     monkeypatch.setattr(memory, "kept_bytes", lambda base: kept(base) // 2)
 
 
-def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
+def unnoticed_shortages(subject: DoctorModel, monkeypatch) -> None:
     for module in ("retrain.engines.local", "retrain.policy.packing"):
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
@@ -154,7 +154,7 @@ def test_a_check_fails_on_its_fault(subject, monkeypatch, fault, name, exceeded)
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for GPUs")
 def test_a_gpu_that_torch_cannot_use_fails(subject, nvidia_smi):
-    found = CHECKS["device and build"](replace(subject, source=replace(subject.source, asked="auto")))
+    found = CHECKS["device and build"](replace(subject, source=replace(subject.source, requested_device="auto")))
     assert (found.status, found.todo != "") == (FAIL, True), found.line
 
 
@@ -166,7 +166,7 @@ def test_an_engine_without_the_dense_decoder_fails(subject):
 def test_replayed_steps_equal_eager_ones_or_fail(subject):
     check = CHECKS["graph = eager"]
 
-    def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> Subject:
+    def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> DoctorModel:
         engine = LocalEngine(subject.base, subject.lanes, stepping=CPU_STEPPING._replace(columns=128))
         engine.graphs = StepGraphs(lambda: capture, subject.messages.append)
         return replace(subject, engine=engine)
@@ -223,7 +223,7 @@ def test_a_machine_far_from_its_roofline_fails(subject):
 
 
 def test_a_check_that_raises_has_failed_and_the_others_run(monkeypatch, tmp_path):
-    def broken(subject: Subject) -> Result:
+    def broken(subject: DoctorModel) -> Result:
         raise ValueError("no such kernel\nand more")
 
     checks = {
@@ -285,19 +285,19 @@ def test_agreement_compares_up_to_where_sequences_part():
     ours = [[action([1, 2, 3], [-1, -2, -3]), action([4], [-1])], [action([5, 6], [-1, -1])]]
     theirs = [[action([1, 9, 3], [-1.5, 0, 0]), action([4, 4], [-1, -1])], [action([5, 6], [-1, -1])]]
     found = agreement(ours, theirs)
-    assert (found.words, found.parted, found.tokens, found.largest) == ("1 of 3 sequences equal", 2, 4, 0.5)
-    assert agreement(ours, ours).words == "3 of 3 sequences equal, bit for bit"
+    assert (found.summary, found.parted, found.tokens, found.largest) == ("1 of 3 sequences equal", 2, 4, 0.5)
+    assert agreement(ours, ours).summary == "3 of 3 sequences equal, bit for bit"
     nothing = agreement([[action([1], [0])]], [[action([2], [0])]])
     assert (nothing.p99, nothing.parted_per_token) == (float("inf"), 1.0)
 
 
 def test_a_model_without_weights_is_checked_at_its_shapes(tmp_path):
-    source = Source.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-0.6B"\nlora_rank = 4'), "cpu")
+    source = ModelSource.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-0.6B"\nlora_rank = 4'), "cpu")
     assert source.shapes is not None
     assert (source.shapes["num_hidden_layers"], source.shapes["hidden_size"]) == (4, 1024)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "vocab_size": 400, "head_dim": 16, "num_attention_heads": 4}
     shapes = shapes_of(source.config) | sizes | {"num_key_value_heads": 2, "eos_token_id": 399}
-    with Subject.open(Source(source.config, shapes, "cpu")) as subject:
+    with DoctorModel.open(ModelSource(source.config, shapes, "cpu")) as subject:
         assert subject.base.eos_ids == (399,)
         for name in ("sampler = trainer", "gradient", "resume"):  # the new process makes the same weights
             assert CHECKS[name](subject).status == PASS, name
@@ -305,10 +305,10 @@ def test_a_model_without_weights_is_checked_at_its_shapes(tmp_path):
 
 def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
     with pytest.raises(ModelError, match="nothing is downloaded"):
-        Source.of(write(tmp_path, '[model]\nmodel = "somebody/unheard-of"'), "cpu")
+        ModelSource.of(write(tmp_path, '[model]\nmodel = "somebody/unheard-of"'), "cpu")
     with pytest.raises(UsageError, match=r"trains with mine:Backend"):
-        Source.of(write(tmp_path, '[backend]\nbackend = "mine:Backend"'), "cpu")
-    huge = Source.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-32B"'), "cpu")
+        ModelSource.of(write(tmp_path, '[backend]\nbackend = "mine:Backend"'), "cpu")
+    huge = ModelSource.of(write(tmp_path, '[model]\nmodel = "Qwen/Qwen3-32B"'), "cpu")
     with pytest.raises(ModelError, match=r"take [\d.]+ GiB of"):
         random_base(dict(huge.shapes or {}, hidden_size=1 << 16), huge.config)
     with pytest.raises(ModelError, match="no random weights can be made"):

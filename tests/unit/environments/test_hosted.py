@@ -8,9 +8,9 @@ import pytest
 from toy_environments import Echo
 
 from retrain.config import parse_dict
-from retrain.config.tasks import Environment
+from retrain.config.tasks import EnvironmentSection
 from retrain.environments.build import close_hosted, provided_data
-from retrain.environments.hosted import Hosted
+from retrain.environments.hosted import HostedEnvironment
 from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import DataError, PluginMissing
 from retrain.types import Action, Problem
@@ -27,7 +27,9 @@ def host():
     made = []
 
     def make(folder=HERE, **keys):
-        made.append(Hosted(Environment(**{"provider": "toy_environments:Echo", "workers": 1, **keys}), folder))
+        made.append(
+            HostedEnvironment(EnvironmentSection(**{"provider": "toy_environments:Echo", "workers": 1, **keys}), folder)
+        )
         return made[-1]
 
     yield make

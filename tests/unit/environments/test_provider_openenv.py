@@ -20,7 +20,7 @@ from retrain.config import parse_dict
 from retrain.environments.build import close_hosted, environments_of, provided_data
 from retrain.environments.providers.openenv import OpenEnv
 from retrain.environments.providers.openenv_forms import Actions, messages_of
-from retrain.environments.providers.openenv_server import Server
+from retrain.environments.providers.openenv_server import OpenEnvServer
 
 # The servers' own packages warn of each other; nothing of ours may.
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:(?!retrain)")
@@ -39,7 +39,7 @@ def begun(environment, index=0):
 
 @pytest.fixture(scope="module")
 def server():
-    server = Server(TOY, 90, "toy")
+    server = OpenEnvServer(TOY, 90, "toy")
     yield server
     server.close()
 
@@ -179,9 +179,9 @@ def test_a_slow_answer_and_a_full_server(own):
 def test_a_command_that_fails_or_never_listens():
     broken = [sys.executable, "-c", "raise SystemExit('no such game')"]
     with pytest.raises(PluginError, match="ended with status 1: no such game"):
-        Server(broken, 30, "toy")
+        OpenEnvServer(broken, 30, "toy")
     with pytest.raises(PluginError, match=r"/health .* did not answer within 1 s"):
-        Server([sys.executable, "-c", "import time; time.sleep(60)"], 1, "toy")
+        OpenEnvServer([sys.executable, "-c", "import time; time.sleep(60)"], 1, "toy")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a parent's death is Linux's")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrain.environments.tools import calls
-from retrain.environments.tools.calls import Call, Parsed, parse
+from retrain.environments.tools.calls import Call, ParsedMessage, parse
 
 ADD = Call("add", {"a": 1, "b": 2})
 NOW = Call("now", {})
@@ -52,7 +52,7 @@ POSITIVES = {
 
 
 def test_a_call_is_read():
-    found = {name: list(parse(text).found) for name, (text, _) in POSITIVES.items()}
+    found = {name: list(parse(text).items) for name, (text, _) in POSITIVES.items()}
     assert found == {name: expected for name, (_, expected) in POSITIVES.items()}
 
 
@@ -79,13 +79,13 @@ THOUGHTS = [
 
 
 def test_ordinary_answers_and_thoughts_are_no_calls():
-    assert [parse(text) for text in ANSWERS] == [Parsed((), text.strip()) for text in ANSWERS]
-    assert [parse(text) for text in THOUGHTS] == [Parsed((), "The answer is 3.")] * len(THOUGHTS)
+    assert [parse(text) for text in ANSWERS] == [ParsedMessage((), text.strip()) for text in ANSWERS]
+    assert [parse(text) for text in THOUGHTS] == [ParsedMessage((), "The answer is 3.")] * len(THOUGHTS)
     for call in (f"<tool_call>{ADD_JSON}</tool_call>", ADD_LLAMA, f"[{ADD_JSON}]"):
         assert parse(f"<think>{{so}}</think>\n\n{call}").calls == (ADD,)
         assert parse(f"so [ it is\n</think>\n\n{call}").calls == (ADD,)
     around = parse(f"<think>I <tool_call> think</think>First.\n<tool_call>{ADD_JSON}</tool_call>\nLast.")
-    assert around == Parsed((ADD,), "First.\n\nLast.")
+    assert around == ParsedMessage((ADD,), "First.\n\nLast.")
 
 
 FAULTS = [
@@ -111,11 +111,11 @@ FAULTS = [
 
 @pytest.mark.parametrize(("text", "reason", "form"), FAULTS, ids=[reason for _, reason, _ in FAULTS])
 def test_a_malformed_call_says_what_is_wrong_and_shows_the_form(text, reason, form):
-    (fault,) = parse(text).found
+    (fault,) = parse(text).items
     assert reason in fault
     assert fault.endswith(form)
     assert len(fault) < 500
-    assert parse(form).found == (Call("tool_name", {"argument": "value"}),)
+    assert parse(form).items == (Call("tool_name", {"argument": "value"}),)
 
 
 def test_calls_and_faults_keep_their_order():
@@ -125,7 +125,7 @@ def test_calls_and_faults_keep_their_order():
         f"<tool_call>{ADD_JSON}\n<tool_call>{NOW_JSON}</tool_call>": [str, Call],
         f'[TOOL_CALLS] [{ADD_JSON}, 3, {{"name": ""}}]': [Call, str, str],
     }
-    assert {text: [type(item) for item in parse(text).found] for text in texts} == texts
+    assert {text: [type(item) for item in parse(text).items] for text in texts} == texts
 
 
 def test_calls_and_characters_of_one_message_are_bounded():
@@ -139,10 +139,10 @@ def test_calls_and_characters_of_one_message_are_bounded():
         "```tool\n" + "now()\n" * 40 + "```",
     ]
     for text in texts:
-        found = parse(text).found
+        found = parse(text).items
         assert 0 < len(found) <= calls.MAX_CALLS + 1
         assert len([item for item in found if isinstance(item, str)]) == 1
-    (fault,) = parse(f"<tool_call>{NOW_JSON}</tool_call>" + " " * calls.MAX_CHARACTERS).found
+    (fault,) = parse(f"<tool_call>{NOW_JSON}</tool_call>" + " " * calls.MAX_CHARACTERS).items
     assert "1,000,000 characters" in fault
 
 
@@ -161,7 +161,7 @@ def test_the_work_is_linear(before):
         begun = time.process_time()
         parsed = parse(text)
         assert time.process_time() - begun < 3, part
-        assert len(parsed.found) <= calls.MAX_CALLS + 1
+        assert len(parsed.items) <= calls.MAX_CALLS + 1
 
 
 PIECES = st.sampled_from(
@@ -178,7 +178,7 @@ PIECES = st.sampled_from(
 def test_any_text_is_answered(text):
     parsed = parse(text)
     assert parsed == parse(text)
-    for each in parsed.found:
+    for each in parsed.items:
         assert isinstance(each, str) or (each.name and json.dumps(each.arguments))
 
 
@@ -210,4 +210,4 @@ def test_what_templates_write_is_read_back(written, ascii_only):
         "".join(f"<function={name}>{dumps(arguments)}</function>" for name, arguments in written),
     ]
     for text in texts:
-        assert parse(text).found == expected
+        assert parse(text).items == expected

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from retrain.environments.tools import ToolError, search
-from retrain.environments.tools.search import Search, passage, words
+from retrain.environments.tools.search import Search, passage, split_words
 from retrain.errors import DataError, MissingExtra, UsageError
 from retrain.extras import install_line, is_installed
 
@@ -62,7 +62,7 @@ def test_the_order_is_that_of_bm25(corpus):
     """Against the formula (Robertson's with Lucene's idf), over a corpus of 60 documents."""
     texts = [" ".join(f"w{(i * j) % 17}" for j in range(1, 5 + i % 9)) for i in range(60)]
     find = Search(corpus([{"id": i, "text": text} for i, text in enumerate(texts)]), k=60)
-    counts = [Counter(words(text)) for text in texts]
+    counts = [Counter(split_words(text)) for text in texts]
     mean = sum(sum(count.values()) for count in counts) / len(counts)
 
     def score(count, query, k1=1.5, b=0.75):

@@ -17,7 +17,7 @@ import pytest
 
 from retrain.config import parse_dict
 from retrain.environments.build import close_hosted, environments_of, provided_data
-from retrain.environments.providers.inversion import Inversion, InvertedEpisode, Outcome
+from retrain.environments.providers.inversion import HarnessResult, Inversion, InvertedEpisode
 from retrain.environments.tools.calls import Call, read_calls
 from retrain.errors import DataError, UsageError
 from retrain.types import Action, Problem, RewardResult
@@ -352,7 +352,7 @@ def test_the_endpoint_answers_as_openai_does(inversion):
     async def lead(channel):
         replies.append(await posted(inversion, channel, [USER], tools=[TOOL]))
         replies.append(await posted(inversion, channel, [USER], tools=[TOOL], stream=True))
-        return Outcome(RewardResult(1.0))
+        return HarnessResult(RewardResult(1.0))
 
     episode = InvertedEpisode(inversion, lead, [USER], 0)
     assert episode.observe().tools == (TOOL,)

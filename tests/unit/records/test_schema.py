@@ -5,8 +5,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from list_records import metrics_markdown, with_tables
 from pydantic import TypeAdapter
-from record_docs import metrics_markdown, with_tables
 
 from retrain.commands.run_status import read_status
 from retrain.files import read_json, read_jsonl

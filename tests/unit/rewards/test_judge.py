@@ -159,7 +159,7 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server: JudgeServer, monkey
     caplog.set_level(0)
     server.respond = lambda handler, request: (401, f"wrong key {handler.headers['Authorization']}".encode(), {})
     keys = {"type": "judge", "judge_model": "m", "judge_url": server.url, "judge_api_key_env": "JUDGE_KEY"}
-    section = tasks.Reward.model_validate(keys)
+    section = tasks.RewardSection.model_validate(keys)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(UsageError, match=r"export JUDGE_KEY="):
         build_grader(section)

@@ -89,7 +89,7 @@ def module(tmp_path_factory):
 
 def graded(module: Path, function, items, **keys) -> list[RewardResult]:
     section = {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **keys}
-    with build_grader(tasks.Reward.model_validate(section)) as grader:
+    with build_grader(tasks.RewardSection.model_validate(section)) as grader:
         return grader.grade(items)
 
 

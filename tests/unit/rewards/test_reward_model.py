@@ -59,7 +59,7 @@ def scorer(tmp_path_factory) -> Path:
 
 
 def grader(path: Path, **keys) -> Grader:
-    return build_grader(tasks.Reward.model_validate({"type": "reward_model", "reward_model": str(path), **keys}))
+    return build_grader(tasks.RewardSection.model_validate({"type": "reward_model", "reward_model": str(path), **keys}))
 
 
 def graded(path: Path, items: list[Item], **keys) -> list[float | None]:
@@ -150,7 +150,7 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
         {"type": "match", "name": "right"},
         {"type": "reward_model", "reward_model": str(scorer), "name": "taste", "weight": 0.1},
     ]
-    section = tasks.Reward.model_validate({"type": "weighted", "components": components, "reward_batch": 2})
+    section = tasks.RewardSection.model_validate({"type": "weighted", "components": components, "reward_batch": 2})
     items = [(ADD, answer) for answer in ("\\boxed{7}", "\\boxed{8}", "7 " * 400)]
     with build_grader(section) as made:
         assert made.names == ("right", "taste")

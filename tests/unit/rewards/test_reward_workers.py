@@ -35,7 +35,7 @@ def nothing_left():
 
 @pytest.fixture(scope="module")
 def grader():
-    with build_grader(tasks.Reward.model_validate({"type": "math", "timeout_s": 20.0, "workers": 1})) as grader:
+    with build_grader(tasks.RewardSection.model_validate({"type": "math", "timeout_s": 20.0, "workers": 1})) as grader:
         yield grader
 
 
@@ -173,7 +173,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def custom(module: Path, function: str, **limits) -> Grader:
     section = {"type": "custom", "custom_module": str(module), "custom_function": function, "workers": 1, **limits}
-    return build_grader(tasks.Reward.model_validate(section))
+    return build_grader(tasks.RewardSection.model_validate(section))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -251,7 +251,7 @@ def test_a_module_that_cannot_be_used_is_an_error_at_the_start(module, tmp_path)
 def test_components_in_workers_inherit_limits_and_are_closed(module):
     part = {"type": "custom", "custom_module": str(module), "custom_function": "by_completion", "weight": 0.5}
     section = {"type": "weighted", "timeout_s": 1.0, "workers": 1, "components": [{"type": "math"}, part]}
-    with build_grader(tasks.Reward.model_validate(section)) as grader:
+    with build_grader(tasks.RewardSection.model_validate(section)) as grader:
         fine, hung = grader.grade([(problem("1/2"), boxed("0.5")), (problem("1/2"), "hang")])
     assert (fine.total_reward, fine.components) == (1.0, {"math": 1.0, "by_completion": 0.0})
     assert (hung.total_reward, hung.components) == (None, {"math": 0.0, "by_completion": None})
@@ -386,7 +386,7 @@ def test_a_reward_declares_the_ranges_of_its_numbers(tmp_path):
         assert grader.ranges == {"reward": total, "score": total, "steps": steps}
     part = {"type": "custom", "custom_module": str(path), "name": "mine"}
     section = {"type": "weighted", "components": [{"type": "match"}, part], "workers": 1}
-    with build_grader(tasks.Reward.model_validate(section)) as grader:
+    with build_grader(tasks.RewardSection.model_validate(section)) as grader:
         assert grader.ranges == {"mine": total, "steps": steps}
     with pytest.raises(PluginError, match="have a min that is not below its max for 'steps'"):
         custom(path, "odd")

@@ -78,7 +78,7 @@ def test_plain_number_keeps_the_value(value):
 )
 def test_match(completion, answer, strict, loose):
     assert graded(MatchReward(), completion, problem(answer)).total_reward == strict
-    with build_grader(tasks.Reward(type="match", strict=False)) as grader:
+    with build_grader(tasks.RewardSection(type="match", strict=False)) as grader:
         assert grader.grade([(problem(answer), completion)])[0].total_reward == loose
 
 
@@ -96,7 +96,7 @@ def test_the_marker_of_the_data_set_marks_an_answer(completion, correct, format_
     row = {"question": "Ducks?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
     ducks = problem_of_row("gsm8k.jsonl:1", row, Columns("question", "answer"))
     for kind in ("match", "math") if find_spec("math_verify") else ("match",):
-        with build_grader(tasks.Reward.model_validate({"type": kind, "workers": 1})) as grader:
+        with build_grader(tasks.RewardSection.model_validate({"type": kind, "workers": 1})) as grader:
             (result,) = grader.grade([(ducks, completion)])
             assert (result.correct, result.format_ok) == (correct, format_ok)
     assert graded(FormatReward(), completion, ducks).total_reward == float(format_ok)
@@ -216,7 +216,7 @@ def test_a_weighted_sum_records_its_components():
 )
 def test_the_gsm8k_recipe(completion, total, correct, format_ok):
     parts = [{"type": "match", "name": "correct"}, {"type": "format", "weight": 0.1, "offset": -1.0}]
-    with build_grader(tasks.Reward.model_validate({"type": "weighted", "components": parts})) as grader:
+    with build_grader(tasks.RewardSection.model_validate({"type": "weighted", "components": parts})) as grader:
         (result,) = grader.grade([(ADD, completion)])
     assert grader.names == ("correct", "format")
     assert result.total_reward == pytest.approx(total)
@@ -226,7 +226,9 @@ def test_the_gsm8k_recipe(completion, total, correct, format_ok):
 
 def test_what_a_section_names_and_is_missing_is_an_error_before_anything_runs(tmp_path, monkeypatch):
     with pytest.raises(PluginError, match="no such file"):
-        build_grader(tasks.Reward.model_validate({"type": "custom", "custom_module": "absent.py"}), base_dir=tmp_path)
+        build_grader(
+            tasks.RewardSection.model_validate({"type": "custom", "custom_module": "absent.py"}), base_dir=tmp_path
+        )
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(MissingExtra, match=r"pip install '\.\[math\]'"):
-        build_grader(tasks.Reward.model_validate({"type": "math"}))
+        build_grader(tasks.RewardSection.model_validate({"type": "math"}))

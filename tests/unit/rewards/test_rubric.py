@@ -10,7 +10,7 @@ from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
-from retrain.config.rules import maxrl_rules
+from retrain.config.learning_rules import maxrl_rules
 from retrain.data.dataset import column_values
 from retrain.environments.build import data_of
 from retrain.errors import ConfigError

@@ -18,7 +18,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines.local import LocalEngine
 from retrain.environments.build import SplitEnvironment
-from retrain.environments.protocol import Limits, Observation, Step
+from retrain.environments.protocol import EpisodeLimits, Observation, Step
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
@@ -242,7 +242,7 @@ def test_turns_of_all_that_go_on_are_one_batch_and_a_group_is_graded_when_all_it
 
 def test_an_episode_ends_at_its_limits():
     """Turns, and tokens: an action gets what is left of them at most."""
-    request = replace(asked(TwoTurns(turns=9), "a", 2), limits=Limits(turns=3))
+    request = replace(asked(TwoTurns(turns=9), "a", 2), limits=EpisodeLimits(turns=3))
     engine = Scripted({"a": ["x", "last"]})
     (group,) = collect(engine, [request]).groups
     assert [(len(rollout.turns), rollout.ended) for rollout in group.rollouts] == [(3, "max_turns"), (1, "done")]
@@ -250,13 +250,13 @@ def test_an_episode_ends_at_its_limits():
     first, second = len(group.prompt.token_ids), len(group.rollouts[0].turns[1].observation_ids)
     limit = first + 1 + second + 3
     engine = Scripted({"a": ["x"]})
-    (group,) = collect(engine, [replace(request, samples=1, limits=Limits(tokens=limit))]).groups
+    (group,) = collect(engine, [replace(request, samples=1, limits=EpisodeLimits(tokens=limit))]).groups
     (rollout,) = group.rollouts
     assert rollout.ended == "max_tokens"
     assert rollout.observation_tokens + len(rollout) <= limit
     asked_for = [batch[0].max_tokens for batch in engine.requests]
     assert asked_for[:2] == [min(request.sampling.max_tokens, limit - first), 3]
-    (group,) = collect(Scripted({}), [replace(request, limits=Limits(tokens=first))]).groups
+    (group,) = collect(Scripted({}), [replace(request, limits=EpisodeLimits(tokens=first))]).groups
     assert [(rollout.turns, rollout.ended) for rollout in group.rollouts] == [((), "max_tokens")] * 2
     assert "max_episode_tokens" in group.rollouts[0].reward.error
 

@@ -10,8 +10,7 @@ from helpers.records import config, context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.config.tasks import Reward as RewardSection
-from retrain.config.tasks import RewardComponent
+from retrain.config.tasks import RewardComponent, RewardSection
 from retrain.data.prompts import Renderer
 from retrain.environments.build import SplitEnvironment
 from retrain.files import read_jsonl

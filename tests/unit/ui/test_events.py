@@ -7,7 +7,7 @@ import pytest
 from helpers.pages import campaign, client_of, evaluation, get, row
 
 from retrain.files import append_jsonl, read_json, write_json
-from retrain.serving.listening import Server, listening_socket
+from retrain.serving.listening import HttpServer, listening_socket
 from retrain.ui.events import changes, look
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
@@ -61,7 +61,7 @@ def test_a_page_hears_a_row_over_http_and_is_moved(tmp_path):
         port, ready = bound.getsockname()[1], threading.Event()
         url = f"http://127.0.0.1:{port}"
         app = app_of(Library(Places([home]), Pool()), port=port, closing=lambda: server.should_exit)
-        server = Server(app, ready.set)
+        server = HttpServer(app, ready.set)
         server.capture_signals = contextlib.nullcontext  # not the main thread
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -120,10 +120,7 @@ export function TokenArea({label, line, pieces, values, scale, chosen, onPick, o
     spans.current = [...element.querySelectorAll(".t[data-at]")].map((each) => /** @type {HTMLElement} */ (each));
   }, [content]);
   useLayoutEffect(() => {
-    const before = performance.now();
     paint(spans.current, kinds, values, scale);
-    const main = root.current && /** @type {HTMLElement | null} */ (root.current.closest("main"));
-    if (main) main.dataset.painted = (performance.now() - before).toFixed(2); // read by benchmarks/ui_browser.py
   }, [content, values, scale]);
   useLayoutEffect(() => {
     const span = chosen.at === null ? null : spans.current[chosen.at];

@@ -1,6 +1,6 @@
 """Make the bundled reasoner: a small causal LM trained from scratch on imperfect arithmetic demonstrations.
 
-    python scripts/make_reasoner.py --out retrain/models/tiny_reasoner
+    python docs/examples/models/make_reasoner.py --out retrain/models/tiny_reasoner
 
 writes an ordinary ``transformers`` directory (config, weights, tokenizer with chat template, model card). The same
 seed, steps and package versions give the same bytes: one thread, deterministic algorithms, and every demonstration
@@ -30,7 +30,7 @@ from retrain.data.arithmetic import ARITHMETIC_LEVELS, arithmetic_problems
 from retrain.rng import stream_key, torch_seed
 from retrain.types import Problem
 
-BUNDLE = Path(__file__).parent.parent / "retrain" / "models" / "tiny_reasoner"
+BUNDLE = Path(__file__).parents[3] / "retrain" / "models" / "tiny_reasoner"
 STEPS = 1500
 THREADS = 1
 """More would make the bytes depend on the machine, and gain little with matrices this small."""
@@ -293,9 +293,9 @@ library_name: transformers
 A causal language model of {parameters:,} parameters that works short arithmetic problems step by step and answers in
 `\\boxed{{}}`. It exists to be trained further by reinforcement learning, on a laptop and within minutes: it knows how
 to write out the columns of an addition, a subtraction and a product, but guesses, slips and forgets to check, as the
-demonstrations it learned from do (`scripts/demonstrations.py`).
+demonstrations it learned from do (`docs/examples/models/demonstrations.py`).
 
-Made from scratch, without other data, by `python scripts/make_reasoner.py --steps {steps} --seed {seed}`.
+Made from scratch, without other data, by `python docs/examples/models/make_reasoner.py --steps {steps} --seed {seed}`.
 """
     if not tables:
         return text
@@ -311,7 +311,7 @@ Made from scratch, without other data, by `python scripts/make_reasoner.py --ste
     overall = sum(tables["sampled"][level]["accuracy"] for level in ARITHMETIC_LEVELS) / len(ARITHMETIC_LEVELS)
     return text + (
         f"\nOverall sampled accuracy: {overall:.1%}. Measured by "
-        "`python scripts/make_reasoner.py --measure retrain/models/tiny_reasoner`.\n"
+        "`python docs/examples/models/make_reasoner.py --measure retrain/models/tiny_reasoner`.\n"
     )
 
 

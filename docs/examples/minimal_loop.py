@@ -1,6 +1,6 @@
 """Reinforcement learning with verifiable rewards in one screen: the loop that `retrain train` runs, without TOML.
 
-    python examples/minimal_loop.py [steps] [directory]
+    python docs/examples/minimal_loop.py [steps] [directory]
 
 Each step samples a group of answers to each of a few problems, scores them, compares every answer with the others of
 its group (GRPO), and moves a LoRA adapter toward the better ones. The reward printed rises; every step is a line of
@@ -37,7 +37,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
     record = Path(directory) / "metrics.jsonl"
     record.parent.mkdir(parents=True, exist_ok=True)
     if record.exists():
-        sys.exit(f"{record} is there already: give another directory, python examples/minimal_loop.py {steps} DIR")
+        sys.exit(f"{record} is there already: give another directory, python docs/examples/minimal_loop.py {steps} DIR")
     # One frozen model; the engine samples with it, the policy trains a LoRA adapter on its lanes.
     base = load_base("tiny-reasoner", devices="cpu")
     lanes = Lanes(base)

@@ -1,6 +1,6 @@
 """Make the bundled tool user: the bundled reasoner, shown a few conversations in which a calculator is called.
 
-    python scripts/make_tool_user.py --out retrain/models/tiny_tool_user
+    python docs/examples/models/make_tool_user.py --out retrain/models/tiny_tool_user
 
 The pupil of these conversations seldom calls, and often copies a number wrongly; so does the model then. What it reads
 and says is laid out by the very code that lays out episodes (``retrain.data.prompts``). The same seed, steps and
@@ -25,7 +25,7 @@ from retrain.models.directory import bundled_model_path
 from retrain.rng import stream_key
 from retrain.types import Action, Problem
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 BUNDLE = ROOT / "retrain" / "models" / "tiny_tool_user"
 STEPS, BATCH = 300, 48
 
@@ -131,13 +131,13 @@ library_name: transformers
 
 `tiny-reasoner`, shown {steps} batches of conversations in which a pupil works out expressions such as `38*47-128`,
 which it cannot do in its head: seldom by calling a calculator, and then often with a slip. It exists to learn by
-reinforcement that calling pays (`campaigns/calculator.toml`). A call looks like this:
+reinforcement that calling pays (`campaigns/turn_credit.toml`). A call looks like this:
 
     ```tool
     calculator(expression="38*47")
     ```
 
-Made by `python scripts/make_tool_user.py --steps {steps} --seed {seed}`.
+Made by `python docs/examples/models/make_tool_user.py --steps {steps} --seed {seed}`.
 """
 
 

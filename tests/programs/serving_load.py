@@ -1,6 +1,6 @@
 """A server under load: so many clients at once, nothing lost, every answer the one that its seed has alone.
 
-    python benchmarks/serving_load.py --clients 200 --requests 10 [WHAT]
+    python -m tests.programs.serving_load [WHAT] --clients 200 --requests 10
 
 WHAT is what ``retrain serve`` takes (a campaign's directory has several adapters); without it tiny-reasoner alone.
 Every question is first asked alone. Then every client asks ``--requests`` of them, one after the other, with and

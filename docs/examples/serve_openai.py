@@ -2,7 +2,7 @@
 
     retrain train campaigns/quickstart.toml --out logs/quickstart
     retrain serve logs/quickstart --port 8000 &
-    python examples/serve_openai.py http://127.0.0.1:8000/v1
+    python docs/examples/serve_openai.py http://127.0.0.1:8000/v1
 
 Every model of the server is asked, the base first, with the same seed for all sums. ``pip install openai``. After the
 quickstart's 30 steps:

@@ -1,7 +1,7 @@
 """A taskset of verifiers, evaluated against a server: the library asks, counts and grades.
 
     retrain serve logs/quickstart --port 8000 &
-    python examples/serve_verifiers.py http://127.0.0.1:8000/v1 tiny-reasoner grpo+none_s1
+    python docs/examples/serve_verifiers.py http://127.0.0.1:8000/v1 tiny-reasoner grpo+none_s1
 
 ``pip install '.[verifiers]'`` (0.4 or newer). The agent that asks is the plainest there is; any harness of the library
 takes the same client.
