@@ -202,7 +202,7 @@ pictures: build/browser/.ready
 
 docs: $(VENV)/.core
 	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
-	$(BIN)/python -m retrain.records docs
+	$(BIN)/python docs/list_records.py docs
 	$(BIN)/python docs/list_messages.py docs/records/messages.md
 
 site: $(VENV)/.docs

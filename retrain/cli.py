@@ -34,7 +34,7 @@ class Door(TyperGroup):
             with plain_usage_errors():
                 return super().invoke(ctx)
         except RetrainError as error:
-            from retrain.records.text import visible
+            from retrain.util.text import visible
 
             print(visible(str(error)), file=sys.stderr)
             raise typer.Exit(error.exit_status) from error
@@ -54,7 +54,7 @@ def plain_usage_errors() -> Iterator[None]:
     except CommandLineError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
             raise
-        from retrain.records.text import visible
+        from retrain.util.text import visible
 
         context: Any = getattr(error, "ctx", None)
         fault = " ".join(error.format_message().split())  # pyright: ignore[reportAttributeAccessIssue]

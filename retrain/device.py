@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -89,6 +90,20 @@ def nvidia_gpus() -> list[Gpu]:
         return []
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
     return [Gpu(*row) for row in rows if len(row) == 3]
+
+
+def usable_cpus() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def processor() -> str:
+    """Return the CPU's name; on Linux /proc is more precise than ``platform``."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
 
 
 def memory_share() -> float:

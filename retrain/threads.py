@@ -1,4 +1,4 @@
-"""Parallel work in threads.
+"""Work in threads: in parallel, or in order behind the thread that hands it over.
 
 Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one
 independent piece of work (a part of the decode batch, one run's update) per core. Larger models keep torch's split of
@@ -7,6 +7,7 @@ every operation. The pieces never depend on timing, so results do not either.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
+Work = Callable[[], object]
 
 
 class Workers:
@@ -61,3 +63,66 @@ def thread_values(state: threading.local, **values: object) -> Iterator[None]:
         yield
     finally:
         vars(state).update(before)
+
+
+class Thread:
+    """Does pieces of work in order, on one thread that starts with the first of them.
+
+    At most ``limit`` pieces wait. The first exception becomes ``error``; from then on only work put with ``always`` is
+    done.
+    """
+
+    def __init__(self, name: str, limit: int):
+        self.name = name
+        self.error: Exception | None = None
+        self._queue: queue.Queue[tuple[Work, bool] | None] = queue.Queue(limit)
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def put(self, task: Work, always: bool = False, wait: bool = True) -> bool:
+        """Do it after everything put before. While the queue is full this waits, or does nothing and returns False."""
+        self._start()
+        try:
+            self._queue.put((task, always), block=wait)
+        except queue.Full:
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until everything put so far is done, for at most ``timeout`` seconds; return whether it is."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        done = threading.Event()
+        try:
+            self._queue.put((done.set, True), timeout=timeout)
+        except queue.Full:
+            return False
+        return done.wait(timeout)
+
+    def close(self, last: Work = lambda: None) -> None:
+        """Finish everything put, then ``last``, and end the thread if it has begun; putting more starts another."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put((last, False))
+            self._queue.put(None)
+            thread.join()
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        with self._starting:
+            if self._thread is None:
+                # Daemonic: a tracker that hangs must not keep the process alive. Whoever needs the work done waits.
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            task, always = item
+            if self.error is not None and not always:
+                continue
+            try:
+                task()
+            except Exception as error:  # reported by whoever owns the thread
+                self.error = self.error or error

@@ -31,7 +31,7 @@ from retrain.records.schema.layout import (
     VERIFICATION,
 )
 from retrain.records.trackers import Warn, log_squeeze_analysis
-from retrain.records.writer import Thread
+from retrain.threads import Thread
 from retrain.training.bases import Bases
 
 

@@ -32,11 +32,11 @@ from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.records.measure import EQUAL_REWARDS
-from retrain.records.text import without_keys
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
 from retrain.types import Action, PolicyRef, Problem, Prompt, RewardResult, Rollout, SampleRequest
+from retrain.util.text import without_keys
 
 
 def answers(

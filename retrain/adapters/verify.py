@@ -32,11 +32,11 @@ from retrain.policy.base import workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
-from retrain.records.text import percent, points
 from retrain.rewards import build_grader
 from retrain.training.bases import Bases
 from retrain.training.evaluation import Evaluator, Subject
 from retrain.types import PolicyRef, Problem
+from retrain.util.text import percent, points
 
 TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from retrain.commands.run_status import NO_CHANGE, AccuracyChange, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
-from retrain.records.text import change, duration, number, percent, short, visible
+from retrain.util.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
 GONE = (errno.EIO, errno.EPIPE)

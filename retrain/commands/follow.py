@@ -15,11 +15,12 @@ from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of
 from retrain.records.observer import NullObserver, Observer, SpecLike
-from retrain.records.reader import Tail, homes_of_runs, read_manifest, run_entries
+from retrain.records.reader import homes_of_runs, read_manifest, run_entries
 from retrain.records.schema import events
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import EVALS, MANIFEST, METRICS
+from retrain.util.jsonl import Tail
 
 
 class _Run:

@@ -8,9 +8,8 @@ from typing import Any
 from retrain.config import Config
 from retrain.config.root import defines_run
 from retrain.config.runs import differences
-from retrain.device import nvidia_gpus
+from retrain.device import nvidia_gpus, processor, usable_cpus
 from retrain.errors import RetrainError
-from retrain.records.environment import processor, usable_cpus
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
 from retrain.records.schema.layout import MANIFEST
 

@@ -11,7 +11,7 @@ from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
 from retrain.commands.output import duration, note, print_table, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.records.text import interval, minus, number, short
+from retrain.util.text import interval, minus, number, short
 
 BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
 

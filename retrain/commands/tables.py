@@ -11,7 +11,7 @@ from rich.text import Text
 from retrain.config.campaign import condition_name
 from retrain.records.schema.base import Values
 from retrain.records.tables import accuracy_name, rate, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.records.text import NOTHING, duration, minus, percent, points, short, visible
+from retrain.util.text import NOTHING, duration, minus, percent, points, short, visible
 
 COMPARISON_COLUMNS = ("condition", "seeds", "before → after", "95 % interval", "vs baseline", "p", "verdict")
 SECONDARY_COLUMNS = ("metric", "condition", "seeds", "before → after", "vs baseline")

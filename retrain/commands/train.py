@@ -183,7 +183,7 @@ def resume(
 def approval(accept: bool, observer: Observer) -> Approval:
     """Return who approves differences from a directory's records: the option, else the person at the terminal."""
     from retrain.campaign.planning.changes import Approval
-    from retrain.records.text import visible
+    from retrain.util.text import visible
 
     def ask(lines: list[str]) -> bool:
         observer.close()

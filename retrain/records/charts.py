@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from retrain.records.text import escape, minus, percent
+from retrain.util.text import escape, minus, percent
 
 WIDTH = 560  # Units of a chart's view box; the page scales it to its column
 LETTER = 6.7  # Width of a letter at the charts' 12 px, for room and collisions; real fonts differ by some 10 %

@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from retrain.files import append_bytes, stamp_of, writing
-from retrain.records.reader import LineMark, NewLines, parse_row
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS
+from retrain.util.jsonl import LineMark, NewLines, parse_row
 
 BLOCK = 64  # Rows of a block: reading one key of 10,000 rows takes 157 short reads
 
@@ -77,7 +77,7 @@ class _Rows:
         self.last = row
 
     def column(self, key: str) -> np.ndarray:
-        """float32 [rows], NaN where a row has no such number."""
+        """Return float32 [rows], NaN where a row has no such number."""
         numbers = np.full(self._count, np.nan, np.float32)
         if key not in self._text_keys:
             known = self._columns.get(key, array("f"))

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from retrain.config.runs import condition_hash
 from retrain.errors import listed
-from retrain.records.reader import last_row
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry, Seal
 from retrain.records.schema.layout import EVALS, METRICS
 from retrain.records.seals import contradictions
+from retrain.util.jsonl import last_row
 
 NAMED_RUNS = 4
 UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change of their evaluations would not be seen."
@@ -47,11 +47,11 @@ def deviations(
 
     ``configs`` are the contents of the runs' ``config.json``, by run id.
     """
-    found: dict[str, list[str]] = {}
+    runs_of: dict[str, list[str]] = {}
     for entry in map(RunEntry.from_row, entries):
         for clause in _run_deviations(directory, entry, declared, configs.get(entry.run_id) or {}):
-            found.setdefault(clause, []).append(entry.run_id)
-    return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in found.items()]
+            runs_of.setdefault(clause, []).append(entry.run_id)
+    return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in runs_of.items()]
 
 
 def is_sealed(manifest: Values) -> bool:

@@ -1,25 +1,19 @@
 """The environment of a run: package versions, code state, hardware. No heavy package is imported to find out.
 
-Environment variables are not written, so that no secret gets into a run directory. Git is only read: neither the index
-nor the object store of a repository is written to. New files become part of the patch of uncommitted changes through an
-index of our own, a copy in a temporary directory.
+Environment variables are not written, so that no secret gets into a run directory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,38 +21,18 @@ from retrain import __version__
 from retrain.config import Config
 from retrain.config.base import is_plugin
 from retrain.config.root import flat, value_at
-from retrain.device import nvidia_gpus
+from retrain.device import nvidia_gpus, processor, usable_cpus
 from retrain.files import sha256, write_bytes, write_json
 from retrain.models.directory import files_digest, find_file, local_directory
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import CODE_DIFF, ENVIRONMENT, MANIFEST, PLAN
-from retrain.records.text import without_keys
+from retrain.util.repository import code_diff, git_state, own_checkout
+from retrain.util.text import without_keys
 
-# fmt: off
 PACKAGES = (
     "accelerate", "datasets", "flash-attn", "math-verify", "numpy", "peft", "pydantic", "retrain", "rich",
     "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
-)
-SECRET_NAMES = (
-    "*.env", ".env*", "*.pem", "*.key", "*.p12", "*secret*", "*credential*", "cred.*", "creds*", "*passw*",
-    "*token*.txt", ".netrc", "*id_rsa*", "*id_ed25519*",
-)
-"""Files whose content never goes into a run directory."""
-DIFF = ("diff", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
-PATCH = (
-    *DIFF, "--patch", "--binary", "--full-index", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/",
-    "--submodule=short",
-)
-"""A patch that ``git apply`` takes, whatever the user's configuration says of diffs."""
-# fmt: on
-MAX_FILE_BYTES = 200_000  # A changed file that is larger, on the disk or in the commit, is named without its content
-MAX_DIFF_BYTES = 2_000_000  # Of one repository; files that no longer fit are named without their content
-GIT_SECONDS = 20.0
-FOREIGN_VARIABLES = frozenset({
-    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX",
-})  # fmt: skip
-"""Variables that git sets for its hooks; here every repository is found by its path."""
+)  # fmt: skip
 KEYS = (
     "algorithm.advantage_mode",
     "algorithm.transform_mode",
@@ -169,13 +143,15 @@ def all_packages() -> dict[str, str]:
 
 def environment_facts() -> Row:
     """Return the content of ``environment.json``."""
+    import psutil
+
     return {
         "platform": platform.platform(),
         "machine": platform.machine(),
         "processor": processor(),
         "cpu_count": os.cpu_count(),
         "cpus_usable": usable_cpus(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 2),
         "gpus": [asdict(gpu) for gpu in nvidia_gpus()],
         "python": sys.version,
         "executable": sys.executable,
@@ -195,196 +171,14 @@ class SystemInfo:
     @classmethod
     def now(cls, folder: Path) -> SystemInfo:
         """Read both, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
-        places = (Path.cwd(), folder, own_checkout())
-        return cls(environment_facts(), code_diff(*(place for place in places if place is not None)))
+        places = [place for place in (Path.cwd(), folder, own_checkout()) if place is not None]
+        return cls(environment_facts(), code_diff(*places, is_record=holds_records))
 
     def write(self, directory: Path) -> None:
         write_json(directory / ENVIRONMENT, self.facts)
         write_bytes(directory / CODE_DIFF, self.diff.encode("utf-8", "surrogateescape"))
 
 
-def usable_cpus() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def processor() -> str:
-    """Return the CPU's name; on Linux /proc is more precise than ``platform``."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-def _memory_gib() -> float | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)
-
-
-# -- repositories -----------------------------------------------------------------------------------------------
-
-
-def git_state(path: Path) -> Row | None:
-    """Return root, revision and whether there are changes, of the repository around ``path``; None without one."""
-    root = _text(_git(path, "rev-parse", "--show-toplevel"))
-    if root is None:
-        return None
-    changes = _git(Path(root), "status", "--porcelain")
-    return {
-        "root": root,
-        "revision": _text(_git(Path(root), "rev-parse", "HEAD")),
-        "changed": None if changes is None else bool(changes.strip()),
-    }
-
-
-def code_diff(*places: Path) -> str:
-    """Return ``### repo: <root> @ <sha>`` and the uncommitted changes as one patch, for each repository around
-    ``places``.
-
-    The patch holds every difference of the working tree from the commit, staged or not, and new files that git does not
-    ignore; ``git apply`` in the root at that commit restores the tree. Files that are large, named like a secret,
-    written by runs, or beyond 2 MB are named in a line that begins with ``###``; access keys are replaced. Bytes that
-    are not UTF-8 are surrogate escapes.
-    """
-    parts = {}
-    for place in places:
-        state = git_state(place)
-        if state is not None and state["root"] not in parts:
-            head = f"### repo: {state['root']} @ {state['revision'] or 'no commit yet'}\n"
-            parts[state["root"]] = head + _changes(Path(state["root"]), state["revision"])
-    return "".join(parts.values()) or f"### no git repository around {places[0]}\n"
-
-
-def own_checkout() -> Path | None:
-    """Return the directory of retrain's source if it is under version control, as after ``pip install -e``."""
-    source = Path(__file__).parent
-    return source if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is not None else None
-
-
-def _changes(root: Path, revision: str | None) -> str:
-    base = revision or _text(_git(root, "hash-object", "-t", "tree", "--stdin", data=b""))
-    objects, index = (_text(_git(root, "rev-parse", "--git-path", name)) for name in ("objects", "index"))
-    if not (base and objects and index):
-        return "### the changes cannot be read\n"
-    quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')  # as git reads it in a list with colons
-    with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
-        variables = {
-            "GIT_INDEX_FILE": f"{aside}/index",
-            "GIT_OBJECT_DIRECTORY": f"{aside}/objects",
-            "GIT_ALTERNATE_OBJECT_DIRECTORIES": f'"{quoted}"',
-        }
-        Path(variables["GIT_OBJECT_DIRECTORY"]).mkdir()
-        if (root / index).is_file():
-            # With its time: by that git knows which files may have changed since without looking different.
-            shutil.copy2(root / index, variables["GIT_INDEX_FILE"])
-        left_out = _add_new_files(root, variables) | _unwanted_changes(root, base, variables)
-        hidden = [f":(top,exclude,literal){name}" for name in left_out]
-        patch = _git(root, *PATCH, base, "--", ".", *hidden, variables=variables)
-    notes = [f"### {_printable(name)}: left out, {reason}\n" for name, reason in left_out.items()]
-    if patch is None:
-        return "".join([*notes, f"### the changes could not be read within {GIT_SECONDS:g} seconds\n"])
-    return "".join([*_fitting(patch), *notes])
-
-
-def _add_new_files(root: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Make new files part of our own index; return those that stay out with the reason."""
-    listed = _names(_git(root, "ls-files", "--others", "--exclude-standard", "-z"))
-    new = [name for name in listed if not _is_of_a_run(root, name)]
-    left_out = {name: reason for name in new if (reason := _unwanted(root / name))}
-    added = [name for name in new if name not in left_out and not name.endswith("/")]
-    data = b"\0".join(map(os.fsencode, added))
-    if added and _git(root, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul",
-                       data=data, variables={**variables, "GIT_LITERAL_PATHSPECS": "1"}) is None:  # fmt: skip
-        left_out |= dict.fromkeys(added, "cannot be read")
-    return left_out
-
-
-def _unwanted_changes(root: Path, base: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the changed files whose content stays out, with the reason."""
-    changed = _names(_git(root, *DIFF, "--name-only", "-z", base, variables=variables))
-    sizes = _sizes(root, base) if changed else {}
-    return {name: reason for name in changed if (reason := _unwanted(root / name, sizes.get(name, 0)))}
-
-
-def _printable(name: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
-def _fitting(patch: bytes) -> Iterator[str]:
-    """Yield the patch file by file, without keys, as far as there is room."""
-    room = MAX_DIFF_BYTES
-    for part in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):
-        text = part.decode("utf-8", "surrogateescape")
-        if len(part) <= room:
-            room -= len(part)
-            yield _without_keys(text)
-        else:
-            heading = text.partition("\n")[0]
-            yield f"### no room for: {heading}\n"
-
-
-def _without_keys(part: str) -> str:
-    """Return one file's patch without access keys.
-
-    A key in an added line is replaced. If a line of the commit has one, the whole patch would no longer apply: then the
-    file's part is commented out.
-    """
-    if "\nGIT binary patch\n" in part:
-        return part
-    lines = part.split("\n")
-    clean = [without_keys(line) for line in lines]
-    if any(line != kept and not line.startswith("+") for line, kept in zip(lines, clean, strict=True)):
-        return "### a key is left out, this part is no patch:\n" + "".join(f"### {line}\n" for line in clean if line)
-    return "\n".join(clean)
-
-
-def _unwanted(path: Path, committed_bytes: int = 0) -> str:
-    """Return the reason for which a file's content stays out; "" when it does not."""
-    if any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES):
-        return "named like a secret"
-    size = path.lstat().st_size if os.path.lexists(path) and not path.is_dir() else 0
-    return "too large" if max(size, committed_bytes) > MAX_FILE_BYTES else ""
-
-
-def _is_of_a_run(root: Path, name: str) -> bool:
-    """Return whether a run or campaign wrote the file, or is about to: its directory has a plan and a manifest."""
-    folders = [folder for folder in (root / name).parents if root in folder.parents]
-    return any((folder / PLAN).is_file() and (folder / MANIFEST).is_file() for folder in folders)
-
-
-def _sizes(root: Path, tree: str) -> dict[str, int]:
-    """Return the bytes of every file of the commit."""
-    sizes = {}
-    for entry in _names(_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", tree)):
-        facts, _, name = entry.partition("\t")
-        size = facts.split()[-1]
-        sizes[name] = int(size) if size.isdigit() else 0
-    return sizes
-
-
-def _names(listed: bytes | None) -> list[str]:
-    return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
-
-
-def _text(answer: bytes | None) -> str | None:
-    """Return the one line of an answer; None for no answer or an empty one."""
-    return os.fsdecode(answer).removesuffix("\n") or None if answer is not None else None
-
-
-def _git(
-    path: Path, *arguments: str, data: bytes | None = None, variables: Mapping[str, str] | None = None
-) -> bytes | None:
-    """Return the output of a git command, or None when git, the repository or the answer is missing."""
-    kept: Iterable[tuple[str, str]] = (item for item in os.environ.items() if item[0] not in FOREIGN_VARIABLES)
-    environment = dict(kept) | {"GIT_OPTIONAL_LOCKS": "0"} | dict(variables or {})
-    command = ("git", "-C", str(path), "-c", "core.fsmonitor=false", *arguments)
-    try:
-        done = subprocess.run(
-            command, input=data, stdin=subprocess.DEVNULL if data is None else None, capture_output=True,
-            timeout=GIT_SECONDS, check=True, env=environment,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return done.stdout
+def holds_records(directory: Path) -> bool:
+    """Return whether a run or campaign writes this directory, or is about to."""
+    return (directory / PLAN).is_file() and (directory / MANIFEST).is_file()

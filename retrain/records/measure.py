@@ -113,7 +113,6 @@ def _floats(values: Iterable[float | int | bool | None]) -> np.ndarray:
 
 
 def mean(values: np.ndarray) -> float | None:
-    """Return the mean over what is not NaN; None when nothing is."""
     return spread(values)["mean"]
 
 
@@ -254,7 +253,7 @@ def _aliases(
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
-    """Tags with keys of their own: all of them, as soon as one covers only a part of what is sampled."""
+    """Return the tags that have keys: all of them as soon as one covers only a part of the completions."""
     counts = Counter(tag for tags in samples.tags for tag in tags)
     if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
         return sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
@@ -343,9 +342,7 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
-    score, penalty = mean(samples.reward_N), {**record.state, **record.update}.get("objective/non_score_reward")
-    if penalty is None and not context.config.algorithm.kl_coef:
-        penalty = 0.0
+    score, penalty = mean(samples.reward_N), _kl_penalty(record, context)
     return {
         "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
@@ -355,6 +352,13 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
+
+
+def _kl_penalty(record: StepRecord, context: RunContext) -> float | None:
+    """Return what the KL term adds to the score; None where there is a coefficient and the policy reports nothing."""
+    without_report = None if context.config.algorithm.kl_coef else 0.0
+    penalty = {**record.state, **record.update}.get("objective/non_score_reward")
+    return without_report if penalty is None else penalty
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
@@ -417,9 +421,11 @@ def _discarded(groups: Sequence[CreditedGroup], samples: Samples) -> Row:
 
 
 def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool) -> Row:
-    """Seconds by part within the step; ``time/other`` is what is left, so that the parts add up to the step. What was
-    sampled beside other parts is none of them; with ``ahead`` the speed of both sides is told. ``samples`` are those of
-    the batch, ``everyone`` all that were sampled."""
+    """Return the seconds of each part of the step; ``time/other`` is the rest, so that the parts add up to the step.
+
+    Sampling ahead of the policy overlaps other parts and is not counted among them; with ``ahead`` the row has the
+    speeds of sampler and trainer. ``samples`` are those of the batch, ``everyone`` all that were sampled.
+    """
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}
     for name in ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort"):
@@ -456,7 +462,7 @@ def _microbatch_means(values: Row) -> Row:
 
 
 def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
-    """``rewards/<name>/…`` and their aliases; an alias never replaces a key that already stands in the row."""
+    """Add ``rewards/<name>/…`` and their aliases; an alias never replaces a key of the row."""
     for name in names:
         values_N = samples.parts.get(name, np.full(len(samples), math.nan))
         by_group = samples.by_group(values_N)
@@ -469,7 +475,6 @@ def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunC
 
 
 def _lowest(name: str, context: RunContext) -> float | None:
-    """Return the smallest value that is declared for this number; None where none is."""
     return context.ranges.get(name, {}).get("min")
 
 

@@ -12,7 +12,7 @@ from retrain.config.evaluation import HELDOUT
 from retrain.config.modes import Need, credit_of
 from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
-from retrain.records.text import percent
+from retrain.util.text import percent
 
 WINDOW = 20  # Rows that the rules look at: the newest ones, and besides them the first row of the run
 

@@ -51,11 +51,11 @@ from retrain.records.schema.rows import (
 )
 from retrain.records.scores import eval_row, evaluation_keys
 from retrain.records.seals import chained
-from retrain.records.text import without_keys
 from retrain.records.tokens import tokens_name, write_tokens
 from retrain.records.trackers import Tracker
 from retrain.records.writer import RecordFiles
 from retrain.types import CreditedGroup, EvalRecord, StepRecord
+from retrain.util.text import without_keys
 
 ROW_FILES = (layout.METRICS, layout.STEPS, layout.GENERATIONS, layout.SPANS)
 """Records in which every step has a row."""

@@ -10,17 +10,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from retrain.errors import NotOurs, StorageError, listed, plural
 from retrain.files import append_jsonl, dumps, writing
 from retrain.ownership import owner_of
 from retrain.records.observer import Observer
-from retrain.records.reader import RunReader, json_lines
-from retrain.records.schema.base import Values
+from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import REGISTRY
 from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
+from retrain.util.jsonl import json_lines
 
 OFF, ON = "off", "on"
 """``registry`` in the manifest of a campaign that is not registered, and of one before it declares. Afterwards it is
@@ -137,13 +137,13 @@ def _now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-def _content(line: RegistryLine) -> dict[str, Any]:
+def _content(line: RegistryLine) -> Row:
     return line.to_row() | {"time": ""}
 
 
 @dataclass(frozen=True)
 class History:
-    """What a registry says of a campaign: ``deviations`` as clauses, ``notes`` as sentences."""
+    """A campaign's entries in a registry: ``deviations`` as clauses, ``notes`` as sentences."""
 
     deviations: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -182,10 +182,10 @@ def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> l
     if any(isinstance(line, Declaration) and first.repeats(line) for line in before):
         return []
     finished = [line for line in before if isinstance(line, FinishedRun) and line.belongs_to(first)]
-    known = [seed for seed in first.seeds if len({line.condition for line in finished if line.seed == seed}) > 1]
-    if not known:
+    early = [seed for seed in first.seeds if len({line.condition for line in finished if line.seed == seed}) > 1]
+    if not early:
         return []
-    seeds = listed(list(map(str, sorted(known))), NAMED_SEEDS)
+    seeds = listed(list(map(str, sorted(early))), NAMED_SEEDS)
     directories = listed(list(dict.fromkeys(line.directory for line in finished)), NAMED_DIRECTORIES)
     return [f"seeds had finished before they were declared ({seeds}; in {directories})"]
 

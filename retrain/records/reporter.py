@@ -20,7 +20,7 @@ from retrain.records.context import RunContext
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row, Values
 from retrain.records.trackers import TRACKERS, TrackedRun, Tracker, Warn, is_evaluation
-from retrain.records.writer import Thread
+from retrain.threads import Thread
 
 NOT_TRACKED = ("step", "condition", "advantage_mode", "transform_mode")
 WAITING_ROWS = 1000  # Rows that may wait for a tracker before it is given up

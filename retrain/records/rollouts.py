@@ -18,7 +18,6 @@ from retrain.records.measure import mean
 from retrain.records.schema.base import Row
 from retrain.records.schema.rows import Generation, HeldOutCompletion, TrajectorySummary
 from retrain.records.scores import answer_of
-from retrain.records.text import escape, without_keys
 from retrain.tokenizer import Offsets
 from retrain.types import (
     CreditedGroup,
@@ -31,6 +30,7 @@ from retrain.types import (
     Rollout,
     StepRecord,
 )
+from retrain.util.text import escape, without_keys
 
 TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
 """Text of sampled token ids and the characters [start, end) of each of its tokens."""
@@ -76,13 +76,13 @@ class Batch:
 
 
 def batch_name(split: str, iteration: int) -> str:
-    """Stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
+    """Return the stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
     kind, _, name = split.partition("/")
     return f"{kind}_{sanitised(name)}_iteration_{iteration:06d}" if name else f"{kind}_iteration_{iteration:06d}"
 
 
 def sanitised(name: str) -> str:
-    """``name`` as part of a file name."""
+    """Return ``name`` as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
 
 
@@ -220,7 +220,7 @@ def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str
 
 
 def fair_share(total: int, most: int, count: int) -> int:
-    """Characters for each of ``count`` texts that together should not pass ``total``; at least LEAST_CHARACTERS."""
+    """Return the characters of each of ``count`` texts that share ``total``, at least LEAST_CHARACTERS."""
     return min(most, max(LEAST_CHARACTERS, total // max(1, count)))
 
 
@@ -334,8 +334,8 @@ def _number(value: float | None) -> str:
 
 
 def cut(text: str, limit: int | None) -> str:
-    left = 0 if limit is None else len(text) - limit
-    return text if left <= 0 else f"{text[:limit]}\n… {left:,} more characters not shown"
+    hidden = 0 if limit is None else len(text) - limit
+    return text if hidden <= 0 else f"{text[:limit]}\n… {hidden:,} more characters not shown"
 
 
 # -- completions with their texts shortened ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from retrain.files import dumps, iter_jsonl, read_jsonl, stamp_of
 from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import Seal
 from retrain.records.schema.layout import EVALS, EVALUATION_FILES, EVALUATIONS
-from retrain.records.text import percent
+from retrain.util.text import percent
 
 SAME_RATE = 1e-6  # Rounding tolerance between a recorded accuracy and the mean of its grades
 CHECKED_RUNS = 4096

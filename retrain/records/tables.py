@@ -4,7 +4,7 @@ import math
 
 from retrain.config.evaluation import HELDOUT
 from retrain.records.schema.base import Values
-from retrain.records.text import NOTHING, percent, points, visible
+from retrain.util.text import NOTHING, percent, points, visible
 
 SQUEEZE_COLUMNS = ("rank", "mean energy", "worst layer", "weight error", "held-out", "vs full", "")
 
@@ -46,11 +46,11 @@ def squeeze_cells(row: Values, report: Values) -> dict[str, str]:
 def squeeze_words(report: Values) -> list[str]:
     lines = [visible(report["message"])] if report.get("message") else []
     if report.get("recommended_rank") is not None:
-        kept = report["min_variance_retention"]
+        retention = report["min_variance_retention"]
         rank = f"{report['recommended_rank']} of {report['source_rank']}"
-        share = f"at least {percent(kept)} of the energy (squared singular values)"
+        share = f"at least {percent(retention)} of the energy (squared singular values)"
         lines.append(f"recommended rank: {rank}, which keeps {share}")
-        error = percent(math.sqrt(1.0 - kept))  # The energy is the squared norm of the weights' change
+        error = percent(math.sqrt(1.0 - retention))  # The energy is the squared norm of the weights' change
         unmeasured = f"Accuracy was not measured: the weights differ by up to {error} from those of the full rank."
         lines.append(report["verified"]["sentence"] if report.get("verified") else unmeasured)
     return lines

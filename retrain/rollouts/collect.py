@@ -24,7 +24,6 @@ from retrain.environments.protocol import Environment, Episode, EpisodeFailed, E
 from retrain.errors import RetrainError, RunFailed
 from retrain.plugins import described
 from retrain.policy.protocol import PolicySnapshot
-from retrain.records.text import without_keys
 from retrain.rewards.base import failed
 from retrain.rng import torch_seed
 from retrain.types import (
@@ -40,6 +39,7 @@ from retrain.types import (
     SampleRequest,
     Turn,
 )
+from retrain.util.text import without_keys
 
 NO_LIMITS = EpisodeLimits()
 

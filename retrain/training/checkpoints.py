@@ -13,12 +13,13 @@ from retrain.errors import CheckpointError, NotReadable, UsageError
 from retrain.files import aside_of, read_json, sha256, write_bytes, write_json, writing
 from retrain.ownership import Owner, install, is_whole, owner_of, publish, remove
 from retrain.policy.protocol import Policy, PolicySnapshot
-from retrain.records.reader import RunReader, last_row
+from retrain.records.reader import RunReader
 from retrain.records.recorder import ROW_FILES, RunRecorder
 from retrain.records.schema.campaign import CheckpointFiles
 from retrain.records.schema.layout import EVALUATION_FILES, MANIFEST, SAVED, STATE
 from retrain.records.schema.rows import Checkpoint
 from retrain.training.state import RunState
+from retrain.util.jsonl import last_row
 
 FORMAT = 3
 

@@ -22,7 +22,6 @@ from retrain.files import dumps
 from retrain.policy.protocol import Policy
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.base import Row
-from retrain.records.text import without_keys
 from retrain.rewards.overlong import punish_overlong
 from retrain.rng import generator
 from retrain.rollouts.collect import RecentWeights, RolloutRequest, Weights
@@ -53,6 +52,7 @@ from retrain.types import (
     StepRecord,
     Want,
 )
+from retrain.util.text import without_keys
 
 POLICY_SCORES = frozenset({Want.LOGPROBS, Want.VALUES, Want.REFERENCE})  # Scores that an algorithm asks the policy for
 UNGRADED_STEPS = 3  # A run fails after this many steps in a row in which no rollout could be graded

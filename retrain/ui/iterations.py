@@ -18,10 +18,11 @@ from retrain.files import Stamp, dumps, stamp_of
 from retrain.records import kinds
 from retrain.records.foreign import FindFile
 from retrain.records.kinds import FieldKinds, checked
-from retrain.records.reader import RunReader, Tail, json_lines
+from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, GENERATIONS, ITERATIONS, SUMMARIES, TRAIN
 from retrain.records.tokens import TokenFile
+from retrain.util.jsonl import Tail, json_lines
 
 TOOL_ERRORS = "tools/tool_errors"
 KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept

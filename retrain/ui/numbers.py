@@ -22,11 +22,11 @@ from retrain.files import stamp_of
 from retrain.records.columns import BLOCK, Columns, ColumnWriter, float32
 from retrain.records.foreign import FindFile, ForeignReader, ForeignRun
 from retrain.records.kinds import is_number
-from retrain.records.reader import Tail, last_row
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import Refusal
 from retrain.ui.sources import Run
+from retrain.util.jsonl import Tail, last_row
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
 AXES = ("step", "tokens", "device", "wall")

@@ -14,10 +14,11 @@ from retrain.files import stamp_of
 from retrain.ownership import MARK
 from retrain.records.foreign import ForeignReader, ForeignRun, is_recent, whole
 from retrain.records.kinds import is_number
-from retrain.records.reader import Tail, is_held, last_row, read_manifest, read_object
+from retrain.records.reader import is_held, read_manifest, read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, EVALS, FINAL, LOCK, LOG, MANIFEST, METRICS, NOTES
 from retrain.ui.places import Places, stays_inside
+from retrain.util.jsonl import Tail, last_row
 
 OURS = "retrain"
 FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a run of ours that the first page shows something of

@@ -10,12 +10,12 @@ import numpy as np
 from retrain.config.evaluation import HELDOUT
 from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
-from retrain.records.reader import Tail
 from retrain.records.schema.layout import NOTES
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
 from retrain.ui.sources import Home, Run, sets_of, touched
+from retrain.util.jsonl import Tail
 
 MOST_NOTES = 4_096  # Runs whose last note is kept
 SPARK_POINTS, SPARK_CONDITIONS = 30, 8

@@ -12,7 +12,7 @@ from retrain.config.campaign import condition_name
 from retrain.config.tasks import AUDIT
 from retrain.errors import plural
 from retrain.maths.statistics import paired_interval
-from retrain.records.text import minus
+from retrain.util.text import minus
 from retrain.verdicts.results import RunResult
 
 Standing = Literal["hacked", "together", "apart", "unpaid", "cannot tell"]

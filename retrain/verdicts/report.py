@@ -1,7 +1,7 @@
 """``report.html``: what a campaign found, in one file that needs nothing else. The verdict stands first.
 
 Everything is read from the campaign's directory, so a report can be made again at any time, also of a campaign that
-was stopped. What a model wrote goes through ``records.text.escape`` and nowhere else.
+was stopped. What a model wrote goes through ``util.text.escape`` and nowhere else.
 """
 
 import datetime
@@ -17,7 +17,7 @@ from retrain.records import charts
 from retrain.records.charts import Row
 from retrain.records.pages import document, generator
 from retrain.records.schema.layout import REPORT
-from retrain.records.text import duration, escape, p_words, short
+from retrain.util.text import duration, escape, p_words, short
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, read_campaign
 from retrain.verdicts.report_sections import (

@@ -13,7 +13,7 @@ from retrain.records import charts
 from retrain.records.charts import Series
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import accuracy_name, short_metric, squeeze_cells, squeeze_columns, squeeze_words
-from retrain.records.text import escape, points, probability, short
+from retrain.util.text import escape, points, probability, short
 from retrain.verdicts.audited import audited
 from retrain.verdicts.evidence import (
     MIN_BAND_SEEDS,

@@ -6,7 +6,7 @@ from typing import Any
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
 from retrain.records.schema.comparison import ConditionComparison, MissingRun
-from retrain.records.text import minus, p_words, percent, points
+from retrain.util.text import minus, p_words, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
 from retrain.verdicts.rule import FEWEST_PAIRS, Outcome

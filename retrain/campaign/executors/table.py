@@ -10,10 +10,9 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
-from retrain.device import gpus_of, visible_gpus
+from retrain.device import gpus_of, usable_cpus, visible_gpus
 from retrain.engines.server.fleet import LocalFleet
 from retrain.errors import UsageError, plural
-from retrain.records.environment import usable_cpus
 
 
 def slots_of(config: Config) -> list[WorkerDevice]:

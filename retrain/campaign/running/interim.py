@@ -14,7 +14,7 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.config.runs import RunSpec
 from retrain.records.observer import Observer
 from retrain.records.schema.campaign import ENDED, InterimAnalysis
-from retrain.records.text import p_words
+from retrain.util.text import p_words
 from retrain.verdicts.results import Measure, read_run
 from retrain.verdicts.rule import interim_analysis, interim_seeds
 

@@ -4,9 +4,10 @@ from pathlib import Path
 
 from retrain.ownership import MARK
 from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, whole
-from retrain.records.reader import Tail, read_object
+from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, MANIFEST, METRICS
+from retrain.util.jsonl import Tail
 
 
 class CookbookReader(DirectoryReader):

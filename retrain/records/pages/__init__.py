@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.files import dumps
 from retrain.records.pages.scripts import joined
-from retrain.records.text import escape, visible
+from retrain.util.text import escape, visible
 
 UI = Path(__file__).parents[2] / "ui"
 STATIC, TEMPLATES = UI / "static", UI / "templates"

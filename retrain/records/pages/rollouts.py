@@ -27,8 +27,8 @@ from retrain.records.rollouts import (
     metrics_of,
     part_names,
 )
-from retrain.records.text import minus, percent
 from retrain.types import MAX_STALENESS, CreditedGroup, CreditedRollout, Message, RewardResult, Turn
+from retrain.util.text import minus, percent
 
 SAMPLE_CHARACTERS = 20_000  # Longest text of one sample on a page
 PAGE_CHARACTERS = 1_000_000

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from retrain.files import write_text
-from retrain.records import text
 from retrain.records.catalogue import BESIDE
 from retrain.records.pages import document
 from retrain.records.reader import RunReader
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import TIMELINE
-from retrain.records.text import percent
+from retrain.util import text
+from retrain.util.text import percent
 
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
 """Phases that the loop has, in its order; others follow by name, ``other`` comes last."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-Row = dict[str, Any]
-"""One JSON object of a file. Rows whose keys depend on the configuration (metrics, evaluations) stay as they are."""
+from retrain.util.jsonl import Row as Row
+
 Values = Mapping[str, Any]
-"""The same, to be read."""
+"""A ``Row`` to be read."""
 
 
 @dataclass(frozen=True)

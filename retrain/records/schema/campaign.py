@@ -69,9 +69,9 @@ class InterimAnalysis(Record):
     baseline: str
     """Label of the baseline."""
     differences: dict[str, list[float | None]]
-    """Of each condition, the paired difference of every seed; null where a run has no value."""
+    """By condition, the paired difference of every seed; null where a run has no value."""
     p: dict[str, float]
-    """Of each condition, p of no typical difference, corrected for all conditions and analyses."""
+    """By condition, p of no typical difference, corrected for all conditions and analyses."""
     decided: list[str]
     """Labels of the conditions that are better or worse; their later seeds are `stopped`."""
 
@@ -107,7 +107,7 @@ class CampaignManifest(Record):
     """For every run that has begun, the bytes of a decode batch (`decode_bytes`) and the tokens of a micro-batch
     (`micro_batch_tokens`) with which it last started; a resume takes them from the checkpoint."""
     interim: Row | None = None
-    """What the interim analysis saw and decided, written before it stops anything."""  # InterimAnalysis
+    """The interim analysis and its decision, written before it stops anything."""  # InterimAnalysis
     comparison: Row | None = None
     """The same as in `comparison.json`."""
     squeeze: Row | None = None

@@ -7,7 +7,7 @@ from retrain.records.schema.base import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryLine(Record):
-    """What both kinds of lines have."""
+    """The keys of both kinds of lines."""
 
     kind: str
     """`declaration` or `run`."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.records.reader import Tail, read_object
+from retrain.records.reader import read_object
 from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
 from retrain.ui.answers import Query, Refusal, json_route, plain
 from retrain.ui.banner import shown_path
@@ -18,6 +18,7 @@ from retrain.ui.metrics import about, named
 from retrain.ui.numbers import AXES, Numbers, xs_of
 from retrain.ui.rates import evaluation_rate, rate_of
 from retrain.ui.sources import Run
+from retrain.util.jsonl import Tail
 from retrain.verdicts.results import Measure
 
 TILES = {

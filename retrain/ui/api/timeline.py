@@ -6,10 +6,10 @@ from typing import Any
 from starlette.routing import Route
 
 from retrain.records.pages.timeline import spans_json, steps_of
-from retrain.records.reader import LineIndex
 from retrain.records.schema.layout import SPANS
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
+from retrain.util.jsonl import LineIndex
 
 MOST_STEPS, USUAL_STEPS, MOST_SPANS = 1_000, 100, 40_000
 

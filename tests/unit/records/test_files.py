@@ -13,10 +13,10 @@ from retrain.errors import CheckpointError
 from retrain.ownership import claim
 from retrain.records.catalogue import METRICS
 from retrain.records.environment import environment_facts, package_versions, run_facts
-from retrain.records.reader import last_row
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.rows import Checkpoint
 from retrain.types import RewardResult
+from retrain.util.jsonl import last_row
 
 ROWS = (
     "metrics.jsonl", "emergence/steps.jsonl", "emergence/generations.jsonl", "timing_spans.jsonl", "evals.jsonl",

@@ -15,8 +15,8 @@ from helpers.records import context, evaluation, group, step
 from retrain.commands.follow import Follower, JsonLines
 from retrain.commands.run_status import read_status
 from retrain.files import write_json
-from retrain.records.reader import Tail
 from retrain.records.recorder import RunRecorder
+from retrain.util.jsonl import Tail
 
 
 def test_a_tail_gives_every_complete_row_once_and_reads_only_what_is_new(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from helpers.records import HOSTILE, Reader
 
 from retrain.records.pages.timeline import SPANS_SHOWN, steps_of, timeline_page
-from retrain.records.text import visible
+from retrain.util.text import visible
 
 
 def test_every_character_is_inert_and_visible():

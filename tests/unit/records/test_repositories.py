@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from retrain.records import environment
-from retrain.records.environment import SystemInfo, code_diff, git_state
+from retrain.records.environment import SystemInfo, holds_records
+from retrain.util import repository
+from retrain.util.repository import code_diff, git_state
 
 
 def git(repo: Path, *arguments: str) -> str:
@@ -101,7 +102,7 @@ def test_every_repository_has_its_part(repo, tmp_path, monkeypatch):
         (root / "pkg" / "environment.py").write_text(f"changed in {root.name}\n")
     (repo / "one.py").write_text("changed in repo\n")
     monkeypatch.chdir(repo)
-    monkeypatch.setattr(environment, "__file__", str(source / "pkg" / "environment.py"))
+    monkeypatch.setattr(repository, "__file__", str(source / "pkg" / "environment.py"))
     parts = ["### repo:" + part for part in SystemInfo.now(other / "pkg").diff.split("### repo:")[1:]]
     assert [part.partition("\n")[0] for part in parts] == [
         f"### repo: {root} @ {git(root, 'rev-parse', 'HEAD').strip()}" for root in (repo, other, source)
@@ -143,7 +144,7 @@ def test_no_secret_nothing_large_and_nothing_that_runs_wrote(repo, tmp_path, mon
     (run / "emergence").mkdir(parents=True)
     for name in ("plan.json", "manifest.json", "emergence/generations.jsonl"):
         (run / name).write_text("{}\n")
-    text = code_diff(repo)
+    text = code_diff(repo, is_record=holds_records)
     for secret in ("hunter-2", "swordfish-9", "xxxx", "generations.jsonl", "largelarge"):
         assert secret not in text
     for name, reason in ((".env", "named like a secret"), ("creds.json", "named like a secret"),
@@ -157,7 +158,7 @@ def test_no_secret_nothing_large_and_nothing_that_runs_wrote(repo, tmp_path, mon
 
 
 def test_what_does_not_fit_is_named_and_the_rest_applies(repo, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "MAX_DIFF_BYTES", 2_000)
+    monkeypatch.setattr(repository, "MAX_DIFF_BYTES", 2_000)
     (repo / "a.txt").write_text("a\n" * 2_000)
     (repo / "z.txt").write_text("fits\n")
     text = code_diff(repo)

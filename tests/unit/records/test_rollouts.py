@@ -27,8 +27,8 @@ from retrain.files import read_jsonl
 from retrain.records.pages.rollouts import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.recorder import RunRecorder, write_rollouts
 from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
-from retrain.records.text import visible
 from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
+from retrain.util.text import visible
 
 
 def batch(groups: Sequence[CreditedGroup], split: str = "train", **changes: Any) -> Batch:

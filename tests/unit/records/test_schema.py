@@ -5,11 +5,11 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from list_records import metrics_markdown, with_tables
 from pydantic import TypeAdapter
 
 from retrain.commands.run_status import read_status
 from retrain.files import read_json, read_jsonl
-from retrain.records.__main__ import metrics_markdown, with_tables
 from retrain.records.columns import Columns
 from retrain.records.pages.timeline import steps_of
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries

@@ -1,5 +1,4 @@
-"""``python -m retrain.records`` writes ``docs/metrics.md`` from the catalogue, and the tables of ``docs/outputs.md``
-from the declared types."""
+"""Write ``docs/metrics.md`` from the catalogue, and the tables of ``docs/outputs.md`` from the declared types."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ REQUIREMENTS = {
 INTRODUCTION = f"""\
 # Metrics
 
-Made from `retrain/records/catalogue.py` by `python -m retrain.records`; edit the table there.
+Made from `retrain/records/catalogue.py` by `make docs`; edit the table there.
 
 Every step writes one row to `metrics.jsonl`, whether or not anything trained. A row always carries every key
 that the run's configuration can define, and `null` where a value does not exist at that step; NaN and
