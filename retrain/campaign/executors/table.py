@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from retrain.campaign.executors.local import LocalExecutor
+from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
@@ -92,7 +92,7 @@ def _launch_gpus(text: str, example: str) -> list[str]:
 def _local(plan: Plan) -> CampaignWorkers:
     config, directory = plan.specs[0].config, plan.directory
     launch = None if config.inference.launch is None else partial(Launches, config, directory)
-    return CampaignWorkers(LocalExecutor(slots_of(config), directory), directory, launch)
+    return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
