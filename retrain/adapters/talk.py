@@ -115,7 +115,7 @@ def _engine(
             tell(f"{error}\nThe answers are sampled in this process instead.")
     workers = workers_for(base)
     stack.callback(workers.close)
-    return LocalEngine(base, lanes, workers=workers, tell=tell)
+    return LocalEngine(base, lanes, workers=workers, notify=tell)
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:

@@ -27,10 +27,10 @@ Loader = Callable[[Config, str], BaseModel]  # Loads a further model of a config
 
 def teachers_of(
     specs: Sequence[RunSpec], folder: Path, base: BaseModel, lanes: Lanes, beside: Loader, ranks: RankGroup | None,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> tuple[dict[str, Teacher], int]:  # fmt: skip
     """Return by a run's id who teaches it, one for all of these runs that want the same; and the bytes of further
-    models in memory, of which ``tell`` hears.
+    models in memory, of which ``notify`` hears.
 
     Raises ModelError when one cannot be had or has other tokens, UsageError when an adapter does not fit the base or a
     server does not answer.
@@ -52,9 +52,9 @@ def teachers_of(
         if isinstance(teacher, ModelTeacher):
             size = teacher.base.weight_bytes
             copies += size
-            tell(f"teacher {teacher.base.name}: a second model of {_size(size)} beside {base.name}")
+            notify(f"teacher {teacher.base.name}: a second model of {_size(size)} beside {base.name}")
         elif isinstance(teacher, ServerTeacher):
-            tell(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
+            notify(f"teacher {teacher.model} at {teacher.url}: answers, {teacher.first_s:.2f} s for its first tokens")
     if ranks is not None:
         for run_id, teacher in teachers.items():
             if isinstance(teacher, ServerTeacher):

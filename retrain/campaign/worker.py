@@ -41,7 +41,7 @@ from retrain.campaign.running.protocol import (
 from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
 from retrain.campaign.running.team import Team
 from retrain.config.runs import run_directory, run_place
-from retrain.engines.server.fleet import Told
+from retrain.engines.server.fleet import RemoteFleet
 from retrain.errors import RetrainError, UsageError
 from retrain.files import GrowingFile
 from retrain.ownership import Owner, owner_of, remove_leftovers
@@ -124,7 +124,7 @@ class Worker:
         self.directory, self.tasks = options.directory, Tasks.of(options.directory)
         self.events = events_of(home_of(options.directory, options.slot), process)
         self.label = f"worker_{options.slot}-{process}"  # Part of the names of claimed tasks
-        self.servers = Told()
+        self.servers = RemoteFleet()
         self.ending = threading.Event()  # Set once no further task may start
         self.requeued = False
         self._stopped: frozenset[str] = frozenset()
@@ -207,13 +207,13 @@ class Worker:
                 self._stopped = self.tasks.stopped()
                 self._read_server_news()
             if self.servers.urls and not self._controller.is_alive():
-                self.servers.tell(self.servers.urls, "whoever kept the servers is gone")
+                self.servers.update(self.servers.urls, "whoever kept the servers is gone")
             time.sleep(POLL_SECONDS)
 
     def _read_server_news(self, first: bool = False) -> None:
         for line in self._server_news.lines():
             if "urls" in line:
-                self.servers.tell(line["urls"], line["gave_up"])
+                self.servers.update(line["urls"], line["gave_up"])
             elif not first:
                 self.servers.record(line["message"], line["level"])
 
@@ -238,7 +238,7 @@ def listen(worker: Worker, options: Options) -> None:
         end_with_parent(options.parent)
 
 
-def main(make_trainer: Callable[[Told], InProcess] = lambda servers: InProcess(servers=servers)) -> int:
+def main(make_trainer: Callable[[RemoteFleet], InProcess] = lambda servers: InProcess(servers=servers)) -> int:
     """Run a worker in this process; return the exit status."""
     options = Options.parse()
     if options.requeue:

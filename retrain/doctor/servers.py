@@ -90,7 +90,7 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
     for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
-            texts = [canary.words for canary in canaries(engine, base, lanes, [kind])]
+            texts = [canary.summary for canary in canaries(engine, base, lanes, [kind])]
         except RetrainError as error:
             result = Result(FAIL, str(error))
             if RANK_HINT in str(error):

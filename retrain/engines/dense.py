@@ -1,17 +1,14 @@
-"""Decode steps of dense decoders (Llama, Mistral, Qwen2, Qwen3) as the plain matrix products that they are.
+"""Decodes dense models (Llama, Mistral, Qwen2, Qwen3) by plain matrix products; ``engines.local`` calls it.
 
 A decode step through transformers' modules spends more time around the products than in them: a cache object per
-layer, repeated keys and values for grouped queries under a mask, one product per projection. Here the projections
-that read the same input are one product (their weights become views of one matrix, so nothing is held twice), the
-queries of a group share one read of their keys, and the cache is written in place at each row's own position. The
-arithmetic of a step is in ``engines.step``.
+layer, repeated keys and values for grouped queries under a mask, one product per projection. Here projections with the
+same input are fused into one product (their weights become views of one matrix), grouped queries share one read of
+their keys, and the cache is written in place at each row's position. ``engines.step`` has the arithmetic.
 
-Lanes: with one adapter on a CPU in full precision the adapter is merged into a copy of the weights for the length of
-one ``sample`` call; otherwise its product is added for all lanes at once (see ``policy.lora``). Merging is never done
-in bfloat16, where adding a small ΔW to a large weight would round most of it away. On a CPU larger models are read
-from a copy whose layout suits products of few rows (``policy.arithmetic.packed``), made for one call too.
-
-``engines.local`` decides which models decode so.
+Lanes: one adapter on a CPU in full precision is merged into a copy of the weights for one ``sample`` call; otherwise
+the LoRA products of all lanes are added at once (see ``policy.lora``). Weights are never merged in bfloat16, which
+would round most of a small ΔW away. On a CPU, larger models are read from a copy whose layout suits products of few
+rows (``policy.arithmetic.packed``), which is also made for one call.
 """
 
 from __future__ import annotations
@@ -27,11 +24,12 @@ from torch.nn import functional as F
 
 from retrain.engines.step import (
     Block,
+    DecodeSettings,
     Frame,
-    Product,
+    FusedLinear,
     Rows,
     SampledTokens,
-    Stepping,
+    StepPlan,
     adds_in_any_order,
     block_end,
     compiled_decode_steps,
@@ -71,21 +69,20 @@ class Projection:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight; of weights that come and go a copy where there are several."""
+        """Return the weight; for streamed weights of several layers, a concatenated copy."""
         if self._joined is not None:
             return self._joined
         weights: list[Any] = [linear.weight.detach() for linear in self._linears]  # pyright: ignore[reportCallIssue]
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
-    def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Product:
-        """Return the product with these adapters, merged into a copy of the weight or as factors; without adapters that
-        of the base. ``pack``: the copy, or one of the weight, is laid out for few rows."""
+    def with_adapters(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> FusedLinear:
+        """Return the fused layer with these adapters, merged into a copy of the weight or as factors. ``pack``: use a
+        copy of the weight that is laid out for few rows."""
         if merge and adapters and any(name is not None for name in self.names):
-            return Product(self._merged(adapters[0], pack), self.bias, None, None)
-        return Product(packed(self.weight) if pack else self.weight, self.bias, *self.factors(adapters))
+            return FusedLinear(self._merged(adapters[0], pack), self.bias, None, None)
+        return FusedLinear(packed(self.weight) if pack else self.weight, self.bias, *self.factors(adapters))
 
     def factors(self, adapters: Sequence[LoraWeights]) -> Added:
-        """Return ``a`` and ``b`` of a ``Product`` with these adapters."""
         used = [name for name in self.names if name is not None]
         if not (used and adapters):
             return None, None
@@ -95,14 +92,14 @@ class Projection:
         begin = row = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             if name is not None:
-                own = Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0)
-                b[:, row : row + rank, begin : begin + size] = own
+                factor = Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0)
+                b[:, row : row + rank, begin : begin + size] = factor
                 row += rank
             begin += size
         return a.contiguous(), b
 
     def _merged(self, adapter: LoraWeights, pack: bool) -> torch.Tensor:
-        # One that is not packed lies [in, out], which multiplies few rows faster.
+        # An unpacked weight is stored as [in, out], which multiplies few rows faster.
         merged, begin = self.weight.clone().t() if pack else self.weight.t().contiguous(), 0
         for name, size in zip(self.names, self.sizes, strict=True):
             if name is not None:
@@ -113,7 +110,7 @@ class Projection:
 
 
 class Layer:
-    """One decoder block, read off its module."""
+    """The weights of one decoder block, taken from its module."""
 
     def __init__(self, base: BaseModel, module: Any, heads: int, kv_heads: int):
         attention, mlp = module.self_attn, module.mlp
@@ -130,21 +127,21 @@ class Layer:
     def projections(self) -> tuple[Projection, Projection, Projection, Projection]:
         return self.qkv, self.out, self.gate_up, self.down
 
-    def of(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Block:
-        """Return the block with these adapters."""
-        qkv, out, gate_up, down = (projection.of(adapters, merge, pack) for projection in self.projections)
+    def with_adapters(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> Block:
+        qkv, out, gate_up, down = (projection.with_adapters(adapters, merge, pack) for projection in self.projections)
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
     def with_factors(self, added: Sequence[Added]) -> Block:
-        """Return the block with the LoRA factors of each of its projections."""
         pairs = zip(self.projections, added, strict=True)
-        qkv, out, gate_up, down = (Product(projection.weight, projection.bias, a, b) for projection, (a, b) in pairs)
+        qkv, out, gate_up, down = (
+            FusedLinear(projection.weight, projection.bias, a, b) for projection, (a, b) in pairs
+        )
         return Block(qkv, out, gate_up, down, self.norm_in, self.norm_mlp, self.head_norms)
 
 
 class StreamedBlocks:
-    """The blocks of layers whose weights are in memory only during their turn: merged with ``merged``, or with the LoRA
-    factors ``added`` per layer and product."""
+    """Blocks whose weights are loaded or gathered one layer at a time, merged with the adapter ``merged`` or with the
+    LoRA factors ``added`` per layer and projection."""
 
     def __init__(
         self,
@@ -156,14 +153,14 @@ class StreamedBlocks:
         self.layers, self.sharded, self.added, self.merged = layers, sharded, added, merged
 
     def __iter__(self) -> Iterator[Block]:
-        for place, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
+        for index, (layer, added) in enumerate(zip(self.layers, self.added, strict=True)):
             if self.sharded is not None:
-                self.sharded.layer(place)
-            yield layer.of(self.merged, True, False) if self.merged else layer.with_factors(added)
+                self.sharded.layer(index)
+            yield layer.with_adapters(self.merged, True, False) if self.merged else layer.with_factors(added)
 
-    def of_lanes(self, chosen: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StreamedBlocks:
-        """Return the blocks with the lanes that ``chosen`` selects from a table of all."""
-        added = [[(chosen(a), chosen(b)) for a, b in own] for own in self.added]
+    def of_lanes(self, select: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StreamedBlocks:
+        """Return the blocks with the lanes that ``select`` takes from a factor of all lanes."""
+        added = [[(select(a), select(b)) for a, b in factors] for factors in self.added]
         return StreamedBlocks(self.layers, self.sharded, added, self.merged)
 
 
@@ -171,7 +168,7 @@ Blocks = list[Block] | StreamedBlocks  # The blocks of a decoder, in their order
 
 
 class CachedBatch(NamedTuple):
-    """Keys and values [sequences, kv_heads, columns, head_dim] of every layer, of sequences that ended together."""
+    """Keys and values [sequences, kv_heads, columns, head_dim] per layer, of sequences that ended in the same step."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -195,29 +192,27 @@ class KVCache:
     def __init__(self, decoder: DenseDecoder, rows: int, capacity: int):
         shape = (rows, decoder.frame.kv_heads, capacity, decoder.frame.head_dim)
         options = {"dtype": decoder.dtype, "device": decoder.device}
-        # Zeros, not garbage: an idle row attends to what nobody wrote, and NaN there would poison sums.
+        # Zeros: idle rows attend to columns that were never written, and NaN in them would spread through sums.
         self.keys = [torch.zeros(shape, **options) for _ in decoder.layers]
         self.values = [torch.zeros(shape, **options) for _ in decoder.layers]
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep (or repeat) the given rows. At no time is more than one layer's keys or values there twice."""
+        """Keep (or repeat) the given rows; at most one layer's keys or values are in memory twice."""
         for states in (self.keys, self.values):
             for layer in range(len(states)):
                 states[layer] = states[layer].index_select(0, rows)
 
     def clear(self, rows: torch.Tensor) -> None:
-        """Zero the rows [rows] that are marked."""
         for states in (*self.keys, *self.values):
             states.masked_fill_(rows.view(-1, 1, 1, 1), 0)
 
     def copy(self, rows: torch.Tensor, columns: int) -> CachedBatch:
-        """Return a copy of the first columns of some of the rows."""
-        keys, values = ([states[rows, :, :columns] for states in own] for own in (self.keys, self.values))
+        keys, values = ([states[rows, :, :columns] for states in layers] for layers in (self.keys, self.values))
         return CachedBatch(keys, values)
 
     def restore(self, rows: torch.Tensor, sequences: Sequence[CachedSequence]) -> None:
-        """Begin each of these rows with a cached sequence; all are of one batch."""
+        """Fill the first columns of these rows with cached sequences, all of one batch."""
         batch = sequences[0].batch
         sources = torch.tensor([sequence.row for sequence in sequences], device=rows.device)
         columns = min(max(len(sequence.token_ids) for sequence in sequences), self.capacity)
@@ -226,15 +221,15 @@ class KVCache:
                 states[rows, :, :columns] = cached[sources, :, :columns]
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin the given rows of a layer with these states [rows, heads, T, head_dim]."""
+        """Fill the first T columns of these rows of a layer with states [rows, heads, T, head_dim]."""
         width = keys.shape[2]
         self.keys[layer][rows, :, :width] = keys
         self.values[layer][rows, :, :width] = values
 
 
 class SequenceCache:
-    """Keys and values of sequences that may continue in a later request, by policy and name: the next turn of an
-    episode begins where the last one ended. Holds up to ``limit`` bytes and evicts the oldest; thread-safe."""
+    """Keys and values of sequences that may continue in a later request (the next turn of an episode), by policy and
+    name. Holds up to ``limit`` bytes and evicts the oldest; thread-safe."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -246,7 +241,7 @@ class SequenceCache:
         return len(self._entries)
 
     def put(self, ref: PolicyRef, named: Sequence[tuple[SequenceName, Sequence[int]]], batch: CachedBatch) -> None:
-        """Add the sequences of a batch, row by row: each has a name, and the tokens of its columns."""
+        """Add the sequences of a batch: the name of each row, and the tokens of its columns."""
         share = batch.bytes // max(1, len(named))
         if share > self.limit:
             return
@@ -286,22 +281,22 @@ class SequenceCache:
 class DenseDecoder:
     """The weights of one dense decoder, read off its modules, and its forward pass for sampling (no gradients)."""
 
-    def __init__(self, base: BaseModel, stepping: Stepping):
-        model, config, self.stepping = base.model, base.model.config, stepping
+    def __init__(self, base: BaseModel, settings: DecodeSettings):
+        model, config, self.settings = base.model, base.model.config, settings
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
         self.sharded, self.passes = base.sharded, base.passes
         self._gather_ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
-        # Merging in half precision would lose the adapter's small numbers. Of weights that pass, one layer is copied.
+        # Merging in half precision would round a small ΔW away. Of streamed weights, only one layer is copied.
         self.merges = (base.copies or base.sharded is not None) and base.device.type == "cpu" and base.dtype in FULL
         self.packs = base.packs
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
             embedding=body.embed_tokens.weight,
             norm=body.norm.weight,
-            head=Product(base.head_weight, model.lm_head.bias, None, None),
+            head=FusedLinear(base.head_weight, model.lm_head.bias, None, None),
             cos=none,
             sin=none,
             heads=heads,
@@ -313,45 +308,47 @@ class DenseDecoder:
         )
 
     def _gather_ends(self) -> None:
-        """Gather the embedding and the output layer where ranks hold a part of them each."""
         if self.sharded is not None:
             self.sharded.ends()
 
     def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
-        """Return the blocks with these adapters, prepared once for many decode steps."""
         merge = self.merges and len(adapters) == 1
         with torch.no_grad():
             if self.passes:
                 added = [[projection.factors(adapters) for projection in layer.projections] for layer in self.layers]
                 return StreamedBlocks(self.layers, self.sharded, added, adapters if merge else ())
-            return [layer.of(adapters, merge, self.packs) for layer in self.layers]
+            return [layer.with_adapters(adapters, merge, self.packs) for layer in self.layers]
 
     @staticmethod
     def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
+        """Return the blocks with only the lanes at these ``places`` (ascending) of all ``lanes``."""
         if len(places) == lanes:
             return blocks
         first, last = places[0], places[-1] + 1
-        whole = list(places) == list(range(first, last))
+        is_contiguous = list(places) == list(range(first, last))
 
-        def taken(table: torch.Tensor | None) -> torch.Tensor | None:
+        def select(table: torch.Tensor | None) -> torch.Tensor | None:
             if table is None:
                 return None
-            return table[slice(first, last) if whole else torch.tensor(places, device=table.device)]
+            return table[slice(first, last) if is_contiguous else torch.tensor(places, device=table.device)]
 
-        def chosen(given: Product) -> Product:
-            return given if given.a is None else given._replace(a=taken(given.a), b=taken(given.b))
+        def in_lanes(layer: FusedLinear) -> FusedLinear:
+            return layer if layer.a is None else layer._replace(a=select(layer.a), b=select(layer.b))
 
         if isinstance(blocks, StreamedBlocks):
-            return blocks.of_lanes(taken)
+            return blocks.of_lanes(select)
         return [
             block._replace(
-                qkv=chosen(block.qkv), out=chosen(block.out), gate_up=chosen(block.gate_up), down=chosen(block.down)
+                qkv=in_lanes(block.qkv),
+                out=in_lanes(block.out),
+                gate_up=in_lanes(block.gate_up),
+                down=in_lanes(block.down),
             )
             for block in blocks
         ]
 
-    def turned(self, length: int) -> Frame:
-        """Return the frame with the angles of at least ``length`` positions, by the model's own rotary embedding."""
+    def frame_of(self, length: int) -> Frame:
+        """Return the frame with rotary angles of at least ``length`` positions, by the model's rotary embedding."""
         if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
             cos, sin = self.rotary(torch.empty(0, device=self.device, dtype=self.dtype), positions)
@@ -361,10 +358,10 @@ class DenseDecoder:
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens that are prefilled at once: their activations, beside the cache, take ``stepping.prefill_bytes``."""
+        """Return the tokens of one prefill, whose activations fill ``settings.prefill_bytes``."""
         hidden, layer = self.frame.embedding.shape[1], self.layers[0]
         numbers = 4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)
-        return self.stepping.prefill_bytes // (numbers * self.dtype.itemsize)
+        return self.settings.prefill_bytes // (numbers * self.dtype.itemsize)
 
     def prefill(
         self,
@@ -375,21 +372,22 @@ class DenseDecoder:
         rows_S: torch.Tensor,
         source_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Prompts padded on the right → logits [R, V] at column ``last_R``; see ``hidden``."""
+        """Prefill prompts padded on the right; return logits [R, V] at column ``last_R``. For the rest see
+        ``hidden``."""
         x_RTH = self.hidden(ids_RT, blocks, kv_cache, rows_S, source_S)
         return logits(self.frame, x_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
 
     def hidden(
         self, ids_RT: torch.Tensor, blocks: Blocks, kv_cache: KVCache, rows_S: torch.Tensor, source_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return the last block's output for every token [R, T, H]. Layer by layer the states of the prompts
-        ``source_S`` become the beginning of the cache's rows ``rows_S``.
+        """Return the last block's output [R, T, H], and write the keys and values of the prompts ``source_S`` to the
+        cache's rows ``rows_S``.
 
-        Causal attention alone keeps a row's real tokens from seeing its padding.
+        No padding mask is needed: padding is on the right, where causal attention does not look.
         """
         rows, width = ids_RT.shape
         self._gather_ends()
-        frame = self.turned(width)
+        frame = self.frame_of(width)
         cos, sin = frame.cos[:width].unsqueeze(1), frame.sin[:width].unsqueeze(1)
         x = F.embedding(ids_RT.reshape(-1), frame.embedding)
         for layer, block in enumerate(blocks):
@@ -414,17 +412,17 @@ class DenseDecoder:
         rows: Sequence[int],
         real_R: torch.Tensor,
     ) -> torch.Tensor:
-        """More tokens of rows whose first ``start_R`` columns are there, padded on the right → logits [R, V] at
-        ``last_R``. Only what is real is written to the cache; ``rows`` of the others is any row."""
+        """Append tokens, padded on the right, to rows whose first ``start_R`` columns are cached; return logits [R, V]
+        at ``last_R``. Only rows with ``real_R`` are written to the cache; the others are filler."""
         count, width = ids_RT.shape
         self._gather_ends()
         rows_R = torch.tensor(rows, device=self.device)
-        together = list(rows) == list(range(rows[0], rows[0] + count))
-        from_rows = slice(rows[0], rows[0] + count) if together else rows_R  # a slice copies nothing
+        is_contiguous = list(rows) == list(range(rows[0], rows[0] + count))
+        from_rows = slice(rows[0], rows[0] + count) if is_contiguous else rows_R  # a slice copies nothing
         step_T = torch.arange(width, device=self.device)
         columns = int((start_R + last_R).max()) + 1
         position_RT = (start_R.unsqueeze(1) + step_T).clamp_(max=columns - 1)
-        frame = self.turned(columns)
+        frame = self.frame_of(columns)
         cos, sin = frame.cos[position_RT].unsqueeze(2), frame.sin[position_RT].unsqueeze(2)
         seen_R1TK = (torch.arange(columns, device=self.device) <= position_RT.unsqueeze(-1)).unsqueeze(1)
         written_RT = (step_T <= last_R.unsqueeze(1)) & real_R.unsqueeze(1)
@@ -443,26 +441,17 @@ class DenseDecoder:
         return logits(frame, x_RTH[torch.arange(count, device=self.device), last_R])
 
     def output(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] of hidden states behind the last norm."""
+        """Return logits [N, V] of hidden states after the last norm."""
         return fp32_product(hidden_NH, self.frame.head.weight, self.frame.head.bias)
 
     def decode_steps(
-        self,
-        blocks: Blocks,
-        rows: Rows,
-        sampled: SampledTokens,
-        kv_cache: KVCache,
-        columns: int,
-        ragged: bool,
-        steps: int,
+        self, blocks: Blocks, rows: Rows, sampled: SampledTokens, kv_cache: KVCache, plan: StepPlan
     ) -> int:
         self._gather_ends()
-        compiled = self.stepping.compiled and not self.passes
+        compiled = self.settings.compiled and not self.passes
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
-        frame = self.turned(kv_cache.capacity)
-        return run(
-            frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, columns, ragged, steps, self.in_any_order
-        )
+        frame = self.frame_of(kv_cache.capacity)
+        return run(frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, plan, self.in_any_order)
 
     @property
     def in_any_order(self) -> bool:
@@ -470,18 +459,18 @@ class DenseDecoder:
 
 
 def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the weights below each other as one matrix; until the base is released the originals are views of it."""
+    """Return the weights concatenated by rows; until the base is released, the originals are views of the result."""
     if len(weights) == 1:
         return weights[0].detach()
-    whole = torch.cat([weight.detach() for weight in weights])
+    joined = torch.cat([weight.detach() for weight in weights])
     begin = 0
     for weight in weights:
-        weight.data = whole[begin : begin + weight.shape[0]]
+        weight.data = joined[begin : begin + weight.shape[0]]
         begin += weight.shape[0]
 
-    def part() -> None:
+    def separate() -> None:
         for weight in weights:
             weight.data = weight.data.clone()
 
-    base.on_release(part)
-    return whole
+    base.on_release(separate)
+    return joined

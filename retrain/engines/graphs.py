@@ -1,12 +1,12 @@
-"""CUDA graphs of a decode step: a GPU that waits for launches replays the whole step as one.
+"""Captures decode steps as CUDA graphs and replays them, so that the GPU does not wait for kernel launches.
 
-A step works in place on buffers that stay where they are, so its launches are the same from token to token. It runs
-eagerly a few times (these are real steps), is then captured once, and replayed from there on. When the buffers move,
-``forget`` drops what was captured. A step that cannot be captured goes on eagerly, and says so once; one for which
-memory does not suffice is the engine's to make smaller.
+A step works in place on fixed buffers, so its launches are the same for every token. It runs eagerly a few times (these
+are real steps), is then captured once, and replayed afterwards. When the buffers move, ``forget`` drops the graphs. A
+step that cannot be captured keeps running eagerly, with one message; running out of memory is raised to the engine,
+which reduces the batch.
 
-What is captured must neither wait for the device nor read host memory (``torch.cuda.graph``'s rules): the step makes no
-tensor from Python numbers on the host, and where it chooses it compares and fills on the device.
+A captured step must neither wait for the device nor read host memory (rules of ``torch.cuda.graph``): it makes no
+tensor from Python numbers, and selects by comparisons and masks on the device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from retrain.device import is_out_of_memory, lost
 from retrain.errors import RunFailed
 
 EAGER_STEPS = 3
-"""Steps of one shape that run eagerly first: fewer replays than this would not pay for a capture, and libraries set
-up what must not be set up while capturing."""
+"""Eager steps of a shape before its capture: a capture costs as much as a few steps, and libraries do their set-up,
+which is forbidden during a capture, in the first ones."""
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
-"""Records the launches of a step, without running it, and returns what replays them. Raises EmptyCapture when nothing
-was recorded, RuntimeError when the step cannot be captured."""
+"""Records the launches of a step without running it, and returns a function that replays them. Raises EmptyCapture when
+nothing was recorded, RuntimeError when the step cannot be captured."""
 
 
 class EmptyCapture(RunFailed):
-    """A capture that recorded nothing: the step was launched elsewhere, and has run. Replaying it would do nothing for
-    ever, and running it again would be one step too many."""
+    """A capture that recorded nothing, because the step ran on another stream. Neither replaying it (nothing would
+    happen) nor running it again (one step too many) would be right."""
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Return what captures on a device. Captures share a stream and a pool of memory: they never run side by side and
-    leave nothing in it, so that the temporaries of one shape are those of the next one too."""
-    with torch.cuda.device(device):  # pools and streams are those of the current device, whatever the tensors' is
+    """Return the capture function of a device. Graphs share a stream and a memory pool, because they never run at the
+    same time and leave no result in it: their temporaries reuse the same memory."""
+    with torch.cuda.device(device):  # pools and streams belong to the current device
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def capture(step: Callable[[], object]) -> Callable[[], object]:
@@ -45,7 +45,7 @@ def cuda_capture(device: torch.device) -> Capture:
         with torch.cuda.device(device):
             before, failed = torch.cuda.current_stream(), None
             try:
-                # What threads that grade beside decoding do on the device is theirs and does not end the capture.
+                # Grading threads may use the device meanwhile; thread_local keeps that from ending the capture.
                 with (
                     warnings.catch_warnings(record=True) as caught,
                     torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -55,8 +55,8 @@ def cuda_capture(device: torch.device) -> Capture:
             except RuntimeError as error:
                 failed = _cause(error)
             if failed is not None:
-                torch.cuda.set_stream(before)  # a capture that fails leaves its own stream current
-                with suppress(RuntimeError):  # and, where its end fails too, the allocator in the pool
+                torch.cuda.set_stream(before)  # a failed capture leaves its stream current
+                with suppress(RuntimeError):  # and the allocator may stay in the pool
                     torch.cuda.memory._cuda_endAllocateToPool(device.index or 0, pool)
                 raise failed
         if any("graph is empty" in str(warning.message).lower() for warning in caught):
@@ -67,23 +67,22 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the error inside a capture: that it could then not be ended is a consequence, and hides it."""
+    """Return the first error inside a capture; the failure to end the capture follows from it and hides it."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error
 
 
 class StepGraphs:
-    """Runs steps by key (what is fixed in their launches), eagerly or from a captured graph.
+    """Runs steps eagerly or from a captured graph, one per key (the sizes that are fixed in its launches).
 
-    ``new_capture`` makes what captures, anew whenever the buffers have moved; None once a capture has failed: every
-    step then runs eagerly.
-    ``captures`` counts the steps that were captured.
+    ``new_capture`` makes the capture function, again whenever the buffers have moved; after a failed capture it is None
+    and every step runs eagerly. ``captures`` counts the captured steps.
     """
 
-    def __init__(self, new_capture: Callable[[], Capture], tell: Callable[[str], None]):
+    def __init__(self, new_capture: Callable[[], Capture], notify: Callable[[str], None]):
         self.new_capture: Callable[[], Capture] | None = new_capture
-        self.tell = tell
+        self.notify = notify
         self.captures = 0
         self._capture: Capture | None = None
         self._graphs: dict[Hashable, Callable[[], object]] = {}
@@ -94,13 +93,13 @@ class StepGraphs:
         return bool(self._graphs)
 
     def forget(self) -> None:
-        """Drop all graphs: the buffers have moved, or are no longer needed. Nothing may be in flight."""
+        """Drop all graphs because the buffers move or are freed. No step may be in flight."""
         self._graphs.clear()
         self._seen.clear()
         self._capture = None
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
-        """Run one step of this key. Raises EmptyCapture; RuntimeError when memory runs out or the device is lost."""
+        """Run one step. Raises EmptyCapture; RuntimeError when memory runs out or the device is lost."""
         if self.new_capture is not None and key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] > EAGER_STEPS:
@@ -117,4 +116,4 @@ class StepGraphs:
             if is_out_of_memory(error) or lost(error):
                 raise
             self.new_capture = None
-            self.tell(f"decode steps run without CUDA graphs: {str(error).splitlines()[0]}")
+            self.notify(f"decode steps run without CUDA graphs: {str(error).splitlines()[0]}")

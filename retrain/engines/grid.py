@@ -1,9 +1,9 @@
 """The decode batch for any decoder that transformers loads, through the model's own forward pass.
 
-For what ``engines.dense`` does not drive: mixtures of experts, sliding windows, other norms. The batch is a grid of
-lanes × slots: each lane owns an equal consecutive share of the rows, so that the LoRA product of all lanes is one
-batched matrix product. A prompt is prefilled once and its cache repeated for its samples. Rows that have finished
-leave as soon as a quarter of the grid is idle.
+``engines.local`` uses it for models that ``engines.dense`` does not support: mixtures of experts, sliding windows,
+other norms. Each lane owns an equal consecutive share of the rows, so that the LoRA product of all lanes is one batched
+matrix product. A prompt is prefilled once and its cache is copied to its samples. Finished rows are removed once a
+quarter of the grid is idle.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class ReservedLayer(DynamicLayer):
         self.value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Reserve the buffers on first use, like the states in dtype, device and all sizes but the length."""
+        """Allocate the buffers on first use, with the states' dtype, device and sizes except the length."""
         self.dtype, self.device = key_states.dtype, key_states.device
         rows, heads, _, size = key_states.shape
         self.key_buffer = key_states.new_empty(rows, heads, self.capacity, size)
@@ -62,14 +62,14 @@ class ReservedLayer(DynamicLayer):
 class DecodeCache:
     """The cache of one decode batch for any decoder that transformers loads.
 
-    Full-attention layers get reserved buffers; layers of another kind (sliding windows, linear attention) keep
-    transformers' own growing ones. ``plain`` tells whether all are of the first kind.
+    Full-attention layers get reserved buffers; other layers (sliding windows, linear attention) keep transformers'
+    growing ones. ``plain``: all layers have full attention.
     """
 
     def __init__(self, config: Any, capacity: int):
         self.cache = DynamicCache(config=config)
         layers: list[Any] = list(self.cache.layers)
-        if not layers:  # a config that names no layer types: grown lazily by transformers
+        if not layers:  # the config names no layer types, so transformers would add layers lazily
             layers = [ReservedLayer(capacity) for _ in range(config.num_hidden_layers)]
         layers = [ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in layers]
         self.cache.layers = layers
@@ -84,8 +84,8 @@ class DecodeCache:
 
 
 class Grid:
-    """One decode batch; its rows are ordered lane by lane, each lane with equally many slots. After every ``calls``
-    tokens it waits for the device."""
+    """One decode batch with its rows ordered by lane, equally many slots per lane. It waits for the device every
+    ``calls`` tokens."""
 
     def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], calls: int):
         self.base, self.requests, self.sequences = base, requests, BatchSequences(base, requests, indices)
@@ -105,7 +105,7 @@ class Grid:
         self.mask_RK: torch.Tensor
 
     def run(self, finished: Finished) -> None:
-        """Decode every sequence to its end, then call ``finished`` with every request."""
+        """Decode all sequences to their end, then call ``finished`` for each request."""
         logits_RV = self._prefill()
         for step in range(self.max_tokens):
             self._draw(logits_RV)
@@ -117,8 +117,8 @@ class Grid:
             finished(request, self.sequences.actions(request))
 
     def _prefill(self) -> torch.Tensor:
-        """Run each distinct (lane, prompt) once and spread its cache over its samples; return logits [R, V]."""
-        # A lane with fewer sequences is filled up with idle rows, which read the prompt of its first one.
+        """Prefill each distinct (lane, prompt) once and copy its cache to its samples; return logits [R, V]."""
+        # A lane with fewer sequences is padded with idle rows, which read the prompt of its first sequence.
         request_of = [
             [self.sequences.indices[i].request for i in [*lane, *[lane[0]] * (self.slots - len(lane))]]
             for lane in self.lanes
@@ -147,7 +147,7 @@ class Grid:
         self.rows.token_R.masked_fill_(idle_R, self.base.pad_id)
 
     def _compact_or_finished(self, step: int) -> bool:
-        """Return True when no sequence is left; otherwise drop idle rows once enough of them have gathered."""
+        """Return True when all sequences have ended; else remove idle rows once ``IDLE_SHARE`` of the rows are idle."""
         if step % self.calls and step + 1 < self.max_tokens:
             return False
         alive = self.rows.alive_R.view(len(self.lanes), self.slots).cpu()
@@ -157,7 +157,7 @@ class Grid:
         if busiest > (1 - IDLE_SHARE) * self.slots:
             return False
         self._note_lengths()
-        # Living rows of each lane first, in order; idle ones fill its share up.
+        # Live rows of each lane first, in order; idle rows pad its share.
         order = torch.argsort((~alive).to(torch.int8), dim=1, stable=True)[:, :busiest]
         selected = (order + torch.arange(len(self.lanes)).unsqueeze(1) * self.slots).flatten()
         index = selected.to(self.base.device)
@@ -179,7 +179,7 @@ class Grid:
         )
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, V] of the last column; in half precision from the output layer as in the update."""
+        """Return logits [rows, V] of the last column, in half precision by the same output layer as in the update."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs |= {"past_key_values": self.cache.cache, "use_cache": True}
         if self.backbone is None or self.backbone.head is None or self.backbone.decoder is None:

@@ -20,7 +20,7 @@ from retrain.engines.graphs import StepGraphs, cuda_capture
 from retrain.engines.grid import Grid
 from retrain.engines.protocol import EngineState, Finished
 from retrain.engines.slots import LaneRequest, SampleIndex, SlotBatch, check_lengths, lanes_of
-from retrain.engines.step import ACTIVATIONS, CPU_STEPPING, GPU_STEPPING, Stepping, draw, forward, logits
+from retrain.engines.step import ACTIVATIONS, CPU_DECODING, GPU_DECODING, DecodeSettings, draw, forward, logits
 from retrain.errors import RunFailed
 from retrain.models.layers import DENSE_FAMILIES, GPU_MOST_ROWS, LOGITS_COPIES
 from retrain.policy.arithmetic import FULL
@@ -33,37 +33,34 @@ from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.types import Action, PolicyRef, SampleRequest
 
-MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}
-"""Upper bound on the rows of a decode batch; beyond it decoding is compute-bound."""
+MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}  # Rows of a decode batch from which decoding is compute-bound
 CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
 LEAST_PIECE_ROWS = 32
-"""Sequences that a piece of the decode batch has at least: what smaller ones gain by a core each, they pay for by a
-prefill and a step of their own (docs/records/performance.md)."""
-PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3
-"""Tokens that a decoder is compared with its model on: rows, tokens of each, and how many of these it decodes."""
+"""Least sequences of a piece of the decode batch: smaller pieces use more cores, but each piece adds a prefill and a
+step (docs/records/performance.md)."""
+PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3  # Rows, tokens per row, and how many are decoded one by one
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Root mean square of the differences of log-probabilities, by the spread of the logits, up to which a decoder is
-admitted. In fp64, too, transformers computes norms and angles in fp32."""
+"""Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which a decoder is
+used. Even in fp64, transformers computes norms and angles in fp32."""
 PROBE_HALF_LIMIT = 0.006
-"""The same in half precision for a model of one layer; layers round independently, so that it grows with the square
-root of their number. Measured per root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; 0.02 and more
-with the scaling of attention off by a tenth."""
+"""The same limit in half precision for one layer; layers round independently, so it grows with the square root of their
+number. Measured, divided by that root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; at least 0.02 with
+the scaling of attention wrong by 10 %."""
 PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest difference of a logit from the output layer's product, by the largest one; in half precision its rounding."""
+"""Largest difference of a logit from the output layer's product, relative to the largest logit; half precision: 2⁻⁷."""
 
 
 class LocalEngine:
     """Samples with the base model and lanes that also train.
 
-    ``fast`` tells whether the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch
-    has the rows that ``decode_bytes`` hold; one that runs out of memory all the same goes on with half of them.
-    ``fitting`` remembers how many did fit, ``tell`` hears of it. ``stepping`` replaces
-    the device's default.
+    ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has the rows
+    that fit in ``decode_bytes``; if it runs out of memory, it continues with half of them, ``fitting`` keeps that
+    number and ``notify`` is called.
     """
 
     gives_entropy = True
     exact = True
-    beside = False
+    is_concurrent = False
 
     def __init__(
         self,
@@ -71,23 +68,23 @@ class LocalEngine:
         lanes: Lanes,
         workers: Workers | None = None,
         dense: bool = True,
-        tell: Callable[[str], None] = lambda line: None,
-        stepping: Stepping | None = None,
+        notify: Callable[[str], None] = lambda line: None,
+        settings: DecodeSettings | None = None,
     ):
-        self.base, self.lanes, self.workers, self.tell = base, lanes, workers or Workers(), tell
-        self.stepping = stepping or (CPU_STEPPING if base.device.type == "cpu" else GPU_STEPPING)
+        self.base, self.lanes, self.workers, self.notify = base, lanes, workers or Workers(), notify
+        self.settings = settings or (CPU_DECODING if base.device.type == "cpu" else GPU_DECODING)
         self._cache_bytes = cache_bytes(base)
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs: StepGraphs | None = None
         if base.device.type == "cuda" and not base.passes:
-            self.graphs = StepGraphs(partial(cuda_capture, base.device), tell)
-        self.decoder = dense_decoder(base, self.stepping) if dense else None
+            self.graphs = StepGraphs(partial(cuda_capture, base.device), notify)
+        self.decoder = dense_decoder(base, self.settings) if dense else None
         if self.decoder is None and base.dtype not in FULL:
-            backbone_of(base)  # the grid takes its output layer; examined while no lane is active
+            backbone_of(base)  # found by trial passes, which must run while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
         self.keeps_blocks = False
-        """Whether the products of base and adapters stay in memory from one ``sample`` to the next."""
+        """Keep the blocks merged with adapters in memory between calls of ``sample``."""
         self._blocks: tuple[list[LoraWeights], Blocks] | None = None
 
     @property
@@ -112,7 +109,7 @@ class LocalEngine:
         self.decode_bytes = self.plan.kept_decode_bytes(before)
         if self.decode_bytes != before:
             gib = 2**30
-            self.tell(
+            self.notify(
                 f"decode batches of {before / gib:.1f} GiB do not fit in this device's memory: they have "
                 f"{self.decode_bytes / gib:.1f} GiB from now on, so what follows is rounded differently"
             )
@@ -132,8 +129,7 @@ class LocalEngine:
     def forget_sequences(self) -> None:
         self.sequence_cache.clear()
 
-    def give_up(self) -> None:
-        """See ``Engine.give_up``: this process samples in one thread."""
+    def cancel(self) -> None: ...  # this process samples in one thread
 
     def forget(self) -> None:
         self._published.clear()
@@ -142,7 +138,7 @@ class LocalEngine:
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
-        """See ``Engine.sample``; the lanes of the batch are the policies in the order of their first requests.
+        """Sample as ``Engine.sample`` does, with one lane per policy.
 
         Raises ModelError when a prompt and its completion exceed the model's context, RunFailed for weights that were
         not published.
@@ -176,15 +172,15 @@ class LocalEngine:
                     raise
                 rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
                 self.sequence_cache.clear()
-                self.tell(f"out of memory while decoding: goes on with {rows} sequences at once")
+                self.notify(f"out of memory while decoding: goes on with {rows} sequences at once")
             indices = [index for index in indices if not done[index.request]]
         return done
 
     def _weights_of(self, ref: PolicyRef) -> LoraWeights:
         if ref not in self._published:
-            there = ", ".join(str(each.version) for each in self._published if each.run_id == ref.run_id)
+            versions = ", ".join(str(other.version) for other in self._published if other.run_id == ref.run_id)
             raise RunFailed(
-                f"no weights were published as version {ref.version} of {ref.run_id}; there is {there or None}"
+                f"no weights were published as version {ref.version} of {ref.run_id}; there is {versions or None}"
             )
         return self._published[ref]
 
@@ -197,7 +193,8 @@ class LocalEngine:
         rows: int,
         keep: Finished,
     ) -> None:
-        """Decode pieces in parallel, each at most ``rows`` sequences at once; ``lanes`` are those of all pieces."""
+        """Decode pieces in parallel, each with at most ``rows`` sequences at once; ``lanes`` are the lanes of all
+        pieces."""
         if self.decoder is not None:
             begin = time.perf_counter()
             blocks = self._blocks_of(self.decoder, [weights[lane] for lane in lanes])
@@ -210,7 +207,7 @@ class LocalEngine:
     def _blocks_of(self, decoder: DenseDecoder, weights: list[LoraWeights]) -> Blocks:
         if self._blocks is not None and self._blocks[0] == weights:
             return self._blocks[1]
-        self._blocks = None  # not two at once
+        self._blocks = None  # frees the memory before the new ones are made
         with torch.no_grad():
             blocks = decoder.blocks(weights)
         if self.keeps_blocks:
@@ -227,54 +224,52 @@ class LocalEngine:
         keep: Finished,
     ) -> None:
         assert self.decoder is not None
-        own_lanes = [lanes.index(lane) for lane in lanes_of(requests, piece)]
-        blocks = self.decoder.of_lanes(blocks, own_lanes, len(lanes))
+        places = [lanes.index(lane) for lane in lanes_of(requests, piece)]
+        blocks = self.decoder.of_lanes(blocks, places, len(lanes))
         with torch.no_grad():
             SlotBatch(self.decoder, requests, piece, blocks, rows, keep, self.graphs, self.sequence_cache).run()
 
     def _plain(
         self, requests: Sequence[LaneRequest], wave: list[SampleIndex], weights: Sequence[LoraWeights], keep: Finished
     ) -> None:
-        begin, own_weights = time.perf_counter(), [weights[lane] for lane in lanes_of(requests, wave)]
-        with torch.no_grad(), self.lanes.stacked(own_weights):
+        begin, stacked = time.perf_counter(), [weights[lane] for lane in lanes_of(requests, wave)]
+        with torch.no_grad(), self.lanes.stacked(stacked):
             self._synced(begin)
-            Grid(self.base, requests, wave, self.stepping.calls).run(keep)
+            Grid(self.base, requests, wave, self.settings.calls).run(keep)
 
     def _synced(self, begin: float) -> None:
-        """Record the seconds since ``begin`` in which the adapters' weights were prepared."""
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         self._syncs.append(time.perf_counter() - begin)
 
     def affordable_rows(self, length: int, truncated: bool = False, continues: bool = False) -> int:
-        """Return how many rows of ``length`` tokens ``decode_bytes`` hold with their cache and logits, beside those of
-        sequences that continue."""
+        """Return how many rows of ``length`` tokens fit in ``decode_bytes`` with their cache and logits;
+        ``continues`` reserves the share of the sequence cache."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
-        columns = self.stepping.columns
-        # Where truncated, the remaining mass, twice.
+        columns = self.settings.columns
+        # Truncated sampling holds two more copies: of the mass that remains.
         logits_bytes = (LOGITS_COPIES + 2 * truncated) * 4 * self.base.vocab_size
-        room = self.decode_bytes - continues * self.sequence_cache.limit
+        budget = self.decode_bytes - continues * self.sequence_cache.limit
         held = -(-length // columns) * columns * self._cache_bytes
         # One layer's cache once more, because a batch that is resized copies layer by layer.
-        fitting = room // (held + held // (2 * layers) + logits_bytes)
+        fitting = budget // (held + held // (2 * layers) + logits_bytes)
         return max(1, min(MOST_ROWS.get(kind, MOST_ROWS["cuda"]), fitting))
 
 
 def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
-    """Return the policies, which are the lanes of the batch, and the requests with their lanes."""
+    """Return the policies in order of first use, one lane each, and the requests with their lanes."""
     policies = list(dict.fromkeys(request.policy for request in requests))
     return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
 
 
 def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
-    """Return all samples of the requests, lane by lane."""
     order = sorted(range(len(requests)), key=lambda number: requests[number].lane)
     return [SampleIndex(number, sample) for number in order for sample in range(requests[number].samples)]
 
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
-    """Cut the samples into at most ``count`` pieces of whole requests. Every lane's requests are dealt out evenly,
-    because every lane has as many rows of a batch as the one with most."""
+    """Cut the samples into at most ``count`` pieces of whole requests. The requests of each lane are spread evenly,
+    because all lanes of a batch have as many rows as the largest one."""
     by_lane: dict[int, dict[int, list[SampleIndex]]] = {}
     for index in indices:
         by_lane.setdefault(requests[index.request].lane, {}).setdefault(index.request, []).append(index)
@@ -304,7 +299,7 @@ def waves_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], ro
     return waves
 
 
-# -- which models decode as plain matrix products --------------------------------------------------------------------
+# -- which models decode through engines.dense -----------------------------------------------------------------------
 
 
 def is_supported(base: BaseModel) -> bool:
@@ -326,43 +321,40 @@ def is_supported(base: BaseModel) -> bool:
     )
 
 
-def dense_decoder(base: BaseModel, stepping: Stepping) -> DenseDecoder | None:
-    """Return the fast decoder of this base, or None when the model is of another kind.
-
-    A short probe has to give what the model's own forward pass gives.
-    """
+def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | None:
+    """Return the fast decoder of this base, or None if the model is of another kind or the probe of the decoder differs
+    from the model's own forward pass."""
     if not is_supported(base):
         return None
-    decoder = DenseDecoder(base, stepping)
+    decoder = DenseDecoder(base, settings)
     return decoder if reproduces(decoder, base) else None
 
 
 def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
-    """Return whether the decoder gives the log-probabilities of the model's own forward pass, with no lane active, for
-    tokens drawn from it behind random ones."""
+    """Return whether the decoder's log-probabilities equal those of the model's own forward pass, for tokens drawn
+    after random ones. No lane may be active."""
     noise, device = generator("probe of the dense decoder"), base.device
     shape = (PROBE_ROWS, min(PROBE_WIDTH, base.context_length))
     ids_RT = torch.from_numpy(noise.integers(0, base.vocab_size, shape)).to(device)
     gaps, spreads = [], []
     with torch.no_grad():
-        own_RTH, last_RV = _own_forward(base, ids_RT)
-        for got_NV, place in _probe(decoder, ids_RT):
-            want_NV = decoder.output(own_RTH[place])
+        hidden_RTH, last_RV = _model_forward(base, ids_RT)
+        for got_NV, index in _probe(decoder, ids_RT):
+            want_NV = decoder.output(hidden_RTH[index])
             uniforms_N = torch.from_numpy(noise.random(len(want_NV))).to(device)
             token_N, want_N, _, _ = draw(want_NV, uniforms_N, in_any_order=decoder.in_any_order)
             gaps.append(got_NV.log_softmax(-1).gather(1, token_N.unsqueeze(1)).squeeze(1) - want_N)
             spreads.append(want_NV.var(-1))
-        last_gap = (last_RV - decoder.output(own_RTH[:, -1])).abs().max() / last_RV.abs().max()
+        last_gap = (last_RV - decoder.output(hidden_RTH[:, -1])).abs().max() / last_RV.abs().max()
     gap, spread = torch.cat(gaps).square().mean().sqrt(), torch.cat(spreads).mean().sqrt()
     limit = PROBE_LIMITS.get(base.dtype, PROBE_HALF_LIMIT * math.sqrt(len(decoder.layers)))
     return bool(gap <= limit * spread) and bool(last_gap <= PROBE_HEAD_LIMITS.get(base.dtype, 2**-7))
 
 
-def _own_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs of the model's output layer [R, T, H], before it rounds its logits, and the last column's
-    logits."""
+def _model_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of the model's output layer [R, T, H] and the logits [R, V] of the last column."""
     seen: list[torch.Tensor] = []
-    hook = base.model.model.register_forward_hook(lambda body, given, made: seen.append(made.last_hidden_state))
+    hook = base.model.model.register_forward_hook(lambda body, args, output: seen.append(output.last_hidden_state))
     try:
         logits_R1V = base.model(input_ids=ids_RT, use_cache=False, logits_to_keep=1).logits
     finally:
@@ -373,17 +365,17 @@ def _own_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor, t
 def _probe(
     decoder: DenseDecoder, ids_RT: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield logits [N, V] by prefill, a row at a time, then by ragged steps, with their rows and columns."""
+    """Yield logits [N, V] with their rows and columns: first by prefill, one row at a time, then by ragged steps."""
     rows, width = ids_RT.shape
     read = width - PROBE_STEPS
     row_R = torch.arange(rows, device=ids_RT.device)
-    blocks: Any = decoder.blocks([])  # ``forward`` goes through them once, whatever they are
+    blocks: Any = decoder.blocks([])  # a list or an iterable: ``forward`` iterates over them once
     kv_cache = KVCache(decoder, rows, width)
     x_RTH = decoder.hidden(ids_RT[:, :read], blocks, kv_cache, row_R, row_R)
     for row in row_R:
         columns = torch.arange(read, device=ids_RT.device)
         yield logits(decoder.frame, x_RTH[row]), (row.expand(read), columns)
-    frame, start_R = decoder.turned(width), (row_R + 1) * read // rows
+    frame, start_R = decoder.frame_of(width), (row_R + 1) * read // rows
     for step in range(PROBE_STEPS):
-        place = (row_R, start_R + step)
-        yield forward(frame, blocks, ids_RT[place], place[1], kv_cache.keys, kv_cache.values, width, True), place
+        index = (row_R, start_R + step)
+        yield forward(frame, blocks, ids_RT[index], index[1], kv_cache.keys, kv_cache.values, width, True), index

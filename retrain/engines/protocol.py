@@ -10,58 +10,50 @@ Finished = Callable[[int, list[Action]], None]
 
 
 class EngineState(TypedDict, total=False):
-    """Numbers of this machine that decide how an engine samples: bytes of a decode batch, and rows that were found to
-    fit in them."""
+    """Limits of an engine on this machine: bytes of a decode batch, and the rows that fit after running out of
+    memory."""
 
     decode_bytes: int
     fitting: int | None
 
 
 class Engine(Protocol):
-    """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: the same weights, requests and
-    seeds give the same bits again. ``beside``: it samples on processors of its own, so that sampling for later steps
-    can go on while a policy is updated; ``sample`` may then be called from several threads."""
+    """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: equal weights, requests and
+    seeds give equal bits. ``is_concurrent``: it samples on other processors than training, so that later steps can be
+    sampled during an update; ``sample`` may then be called from several threads."""
 
     gives_entropy: bool
     exact: bool
-    beside: bool
+    is_concurrent: bool
 
     @property
     def sync_seconds(self) -> float | None:
-        """Return the seconds in which the last ``sample`` loaded published weights; None if they are not known."""
+        """Return the seconds in which the last ``sample`` loaded published weights; None if not measured."""
         ...
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """Make these weights available to requests under ``ref``, until they are retired."""
-        ...
+        """Make weights available to requests under ``ref`` until ``retire``."""
 
     def retire(self, ref: PolicyRef) -> None:
-        """Drop these weights, which no later request names; does nothing where they are not known."""
-        ...
+        """Drop weights that no later request names; does nothing for unknown ones."""
 
-    def state(self) -> EngineState:
-        """Return what every checkpoint holds of the engine."""
-        ...
+    def state(self) -> EngineState: ...
 
-    def restore(self, state: EngineState) -> None:
-        """Continue from a ``state()``."""
-        ...
+    def restore(self, state: EngineState) -> None: ...
 
     def forget_sequences(self) -> None:
-        """Drop what is cached of sequences: none of those so far continues."""
-        ...
+        """Drop cached sequences: no later request continues them."""
 
-    def give_up(self) -> None:
-        """Cancel calls of ``sample`` in other threads: they raise, or end soon."""
-        ...
+    def cancel(self) -> None:
+        """Cancel ``sample`` calls in other threads: they raise or end soon."""
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None
     ) -> list[list[Action]]:
         """Return one list of actions per request, in order.
 
-        ``max_rows``: most sequences to decode at once, of as many as fit; it changes speed and memory only.
-        ``finished(index, actions)`` is called once per request, from any thread, as soon as its actions are all
-        there, while others are still being sampled.
+        ``max_rows`` limits the sequences that are decoded at once; it changes only speed and memory.
+        ``finished(index, actions)`` is called once per request, from any thread, when all its actions are complete and
+        others may still be sampled.
         """
         ...

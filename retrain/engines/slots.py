@@ -1,9 +1,9 @@
-"""Decode batches: their sequences (which sample of which request they are, their settings, their results), and the
-batch of a dense decoder: lanes × slots, where a finished sequence's slot goes to the next one waiting.
+"""Decode batches: their sequences with settings and results, and the batch of a dense decoder (lanes × slots), in which
+the slot of a finished sequence is given to a waiting one. ``engines.local`` calls it.
 
 Each lane owns an equal consecutive share of the rows, so that the LoRA product of all lanes is one batched matrix
 product. A prompt is prefilled once for all of its samples that start together. When no sequence waits, or a lane has
-run out of work, the batch is cut anew: lanes without work leave and the others share its rows.
+no sequences left, the batch is compacted: lanes without work are removed and the others share its rows.
 """
 
 from collections import Counter, deque
@@ -17,18 +17,18 @@ import torch
 from retrain.engines.dense import Blocks, CachedSequence, DenseDecoder, KVCache, SequenceCache
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.protocol import Finished
-from retrain.engines.step import Rows, SampledTokens, draw_tokens, empty_record, select_rows, supports_of
+from retrain.engines.step import Rows, SampledTokens, StepPlan, draw_tokens, empty_record, select_rows, supports_of
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
 from retrain.types import Action, PolicyRef, SampleRequest
 
 REFILL_SHARE = 0.125
-"""Waiting sequences enter when they can fill this share of the rows: a prefill costs as much as several steps."""
+"""Share of the rows that must be idle before waiting sequences enter: a prefill costs as much as several steps."""
 BURST = 16
-"""Steps of one call of a small model; the first sequence that ends also ends the call. With a large one, Python has
-time between its steps to hear of a signal."""
-IDLE_SHARE = 0.25  # The batch shrinks when at least this share of it would be freed (a copy of the cache is the price)
+"""Steps per call of a small model; the call returns early when a sequence ends. A large model takes one step per call,
+so that Python handles signals in between."""
+IDLE_SHARE = 0.25  # Least share of the rows that is freed by shrinking the batch, which copies the cache
 
 T = TypeVar("T")
 
@@ -63,8 +63,8 @@ def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) ->
 
 
 def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
-    """Return the tokens of the longest prompt with its completion. Raises ModelError when they exceed ``context``, the
-    tokens that ``owner`` holds."""
+    """Return the most tokens of a prompt with its completion. Raises ModelError when they exceed ``context``, the limit
+    of ``owner``."""
     longest, prompt, completion = max(
         ((len(r.prompt_ids) + r.max_tokens, len(r.prompt_ids), r.max_tokens) for r in requests), default=(0, 0, 0)
     )
@@ -79,8 +79,8 @@ def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -
 class BatchSequences:
     """The sequences of a decode batch: settings on the host, uniforms and results on the device.
 
-    ``requests`` and ``indices`` have an entry per sequence, the tables one more: that of the sequence ``scratch``,
-    which idle rows hold.
+    ``requests`` and ``indices`` have one entry per sequence; tensors have one more, for the sequence ``scratch`` of
+    idle rows.
     """
 
     def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]):
@@ -108,7 +108,7 @@ class BatchSequences:
         self.greedy = np.array([t == 0 for t in temperatures])
 
     def new_rows(self, sequence_R: np.ndarray) -> Rows:
-        """Return idle rows that hold these sequences."""
+        """Return idle rows bound to these sequences."""
         device, count, real = self.base.device, len(sequence_R), self.sampled.logprobs_NT.dtype
         has_temperatures, has_greedy = bool((self.temperatures != 1).any()), bool(self.greedy.any())
         index_R = torch.zeros(count, dtype=torch.long, device=device)
@@ -127,7 +127,6 @@ class BatchSequences:
         return rows
 
     def bind(self, rows: Rows, sequence_R: np.ndarray) -> None:
-        """Write to the device which sequences the rows hold, and the settings of each."""
         rows.sequence_R.copy_(torch.from_numpy(sequence_R))
         rows.limit_R.copy_(torch.from_numpy(self.limits[sequence_R]))
         if rows.temperature_R1 is not None:
@@ -138,8 +137,8 @@ class BatchSequences:
             rows.cut_R3.copy_(torch.from_numpy(self.cuts[sequence_R]))
 
     def make_room(self, draws: int) -> bool:
-        """Reserve space for the kept sets of so many more draws; return whether the record has moved. Waits for the
-        device where sequences are truncated."""
+        """Reserve space for the kept sets of ``draws`` more draws; return whether the record was reallocated. Waits for
+        the device if sequences are truncated."""
         record = self.sampled.support
         if record is None:
             return False
@@ -153,7 +152,6 @@ class BatchSequences:
         return True
 
     def actions(self, request: int) -> list[Action]:
-        """Return the completions of a request: of each the first ``lengths`` tokens."""
         sequences = [i for i, index in enumerate(self.indices) if index.request == request]
         index, lengths_N = torch.tensor(sequences, device=self.base.device), self.lengths[sequences]
         tokens_NT, logprobs_NT, entropy_NT = (
@@ -179,7 +177,7 @@ class BatchSequences:
 
 
 def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | None:
-    """Return ``cut_R3`` of these requests and of scratch, float64; None when none is truncated."""
+    """Return top-k, top-p and min-p of these requests and of scratch, float64 [N + 1, 3]; None if none is truncated."""
     cuts = [
         (min(r.top_k or vocabulary, vocabulary), r.top_p, r.min_p) if r.truncates else (0, 1.0, 0.0) for r in requests
     ]
@@ -189,8 +187,8 @@ def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | No
 # -- the slots of a dense decoder ------------------------------------------------------------------------------------
 
 
-class Continuation(NamedTuple):
-    """A row whose first ``start`` cache columns are there, and the tokens of its prompt after them."""
+class PartialPrefill(NamedTuple):
+    """A row whose first ``start`` columns are cached, and the tokens of its prompt after them."""
 
     row: int
     start: int
@@ -224,7 +222,7 @@ class SlotBatch:
         for sequence, request in enumerate(self.sequences.requests):
             self.waiting[request.lane].append(sequence)
         self.missing = Counter(index.request for index in indices)
-        self.columns_by = decoder.stepping.columns
+        self.columns_by = decoder.settings.columns
         self.steps = BURST if base.small and self.columns_by == 1 else 1
         capacity = max(len(r.prompt_ids) + r.max_tokens for r in self.sequences.requests)
         self.capacity = -(-capacity // self.columns_by) * self.columns_by
@@ -232,10 +230,9 @@ class SlotBatch:
         self._begin(len(self.lanes) * self.slots)
 
     def _begin(self, rows: int) -> None:
-        """Make all rows idle. The host knows the sequence of a row and an upper bound of its cache position."""
         self.kv_cache = KVCache(self.decoder, rows, self.capacity)
         self.sequence = np.full(rows, self.sequences.scratch)
-        self.at = np.zeros(rows, dtype=np.int64)
+        self.at = np.zeros(rows, dtype=np.int64)  # upper bound of each row's cache position
         self.rows = self.sequences.new_rows(self.sequence)
 
     def _make_room(self, draws: int) -> None:
@@ -245,7 +242,7 @@ class SlotBatch:
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        calls = self.decoder.stepping.calls
+        calls = self.decoder.settings.calls
         self._admit()
         try:
             while self._reschedule():
@@ -263,7 +260,9 @@ class SlotBatch:
         if self.columns_by == 1:
             self.at += held * self._decode(columns, columns > int(self.at[held].min()) + 1, self.steps)
             return
-        columns = min(self.capacity, -(-columns // self.columns_by) * self.columns_by)  # rows may have ended unseen
+        columns = min(
+            self.capacity, -(-columns // self.columns_by) * self.columns_by
+        )  # rows may have ended since the last synchronisation
         if self.graphs is None:
             self._decode(columns, True, 1)
         else:
@@ -272,12 +271,13 @@ class SlotBatch:
 
     def _decode(self, columns: int, ragged: bool, steps: int) -> int:
         sampled = self.sequences.sampled
-        return self.decoder.decode_steps(self.blocks, self.rows, sampled, self.kv_cache, columns, ragged, steps)
+        plan = StepPlan(columns, ragged, steps)
+        return self.decoder.decode_steps(self.blocks, self.rows, sampled, self.kv_cache, plan)
 
     # -- which sequence has which row --------------------------------------------------------------------------------
 
     def _reschedule(self) -> bool:
-        """Evict sequences that have ended, admit those that wait, compact the batch; False when all work is done."""
+        """Evict ended sequences, admit waiting ones, compact the batch; return False when all sequences have ended."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
             if self.graphs is not None and self.graphs.in_use:
@@ -290,12 +290,12 @@ class SlotBatch:
                 return False
             if len(ended) or waiting:
                 self._compact(alive)
-            if not waiting or not self._admit():  # a sequence may end with its very first token: look again
+            if not waiting or not self._admit():  # admitted sequences may end with their first token: check again
                 return True
 
     def _check_progress(self, alive: np.ndarray) -> None:
-        """Raise RunFailed unless rows that are alive have taken every step: a replay that does nothing would go on for
-        ever."""
+        """Raise RunFailed unless rows that are alive have taken every step: a graph that replays nothing would loop
+        forever."""
         stuck = alive & (self.rows.position_R.cpu().numpy() != self.at)
         if stuck.any():
             raise RunFailed(
@@ -304,7 +304,6 @@ class SlotBatch:
             )
 
     def _evict(self, rows: np.ndarray) -> None:
-        """Free the rows and report requests that are complete."""
         complete, index = [], torch.from_numpy(rows).to(self.decoder.device)
         self.sequences.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
         self._cache_sequences(rows)
@@ -320,17 +319,15 @@ class SlotBatch:
             self.finished(request, self.sequences.actions(request))
 
     def _cache_sequences(self, rows: np.ndarray) -> None:
-        """Cache ended sequences that may continue: all their tokens but the last, which the model has not read."""
+        """Cache ended sequences that may continue: all tokens but the last, which has no keys and values yet."""
         by_policy: dict[PolicyRef, list[int]] = {}
         for row, sequence in zip(rows.tolist(), self.sequence[rows].tolist(), strict=True):
             request = self.sequences.requests[sequence]
             if request.sequences:
                 by_policy.setdefault(request.policy, []).append(row)
         for policy, policy_rows in by_policy.items():
-            index, sequences = (
-                torch.tensor(policy_rows, device=self.decoder.device),
-                self.sequence[policy_rows].tolist(),
-            )
+            index = torch.tensor(policy_rows, device=self.decoder.device)
+            sequences = self.sequence[policy_rows].tolist()
             sampled = self.sequences.sampled.tokens_NT[torch.tensor(sequences, device=index.device)].tolist()
             named = []
             for sequence, tokens in zip(sequences, sampled, strict=True):
@@ -356,8 +353,8 @@ class SlotBatch:
         return True
 
     def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
-        """Run each distinct prompt of the admitted rows and their sequences once, spread its cache over its samples,
-        and draw their first tokens: of every lane as many prompts at a time as the decoder allows."""
+        """Prefill each distinct prompt of the admitted (row, sequence) pairs once, copy its cache to its samples, and
+        draw their first tokens; at most ``prefill_tokens`` at a time."""
         rows_of: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
         for row, sequence in admitted:
             request = self.sequences.indices[sequence].request
@@ -380,7 +377,7 @@ class SlotBatch:
             self._prefill_part(part)
 
     def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Prefill requests, lane by lane equally many, each with the rows that begin with its prompt."""
+        """Prefill requests, equally many per lane, each with the rows that begin with its prompt."""
         device, prompts = self.decoder.device, [self.requests[request].prompt_ids for request, _ in part]
         ids = self._padded(prompts)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
@@ -389,10 +386,10 @@ class SlotBatch:
         logits = self.decoder.prefill(ids, last, self.blocks, self.kv_cache, rows, source)
         self._first_token(logits[source], rows)
 
-    def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[Continuation]]:
+    def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[PartialPrefill]]:
         """Start the rows whose earlier tokens are cached and remove them from ``rows_of``; return for each lane the
         prompt tokens that are not cached yet."""
-        continuations: list[list[Continuation]] = []
+        continuations: list[list[PartialPrefill]] = []
         batches: dict[int, list[tuple[int, CachedSequence]]] = {}
         for lane_rows in rows_of:
             continuations.append([])
@@ -403,7 +400,7 @@ class SlotBatch:
                 cached = self.cache.take(request.policy, request.sequences[0], request.prompt_ids)
                 if cached is not None:
                     start = len(cached.token_ids)
-                    continuations[-1].append(Continuation(rows[0], start, request.prompt_ids[start:]))
+                    continuations[-1].append(PartialPrefill(rows[0], start, request.prompt_ids[start:]))
                     batches.setdefault(id(cached.batch), []).append((rows[0], cached))
                     del lane_rows[number]
         for restored in batches.values():
@@ -411,8 +408,8 @@ class SlotBatch:
             self.kv_cache.restore(rows, [cached for _, cached in restored])
         return continuations
 
-    def _extend(self, continuations: list[list[Continuation]]) -> None:
-        """Compute the new tokens of continued sequences and draw their next ones, in parts as in ``_prefill``."""
+    def _extend(self, continuations: list[list[PartialPrefill]]) -> None:
+        """Prefill the new tokens of continued sequences and draw their next ones, in parts as in ``_prefill``."""
         longest = max((len(new.token_ids) for lane in continuations for new in lane), default=0)
         if not longest:
             return
@@ -427,12 +424,10 @@ class SlotBatch:
             self._first_token(logits[real_R], torch.tensor(rows, device=device)[real_R])
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return token ids [texts, longest], padded on the right."""
         width, pad = max(map(len, texts)), self.decoder.base.pad_id
         return torch.tensor([[*ids, *[pad] * (width - len(ids))] for ids in texts], device=self.decoder.device)
 
     def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
-        """Draw and record the next token of some of the rows."""
         rows, selected = self.rows, select_rows(self.rows, rows_S)
         self._make_room(len(rows_S))
         draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.in_any_order)
@@ -440,7 +435,8 @@ class SlotBatch:
         rows.alive_R[rows_S] = selected.alive_R
 
     def _compact(self, alive: np.ndarray) -> None:
-        """Drop rows that nothing waits for and lanes that have run out of work, and give their room to the others."""
+        """Remove idle rows without waiting sequences and lanes without work, if that frees ``IDLE_SHARE`` of the
+        rows."""
         count = len(self.sequence)
         lane_rows = np.arange(count).reshape(len(self.lanes), self.slots)
         living = {lane: rows[alive[rows]] for lane, rows in zip(self.lanes, lane_rows, strict=True)}
@@ -459,24 +455,24 @@ class SlotBatch:
         self.lanes, self.slots = lanes, slots
 
     def _move_rows(self, source: np.ndarray) -> None:
-        """Replace the rows by those of these numbers; −1 is an idle row."""
+        """Replace the rows by the rows ``source``; −1 is an idle row."""
         source, held = source.clip(0), source >= 0
         index, held_R = (torch.from_numpy(array).to(self.decoder.device) for array in (source, held))
         self.kv_cache.select(index)
-        # Idle rows are copies: NaN of a lane that has diverged would reach the next sequence there, as 0 · NaN is NaN.
+        # Idle rows are copies: NaN of a diverged lane would reach their next sequence, because 0 · NaN is NaN.
         self.kv_cache.clear(~held_R)
         self.sequence = np.where(held, self.sequence[source], self.sequences.scratch)
         self.at = np.where(held, self.at[source], 0)
         before, self.rows = self.rows, self.sequences.new_rows(self.sequence)
-        for table, moved in zip(self.rows[:4], before[:4], strict=True):  # all that changes from step to step
+        for table, moved in zip(self.rows[:4], before[:4], strict=True):  # the tables that change from step to step
             table.copy_(moved[index] * held_R)
         if self.graphs is not None:
             self.graphs.forget()
 
 
 def lane_parts(lanes: Sequence[Sequence[T]], size: int, filler: T) -> Iterator[tuple[list[T], list[bool]]]:
-    """Yield the lanes' items in parts, equally many of every lane and at most ``size``, and which of them are real: a
-    lane that has fewer is filled up."""
+    """Yield parts with equally many items of each lane, at most ``size``, and which of them are real; lanes with fewer
+    items are padded with ``filler``."""
     for begin in range(0, max(map(len, lanes)), size):
         parts = [items[begin : begin + size] for items in lanes]
         share = max(map(len, parts))

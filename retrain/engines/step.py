@@ -9,11 +9,11 @@ Truncated sampling (top-k, top-p, min-p): a truncated sampler draws from π(·|S
 the whole vocabulary in the update, every importance ratio would be wrong by π(S). The kept set is therefore recorded
 token by token as it was sampled, and the update takes its log-probabilities over that very set: "Keep Sampling Mask"
 (DeepSeek-V3.2, arXiv 2512.02556 §3.1; as a list of token ids with offsets in vLLM's and prime-rl's sampling replay). An
-update that found the set again from its own logits would have one that moves with the policy: a token at its edge drops
-out, for dropout or rounding alone, and has no ratio.
+update that recomputed the set from its own logits would move it with the policy: a token at its edge could drop out by
+rounding or dropout, and would have no ratio.
 
-Order as in vLLM: temperature; min-p (at least so large a share of the largest probability); top-k; top-p of what is
-left (the smallest set of the most probable tokens that holds so much of it).
+Order as in vLLM: temperature; min-p (probability relative to the largest one); top-k; then top-p of the remaining mass
+(the smallest set of most probable tokens that holds this share).
 """
 
 import functools
@@ -32,17 +32,16 @@ from retrain.types import Support
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 """Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
 BLOCK = 256
-"""Tokens whose masses are summed to one number: with a real vocabulary, a token is searched for among these sums and
-then inside one block, and no row is accumulated token by token."""
+"""Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
+large vocabulary is accumulated token by token."""
 CHUNK = 1 << 18
-"""Logits that a CPU goes through at a time: they and what is made of them stay in its second-level cache."""
+"""Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache."""
 
 
-class Stepping(NamedTuple):
-    """How an engine takes decode steps. ``calls``: decode calls between synchronisations with the device. The number of
-    cache columns that are read is a multiple of ``columns``, so that one graph serves many steps. ``prefill_bytes``:
-    activations of the prompts that are prefilled at once; a matrix product of fewer tokens than this holds of a large
-    model is not slower. ``compiled``: steps run compiled where weights are not streamed."""
+class DecodeSettings(NamedTuple):
+    """Settings of decode steps. ``calls``: decode calls between synchronisations with the device. The cache columns
+    read are a multiple of ``columns``, so that one CUDA graph serves many steps. ``prefill_bytes``: activations of one
+    prefill; larger prefills are not faster. ``compiled``: use TorchScript unless weights are streamed."""
 
     calls: int
     columns: int
@@ -50,12 +49,12 @@ class Stepping(NamedTuple):
     prefill_bytes: int = 1 << 29
 
 
-CPU_STEPPING, GPU_STEPPING = Stepping(1, 1, True), Stepping(8, GPU_COLUMNS, False)
+CPU_DECODING, GPU_DECODING = DecodeSettings(1, 1, True), DecodeSettings(8, GPU_COLUMNS, False)
 
 
-class Product(NamedTuple):
-    """Linear layers that read the same input as one product: weight [Σ out, in], maybe ``packed``. Lanes add the
-    product of ``a`` [L, in, Σ r] and ``b`` [L, Σ r, Σ out], a block per layer on its diagonal."""
+class FusedLinear(NamedTuple):
+    """Linear layers with the same input as one matrix product: weight [Σ out, in], possibly ``packed``. Lanes add the
+    LoRA product of ``a`` [L, in, Σ r] and the block-diagonal ``b`` [L, Σ r, Σ out]."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -66,22 +65,22 @@ class Product(NamedTuple):
 class Block(NamedTuple):
     """One decoder block. ``head_norms`` [heads + kv_heads, D]: RMSNorm weights of queries and keys, if it has any."""
 
-    qkv: Product
-    out: Product
-    gate_up: Product
-    down: Product
+    qkv: FusedLinear
+    out: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
     norm_in: torch.Tensor
     norm_mlp: torch.Tensor
     head_norms: torch.Tensor | None
 
 
 class Frame(NamedTuple):
-    """Tensors around the blocks, and sizes. ``cos`` and ``sin`` [positions, D]: the rotation of every position, the
-    sign of its second half in ``sin``."""
+    """Embedding, final norm, output layer, rotary angles and sizes of a decoder. ``cos`` and ``sin`` [positions, D]:
+    rotation of every position; ``sin`` holds the sign of the half that it multiplies."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
-    head: Product
+    head: FusedLinear
     cos: torch.Tensor
     sin: torch.Tensor
     heads: int
@@ -95,10 +94,9 @@ class Frame(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a decode batch on the device.
 
-    A row holds the sequence ``sequence_R``; its last token is ``token_R``, which stands at ``position_R`` of the cache
-    and is number ``sampled_R`` of the completion. Idle rows (``alive_R`` false) hold the last sequence, which is
-    scratch. ``temperature_R1`` None: all 1; ``greedy_R1`` None: none is greedy;
-    ``cut_R3`` None: none is truncated.
+    A row decodes the sequence ``sequence_R``; its last token ``token_R`` is at ``position_R`` of the cache and has
+    index ``sampled_R`` in the completion. Idle rows (``alive_R`` false) write to the last sequence, which is scratch.
+    ``temperature_R1`` None: all 1; ``greedy_R1`` None: no row is greedy; ``cut_R3`` None: no row is truncated.
     """
 
     token_R: torch.Tensor
@@ -140,7 +138,16 @@ class SampledTokens(NamedTuple):
     support: SupportRecord | None
 
 
-def product(x: torch.Tensor, linear_layers: Product) -> torch.Tensor:
+class StepPlan(NamedTuple):
+    """One decode call: the cache ``columns`` that its first step reads, whether rows end at different columns
+    (``ragged``), and the most ``steps`` to take."""
+
+    columns: int
+    ragged: bool
+    steps: int
+
+
+def product(x: torch.Tensor, linear_layers: FusedLinear) -> torch.Tensor:
     """Return [rows, Σ out] of x [rows, in], lane by lane."""
     out = linear(x, linear_layers.weight, linear_layers.bias)
     a, b = linear_layers.a, linear_layers.b
@@ -203,7 +210,7 @@ def forward(
     capacity, both = keys[0].shape[2], frame.heads + frame.kv_heads
     cos, sin = frame.cos[position_R].unsqueeze(1), frame.sin[position_R].unsqueeze(1)
     head = torch.arange(rows * frame.kv_heads, device=token_R.device).view(rows, -1)
-    place = (head * capacity + position_R[:, None]).flatten()
+    slot = (head * capacity + position_R[:, None]).flatten()
     x = F.embedding(token_R, frame.embedding)
     bias: torch.Tensor | None = None
     if ragged:
@@ -213,9 +220,9 @@ def forward(
     for index, block in enumerate(blocks):
         qkv = product(rms(x, block.norm_in, frame.eps), block.qkv).view(rows, -1, dim)
         qk = rotated(frame, block.head_norms, qkv[:, :both], cos, sin)
-        keys[index].view(-1, dim).index_copy_(0, place, qk[:, frame.heads :].reshape(-1, dim))
-        values[index].view(-1, dim).index_copy_(0, place, qkv[:, both:].reshape(-1, dim))
-        # The queries that share a key head stand in the query axis: each key is read once for all of them.
+        keys[index].view(-1, dim).index_copy_(0, slot, qk[:, frame.heads :].reshape(-1, dim))
+        values[index].view(-1, dim).index_copy_(0, slot, qkv[:, both:].reshape(-1, dim))
+        # Grouped queries lie along the query axis, so that each key is read once for all queries of its group.
         attended = F.scaled_dot_product_attention(
             qk[:, : frame.heads].reshape(rows, frame.kv_heads, -1, dim),
             keys[index][:, :, :columns],
@@ -238,12 +245,12 @@ def draw(
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and
-    the token ids [R, K] that were kept where it was truncated (``cut_R3`` and ``rank_K``, see ``truncated``).
+    the kept token ids [R, K] of truncated sampling (``cut_R3``, ``rank_K`` and the ids as in ``truncated``), else None.
 
-    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): no sort, and what is sampled
-    depends on a row's own numbers alone. ``temperature_R1`` None is 1; rows with ``greedy_R1`` take the largest logit.
-    ``in_any_order``: see ``cumulated``.
-    Computed in fp32 (fp64 for fp64 logits). Logits that are not numbers give some token with log-probability NaN.
+    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): this needs no sort, and a
+    sample does not depend on other rows. ``temperature_R1`` None is 1; ``greedy_R1`` rows take the largest logit.
+    ``in_any_order``: see ``cumulated``. Computed in fp32 (fp64 for fp64 logits). NaN logits give any token with
+    log-probability NaN.
     """
     count = logits_RV.shape[0]
     rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
@@ -252,7 +259,7 @@ def draw(
     tokens: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
-    kept: list[torch.Tensor] = []
+    kept_ids: list[torch.Tensor] = []
     for begin in range(0, count, rows):
         end = min(count, begin + rows)
         token_R, logprob_R, entropy_R, kept_RK = _draw(
@@ -268,8 +275,13 @@ def draw(
         logprobs.append(logprob_R)
         entropies.append(entropy_R)
         if kept_RK is not None:
-            kept.append(kept_RK)
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(entropies), torch.cat(kept) if len(kept) > 0 else None
+            kept_ids.append(kept_RK)
+    return (
+        torch.cat(tokens),
+        torch.cat(logprobs),
+        torch.cat(entropies),
+        torch.cat(kept_ids) if len(kept_ids) > 0 else None,
+    )
 
 
 def _draw(
@@ -308,17 +320,17 @@ def adds_in_any_order(device: torch.device) -> bool:
 def inverse(
     mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, in_any_order: bool, block: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token [R, 1] at which the share ``uniforms_R1`` (in [0, 1)) of a row's mass is exceeded, and the row's
-    total mass [R, 1]. A token without mass is never returned."""
+    """Return the token [R, 1] at which the cumulative mass of a row exceeds the share ``uniforms_R1`` (in [0, 1)), and
+    the row's total mass [R, 1]. A token without mass is never returned."""
     size = mass_RV.shape[1]
     if size <= block:
         below_RV = cumulated(mass_RV, in_any_order)
         total_R1 = below_RV[:, -1:].contiguous()
         return torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True).clamp_(max=size - 1), total_R1
-    whole = size // block * block
-    sums_RB = mass_RV[:, :whole].unflatten(1, [size // block, block]).sum(-1)
-    if whole < size:
-        sums_RB = torch.cat([sums_RB, mass_RV[:, whole:].sum(-1, keepdim=True)], 1)
+    full = size // block * block
+    sums_RB = mass_RV[:, :full].unflatten(1, [size // block, block]).sum(-1)
+    if full < size:
+        sums_RB = torch.cat([sums_RB, mass_RV[:, full:].sum(-1, keepdim=True)], 1)
     below_RB = cumulated(sums_RB, in_any_order)
     total_R1 = below_RB[:, -1:].contiguous()
     aim_R1 = _aim(uniforms_R1, total_R1)
@@ -327,14 +339,14 @@ def inverse(
     ids_RK = block_R1 * block + torch.arange(block, device=mass_RV.device)
     inside_RK = mass_RV.gather(1, ids_RK.clamp(max=size - 1)).masked_fill(ids_RK >= size, 0.0)
     reached_RK = cumulated(inside_RK, in_any_order)
-    # Added one by one the block's masses may come to a little less than their sum: its last token with mass, then.
+    # By rounding, the cumulative sum inside the block may stay below the block sum: then take its last token with mass.
     last_R1 = torch.searchsorted(reached_RK, reached_RK[:, -1:].contiguous())
-    place_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
-    return (block_R1 * block + torch.minimum(place_R1, last_R1)).clamp_(max=size - 1), total_R1
+    offset_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
+    return (block_R1 * block + torch.minimum(offset_R1, last_R1)).clamp_(max=size - 1), total_R1
 
 
 def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
-    """Return the share of the total, below the total whatever the rounding."""
+    """Return share × total, always below the total in spite of rounding."""
     aim_R1 = (uniforms_R1 * total_R1).to(total_R1.dtype)
     return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
 
@@ -342,11 +354,11 @@ def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 def truncated(
     mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, in_any_order: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the masses (the largest of a row is 1) with 0 outside the kept set [R, V], and the kept ids [R, K], the
-    most probable first, −1 after the last.
+    """Return the masses (largest of a row: 1) with 0 outside the kept set [R, V], and the kept ids [R, K], most
+    probable first, padded with −1.
 
     ``cut_R3``: top-k (0: no truncation of the row, and no ids), top-p and min-p of each row; ``rank_K``: 0 to K − 1,
-    K the largest top-k. Only the first K are sorted.
+    K the largest top-k: only K tokens are sorted.
     """
     most_R1, top_p_R1, min_p_R1 = cut_R3[:, 0:1], cut_R3[:, 1:2], cut_R3[:, 2:3]
     top_RK, ids_RK = mass_RV.topk(rank_K.shape[0], -1)
@@ -354,7 +366,7 @@ def truncated(
     sums_RK = cumulated(top_RK * kept_RK, in_any_order)
     before_RK = torch.cat([torch.zeros_like(top_p_R1), sums_RK[:, :-1]], 1)
     kept_RK &= (before_RK < top_p_R1 * sums_RK[:, -1:]) | (top_p_R1 >= 1)
-    kept_RK |= (rank_K == 0) & (most_R1 > 0)  # also where the logits are not numbers
+    kept_RK |= (rank_K == 0) & (most_R1 > 0)  # also for NaN logits
     cut_RV = torch.zeros_like(mass_RV).scatter_(1, ids_RK, top_RK * kept_RK)
     return torch.where(most_R1 > 0, cut_RV, mass_RV), ids_RK.masked_fill(~kept_RK, -1)
 
@@ -362,8 +374,8 @@ def truncated(
 def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor:
     """Return the sums of the masses (0 to 1) up to each token.
 
-    A GPU adds floats in no fixed order, and refuses to under ``torch.use_deterministic_algorithms``; ``in_any_order``
-    adds whole multiples of 2⁻⁴⁰, whose sum does not depend on it and fits in int64 for the largest vocabularies.
+    A GPU adds floats in no fixed order, and raises under ``torch.use_deterministic_algorithms``; ``in_any_order`` adds
+    integer multiples of 2⁻⁴⁰ instead, whose sum is exact and fits in int64 for the largest vocabularies.
     """
     if not in_any_order:
         return mass_RV.cumsum(-1)
@@ -371,16 +383,16 @@ def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor
     return (mass_RV.double() / grain).long().cumsum(-1).double().mul_(grain).to(mass_RV.dtype)
 
 
-def record_support(record: SupportRecord, ids_RK: torch.Tensor, place_R: torch.Tensor) -> None:
-    """Append the kept ids of each row (−1: none) as those of token ``place_R`` of the flattened [N, T]."""
-    there_RK = ids_RK >= 0
-    count_R = there_RK.sum(1)
+def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.Tensor) -> None:
+    """Append the kept ids of each row (−1: none) for token ``index_R`` of the flattened [N, T]."""
+    kept_RK = ids_RK >= 0
+    count_R = kept_RK.sum(1)
     end_R = count_R.cumsum(0) + record.used_1
-    there_N, scratch = there_RK.view(-1), record.ids_M.shape[0] - 1
-    index_N = (there_N.cumsum(0) - 1 + record.used_1).masked_fill(~there_N, scratch)
+    kept_N, scratch = kept_RK.view(-1), record.ids_M.shape[0] - 1
+    index_N = (kept_N.cumsum(0) - 1 + record.used_1).masked_fill(~kept_N, scratch)
     record.ids_M.index_copy_(0, index_N, ids_RK.view(-1).to(record.ids_M.dtype))
-    record.first_NT.view(-1).index_copy_(0, place_R, end_R - count_R)
-    record.count_NT.view(-1).index_copy_(0, place_R, count_R)
+    record.first_NT.view(-1).index_copy_(0, index_R, end_R - count_R)
+    record.count_NT.view(-1).index_copy_(0, index_R, count_R)
     record.used_1.copy_(end_R[-1:])
 
 
@@ -413,10 +425,10 @@ def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.nd
 
 def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
     """Draw and record every row's next token, in place; return which rows [R] end with it and fall idle."""
-    # What an idle row draws goes to the last sequence; its count stands still.
+    # Idle rows draw too, because shapes are fixed: their tokens go to the scratch sequence.
     scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
-    place = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R
-    uniforms = sampled.uniforms_NT.view(-1)[place]
+    index = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R
+    uniforms = sampled.uniforms_NT.view(-1)[index]
     support = sampled.support
     token, logprob, entropy, kept_RK = draw(
         logits_RV,
@@ -428,15 +440,15 @@ def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_
         None if support is None else support.rank_K,
     )
     if support is not None and kept_RK is not None:
-        record_support(support, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), place)
-    sampled.tokens_NT.view(-1).index_copy_(0, place, token)
-    sampled.logprobs_NT.view(-1).index_copy_(0, place, logprob)
-    sampled.entropy_NT.view(-1).index_copy_(0, place, entropy)
-    going_on = rows.alive_R & (rows.sampled_R + 1 < rows.limit_R) & (token.unsqueeze(1) != sampled.ends).all(1)
-    ended = rows.alive_R & ~going_on
+        record_support(support, kept_RK.masked_fill(~rows.alive_R.unsqueeze(1), -1), index)
+    sampled.tokens_NT.view(-1).index_copy_(0, index, token)
+    sampled.logprobs_NT.view(-1).index_copy_(0, index, logprob)
+    sampled.entropy_NT.view(-1).index_copy_(0, index, entropy)
+    continues = rows.alive_R & (rows.sampled_R + 1 < rows.limit_R) & (token.unsqueeze(1) != sampled.ends).all(1)
+    ended = rows.alive_R & ~continues
     rows.token_R.copy_(token)
-    rows.sampled_R.add_(going_on)
-    rows.alive_R.copy_(going_on)
+    rows.sampled_R.add_(continues)
+    rows.alive_R.copy_(continues)
     return ended
 
 
@@ -447,27 +459,26 @@ def decode_steps(
     sampled: SampledTokens,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
-    columns: int,
-    ragged: bool,
-    steps: int,
+    plan: StepPlan,
     in_any_order: bool,
 ) -> int:
-    """Make at most ``steps`` steps in place, the first of which reads ``columns`` of the cache; return their number.
+    """Take at most ``plan.steps`` decode steps in place; return their number.
 
-    With more than one step the device's answer is looked at after each: the first row that ends ends the call.
+    With more than one step, the call returns after the first step in which a row ends; this waits for the device.
     """
-    for done in range(steps):
-        logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns + done, ragged)
+    for done in range(plan.steps):
+        columns = plan.columns + done
+        logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns, plan.ragged)
         rows.position_R.add_(rows.alive_R)
         ended_R = draw_tokens(rows, sampled, logits_RV, in_any_order)
-        if steps > 1 and bool(ended_R.any()):
+        if plan.steps > 1 and bool(ended_R.any()):
             return done + 1
-    return steps
+    return plan.steps
 
 
 @functools.cache
 def compiled_decode_steps() -> Callable[..., int]:
-    """Return ``decode_steps`` compiled by TorchScript, or as it is where this torch or Python has no TorchScript."""
+    """Return ``decode_steps`` compiled by TorchScript, or uncompiled if torch or Python lack TorchScript."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated, and has no successor that needs no C++ compiler
         try:

@@ -4,9 +4,9 @@ With the bound k (``[training] max_off_policy_steps``) the rollouts of step t ar
 before step max(0, t − k). With k = 0 these are the weights that train on them.
 
 An engine that samples with the processors that also train is asked when rollouts are due: every update waits for its
-own. One that has processors of its own (``Engine.beside``) is asked in a thread, so that it samples for later steps
-while a policy is updated. What is offered is sampled and taken in order: no long rollout is passed over for a short
-one, none is sampled in vain, and a step has the same problems either way.
+own. One that has processors of its own (``Engine.is_concurrent``) is asked in a thread, so that it samples for later
+steps while a policy is updated. What is offered is sampled and taken in order: no long rollout is passed over for a
+short one, none is sampled in vain, and a step has the same problems either way.
 """
 
 import threading
@@ -148,7 +148,7 @@ class RolloutQueue(Generic[Owner]):
             self._changed.notify_all()
         if self._thread is not None:
             if self._since is not None:
-                self.engine.give_up()
+                self.engine.cancel()
             self._thread.join(CLOSING_S)
 
     def _collect(self, offers: Sequence[StepRollouts]) -> None:

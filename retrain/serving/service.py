@@ -66,7 +66,7 @@ class Service:
         self.base, self.timeout_s = base, timeout_s
         self.lanes = Lanes(base)
         self._workers = workers_for(base)
-        self.engine = LocalEngine(base, self.lanes, workers=self._workers, tell=tell)
+        self.engine = LocalEngine(base, self.lanes, workers=self._workers, notify=tell)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
         # loop's, which decodes, and the third one to the thread that tokenises.

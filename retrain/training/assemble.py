@@ -23,7 +23,7 @@ from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
 from retrain.engines.server.canary import canaries
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.fleet import Told
+from retrain.engines.server.fleet import RemoteFleet
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
 from retrain.errors import CheckpointError, DataError
 from retrain.policy.base import BaseModel, MemoryPlan
@@ -243,7 +243,7 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
     server that computes something else."""
     if not isinstance(engine, ServerEngine):
         return
-    if isinstance(bases.servers, Told):
+    if isinstance(bases.servers, RemoteFleet):
         bases.servers.record = server_events.record
     for line in _canary_lines(engine, bases, specs):
         server_events.message(line)
@@ -257,7 +257,7 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
     for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
-        yield found.words
+        yield found.summary
 
 
 def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:

@@ -195,35 +195,35 @@ class Bases:
         return self._files
 
     def take(
-        self, config: Config, tell: Callable[[str], None] = lambda line: None
+        self, config: Config, notify: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
         """The base that a run's configuration names, with the lanes that it trains, and an engine in this process. What
         is in memory already is taken from there. Raises ModelError when it cannot be had."""
-        base, lanes = self.trained(config, tell)
+        base, lanes = self.trained(config, notify)
         if self._engine is None:
-            self._engine = LocalEngine(base, lanes, tell=tell)
+            self._engine = LocalEngine(base, lanes, notify=notify)
         self._engine.forget()
         self._engine.begin(MemoryPlan.of(base))
-        self._engine.tell = tell
+        self._engine.notify = notify
         return base, lanes, self._engine
 
     def take_served(
-        self, config: Config, directory: Path, tell: Callable[[str, str], None] = lambda text, level: None
+        self, config: Config, directory: Path, notify: Callable[[str, str], None] = lambda text, level: None
     ) -> tuple[BaseModel, Lanes, ServerEngine]:
         """The same with an engine that samples with the servers of the configuration; one that is launched begins, and
         writes its log, in ``directory``, and stays for the next cohort. Raises UsageError when none answers."""
-        base, lanes = self.trained(config, lambda line: tell(line, "info"))
+        base, lanes = self.trained(config, lambda line: notify(line, "info"))
         model = config.model  # its rank and whatever else is trained is no matter of the servers
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
-            self._server = key, server_engine(config, base, directory, tell, self.servers)
+            self._server = key, server_engine(config, base, directory, notify, self.servers)
         engine = self._server[1]
         engine.forget()
-        engine.tell = tell
+        engine.notify = notify
         return base, lanes, engine
 
-    def load(self, config: Config, tell: Callable[[str], None] = lambda line: None) -> BaseModel:
+    def load(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> BaseModel:
         """Return the base that a run's configuration names, on all ranks together where it is not in memory. Raises
         ModelError when it cannot be had."""
         if self._load is not None:
@@ -234,15 +234,15 @@ class Bases:
             self._base = self._load_weights(files, config)
             larger = self._base.device.type == "cpu" and not self._base.small
             if larger and (advice := bfloat16_advice(config.inference.dtype)):
-                tell(advice)
+                notify(advice)
         if self._base.device.type == "cpu" and (advice := update_advice(config.training.update_dtype)):
-            tell(advice)
+            notify(advice)
         return self._base
 
-    def trained(self, config: Config, tell: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
+    def trained(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
         """The base that a run's configuration names, with the lanes that it trains. Raises ModelError when it cannot be
         had."""
-        base, targets = self.load(config, tell), repr(config.lora.target_modules)
+        base, targets = self.load(config, notify), repr(config.lora.target_modules)
         if self._lanes is None or targets != self._targets:
             self._lanes = self._engine = None
             base.release()

@@ -72,7 +72,7 @@ class ServedQueue(RolloutQueue[Owner]):
 class AbsentEngine:
     """Stands on the other ranks for the servers that rank 0 asks."""
 
-    gives_entropy = exact = beside = False
+    gives_entropy = exact = is_concurrent = False
     sync_seconds: float | None = None
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None: ...
@@ -88,7 +88,7 @@ class AbsentEngine:
 
     def forget_sequences(self) -> None: ...
 
-    def give_up(self) -> None: ...
+    def cancel(self) -> None: ...
 
     def sample(
         self, requests: Sequence[SampleRequest], *, max_rows: int | None = None, finished: Finished | None = None

@@ -62,7 +62,7 @@ class Cohort:
     ):
         self.engine, self.runs, self.observer = engine, list(runs), observer
         self.stop, self.workers, self.pressure = stop, workers or Workers(), pressure
-        ahead, ranks = engine.beside and any(run.requests.recent.bound for run in runs), evaluator.ranks
+        ahead, ranks = engine.is_concurrent and any(run.requests.recent.bound for run in runs), evaluator.ranks
         self.queue: RolloutQueue[Run] = RolloutQueue(engine, pressure, ahead, evaluator.collect)
         if ranks is not None and any(run.config.inference.served for run in runs):
             self.queue = ServedQueue(engine, ahead, ranks)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.engines.server.own import likely_cause
+from retrain.engines.server.hypotheses import likely_cause
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes

@@ -17,7 +17,7 @@ from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.step import Stepping
+from retrain.engines.step import DecodeSettings
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
 from retrain.policy.adapter_io import peft_config
@@ -36,7 +36,7 @@ from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest
 from .campaigns import is_timing_key, toy_toml
 from .models import campaign_head
 
-AS_ON_A_GPU = Stepping(calls=8, columns=16, compiled=False)
+AS_ON_A_GPU = DecodeSettings(calls=8, columns=16, compiled=False)
 
 
 def trained(lanes: Lanes, seed: int, rank: int = 4, size: float = 0.3) -> Adapter:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,10 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
-from retrain.engines.server.client import Server
+from retrain.engines.server.client import ServerClient
 from retrain.engines.server.dialects import DIALECTS
-from retrain.engines.server.engine import ServerEngine, Vocabulary
-from retrain.engines.server.own import Hypothesis, Said, ours
+from retrain.engines.server.engine import ServedModel, ServerEngine
+from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, ours
 from retrain.engines.server.pool import Waits
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
@@ -184,18 +185,24 @@ def engine_of(
     urls: Sequence[str],
     folder: Path,
     dialect: str = "vllm",
-    client: type[Server] = Server,
+    client: type[ServerClient] = ServerClient,
     waits: Waits = IMPATIENT,
+    patience_s: float = 600.0,
     **keys: Any,
 ) -> ServerEngine:
     """An engine that samples at these addresses through this class of clients."""
     settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
         key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
     }
-    words = Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length)
+    served = ServedModel(base.name, base.text, base.vocab_size, base.eos_ids, base.context_length)
     store = AdapterStore(folder, base.name)
     engine = ServerEngine(
-        base.name, urls, lambda url: client(url, DIALECTS[dialect], **settings), store, words, waits=waits, **keys
+        served,
+        urls,
+        lambda url: client(url, DIALECTS[dialect], **settings),
+        store,
+        waits=replace(waits, patience_s=patience_s),
+        **keys,
     )
     try:
         engine.open()
@@ -229,7 +236,7 @@ def apart(base: BaseModel, lanes: Lanes, own: LoraWeights | None, asked: Sequenc
           groups: Sequence[Sequence[Action]]) -> float:  # fmt: skip
     """Largest difference of the server's log-probabilities from our own."""
     said = [
-        Said(request.prompt_ids, action.token_ids, action.logprobs_T)
+        ServedTokens(request.prompt_ids, action.token_ids, action.logprobs_T)
         for request, group in zip(asked, groups, strict=True)
         for action in group
     ]

@@ -22,7 +22,7 @@ from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.engines.server.canary import canary
 from retrain.engines.server.dialects import DIALECTS
-from retrain.engines.server.launch import Launched
+from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.engines.server.teacher import ServerTeacher
 from retrain.files import read_json, read_jsonl
 from retrain.models.directory import bundled_model_path
@@ -85,7 +85,7 @@ def serving(kind: str, command: str, folder: Path) -> Iterator[str]:
     if kind == "standin":
         made = StandIn(MODEL)
     else:
-        made = Launched(command, MODEL, folder, None, False, lambda text, level: print(text))
+        made = ServerProcess(command, MODEL, folder, server_environment(None), lambda text, level: print(text))
     try:
         eventually(lambda: answers(made.url), 400)
         yield made.url

@@ -15,8 +15,8 @@ from helpers.servers import StandIn, apart, engine_of, publish, requests, served
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import launch as launching
-from retrain.engines.server.fleet import Launches, Told, shares
-from retrain.engines.server.launch import HealthWaits, Launched
+from retrain.engines.server.fleet import LocalFleet, RemoteFleet, shares
+from retrain.engines.server.launch import HealthWaits, ServerProcess, server_environment
 from retrain.errors import ServerFailed, UsageError
 from retrain.files import read_json
 
@@ -32,10 +32,14 @@ def told() -> list[str]:
 @pytest.fixture
 def launched(tmp_path, told) -> Iterator:
     """Starts servers of the directory, which are closed at the end."""
-    made: list[Launched] = []
+    made: list[ServerProcess] = []
 
-    def start(command: str, gpus: str | None = None, **keys) -> Launched:
-        made.append(Launched(command, "m", tmp_path, gpus, False, lambda text, level: told.append(text), **keys))
+    def start(command: str, gpus: str | None = None, **keys) -> ServerProcess:
+        made.append(
+            ServerProcess(
+                command, "m", tmp_path, server_environment(gpus), lambda text, level: told.append(text), **keys
+            )
+        )
         return made[-1]
 
     yield start
@@ -60,8 +64,8 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path):
         "time.sleep(600)\n"
     )
     owner = (
-        "import pathlib, sys, time\nfrom retrain.engines.server.launch import Launched\n"
-        f"Launched({f'{sys.executable} {program}'!r}, 'm', pathlib.Path({str(tmp_path)!r}), None, False, print)\n"
+        "import pathlib, sys, time\nfrom retrain.engines.server.launch import ServerProcess\n"
+        f"ServerProcess({f'{sys.executable} {program}'!r}, 'm', pathlib.Path({str(tmp_path)!r}), {{}}, print)\n"
         "time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", owner])
@@ -122,7 +126,7 @@ def test_replicas_divide_up_the_gpus(tmp_path, told):
     script = tmp_path / "dies.py"
     script.write_text("import os\nprint('has', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\nraise SystemExit(3)")
     asked = {"engine": "vllm", "launch": f"{sys.executable} {script}", "launch_gpus": "2,3", "replicas": 2}
-    made = Launches(parse_dict({"inference": asked}), tmp_path, lambda text, level: told.append(text))
+    made = LocalFleet(parse_dict({"inference": asked}), tmp_path, lambda text, level: told.append(text))
     assert len(set(made.urls)) == 2
     eventually(lambda: made.gave_up)
     assert "died 4 times in a row, last by exit status 3" in made.gave_up
@@ -141,10 +145,10 @@ def two(model) -> Iterator[list[StandIn]]:
 
 def test_an_engine_follows_its_servers(tmp_path, base, lanes, told, two):
     """They join, move and go, while it samples; what is sampled is what the adapter says, wherever it is."""
-    (first, second), fleet = two, Told()
-    fleet.tell([first.url])
-    tell = lambda text, level: told.append(text)  # noqa: E731
-    engine = engine_of(base, [], tmp_path / "adapters", fleet=fleet, patience_s=30.0, tell=tell)
+    (first, second), fleet = two, RemoteFleet()
+    fleet.update([first.url])
+    notify = lambda text, level: told.append(text)  # noqa: E731
+    engine = engine_of(base, [], tmp_path / "adapters", fleet=fleet, patience_s=30.0, notify=notify)
     own = weights(lanes, 3)
     ref = publish(engine, own)
 
@@ -154,30 +158,30 @@ def test_an_engine_follows_its_servers(tmp_path, base, lanes, told, two):
 
     check()
     assert (len(first.asked), len(second.asked)) == (6, 0)
-    fleet.tell([first.url, second.url])
+    fleet.update([first.url, second.url])
     eventually(lambda: f"{second.url} has joined" in told)
     engine.forget_sequences()
     check()
     assert second.asked
     first.stop()
-    fleet.tell([second.url])
+    fleet.update([second.url])
     eventually(lambda: [server.url for server in engine.pool.servers] == [second.url])
     asked_before = len(second.asked)
     check()
     assert len(second.asked) == asked_before + 6
     assert not [line for line in told if first.url in line]  # nobody misses it
-    fleet.tell([], "they died")
+    fleet.update([], "they died")
     with pytest.raises(ServerFailed, match="they died"):
         check()
     engine.close()
-    fleet.tell([first.url])  # which nobody hears any more
+    fleet.update([first.url])  # which nobody hears any more
 
 
 def test_an_engine_waits_for_the_first_address(tmp_path, base):
-    never = Told()
+    never = RemoteFleet()
     with pytest.raises(UsageError, match=r"no server could be started within 0\.2 s"):
         engine_of(base, [], tmp_path / "a", fleet=never, patience_s=0.2)
-    never.tell([], "the server died 4 times")
+    never.update([], "the server died 4 times")
     with pytest.raises(UsageError, match=r"\[inference\] launch: the server died 4 times"):
         engine_of(base, [], tmp_path / "a", fleet=never, patience_s=30.0)
 

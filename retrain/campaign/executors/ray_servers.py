@@ -18,8 +18,8 @@ from typing import Any
 from retrain.campaign.executors.ray_connection import last_line, ray_module, sees
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config
-from retrain.engines.server.fleet import Hear, Tell, named, names_of
-from retrain.engines.server.launch import Launched, Restarts, identity_of
+from retrain.engines.server.fleet import Notify, OnUrls, named, names_of
+from retrain.engines.server.launch import Restarts, ServerProcess, identity_of, server_environment
 from retrain.errors import RetrainError, plural
 from retrain.ownership import claim
 
@@ -47,7 +47,7 @@ class ServerHost:
     def __init__(self, request: ServerRequest):
         self.messages: list[tuple[str, str]] = []
         self.fault = ""
-        self.server: Launched | None = None
+        self.server: ServerProcess | None = None
         try:
             self.server = self._start(request)
         except (RetrainError, OSError) as error:
@@ -65,7 +65,7 @@ class ServerHost:
         if self.server is not None:
             self.server.close()
 
-    def _start(self, request: ServerRequest) -> Launched:
+    def _start(self, request: ServerRequest) -> ServerProcess:
         ray = ray_module()
         config, directory = request.config, Path(request.cwd, request.directory)
         if not sees(directory, request.owner):
@@ -75,12 +75,11 @@ class ServerHost:
         gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if gpus else None
         assert config.inference.launch is not None
-        return Launched(
+        return ServerProcess(
             config.inference.launch,
             named(config),
             directory,
-            visible,
-            False,
+            server_environment(visible),
             lambda text, level: self.messages.append((text, level)),
             name=request.name,
             host=_host(ray),
@@ -106,7 +105,7 @@ class ServerSlot:
 class RayFleet:
     """``Fleet`` of ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
 
-    def __init__(self, plan: Plan, gpus: float, tell: Tell):
+    def __init__(self, plan: Plan, gpus: float, tell: Notify):
         config = plan.specs[0].config
         self.config, self.directory, self.tell = config, str(plan.directory), tell
         self.resources = {"num_gpus": gpus, "num_cpus": config.ray.server_cpus}
@@ -126,8 +125,8 @@ class RayFleet:
     def gave_up(self) -> str:
         return self._places[0].gave_up if all(slot.gave_up for slot in self._places) else ""
 
-    def listen(self, hear: Hear) -> None:
-        """Register the function that receives messages; the caller polls ``urls``, as in ``Fleet.listen``."""
+    def listen(self, on_urls: OnUrls) -> None:
+        """Do nothing: the controller polls ``urls``."""
 
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -203,7 +202,7 @@ class RayFleet:
     def _lost(self, slot: ServerSlot) -> None:
         slot.url, slot.question = "", None
         how = f"server {slot.number} was lost with its actor or its node"
-        if slot.restarts.spent(slot.answered_s):
+        if slot.restarts.count_end(slot.answered_s):
             self._give_up(slot, f"{how}, {slot.restarts.count} times in a row")
             return
         self.tell(f"{how}, and is started elsewhere", "warning")

@@ -11,7 +11,7 @@ from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.device import gpus_of, visible_gpus
-from retrain.engines.server.fleet import Launches
+from retrain.engines.server.fleet import LocalFleet
 from retrain.errors import UsageError, plural
 from retrain.records.environment import usable_cpus
 
@@ -91,7 +91,7 @@ def _launch_gpus(text: str, example: str) -> list[str]:
 
 def _local(plan: Plan) -> CampaignWorkers:
     config, directory = plan.specs[0].config, plan.directory
-    launch = None if config.inference.launch is None else partial(Launches, config, directory)
+    launch = None if config.inference.launch is None else partial(LocalFleet, config, directory)
     return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 

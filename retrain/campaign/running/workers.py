@@ -33,7 +33,7 @@ from retrain.campaign.running.protocol import (
     job_to_json,
 )
 from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, home_of, newest
-from retrain.engines.server.fleet import Fleet, Tell
+from retrain.engines.server.fleet import Fleet, Notify
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
 from retrain.files import GrowingFile, writing
 from retrain.records.schema.layout import SERVER_NEWS
@@ -110,7 +110,7 @@ class ServerNews:
     """Starts the servers of a campaign's ``directory`` and sends their addresses to the workers. ``launch`` starts the
     servers; None if the campaign launches none."""
 
-    def __init__(self, directory: Path, launch: Callable[[Tell], Fleet] | None):
+    def __init__(self, directory: Path, launch: Callable[[Notify], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
         self._fleet: Fleet | None = None
         self._written: dict[str, Any] = {}
@@ -148,7 +148,7 @@ class CampaignWorkers:
     """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``. ``launch``
     starts the servers that all workers sample from; None if the campaign launches none."""
 
-    def __init__(self, executor: Executor, directory: Path, launch: Callable[[Tell], Fleet] | None = None):
+    def __init__(self, executor: Executor, directory: Path, launch: Callable[[Notify], Fleet] | None = None):
         self.executor, self.directory, self.slots = executor, directory, executor.slots
         self.tasks, self.servers = Tasks.of(directory), ServerNews(directory, launch)
         self._slots: dict[int, WorkerSlot] = {}

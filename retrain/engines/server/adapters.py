@@ -1,12 +1,11 @@
-"""Adapters where servers find them: one PEFT directory for each version of a run's weights, gone when nobody needs it.
+"""Stores adapters where servers load them: one PEFT directory per policy version, removed when it is retired.
 
-Ranks are padded with zeros to one that servers take; alpha grows with them, so that alpha/rank and with it ΔW stay the
-same. A name is given once and never to other weights: what a server caches under it, and what is in flight, cannot
-become stale.
+The server engine calls it. Ranks are padded with zeros to a rank that servers accept; alpha is scaled with the rank, so
+that alpha/rank and ΔW do not change. A name is never reused for other weights, so a server's cache cannot be stale.
 
-Several processes may share the directory: each has one of its own in it, with a file that says who it is. What one left
-behind is swept only where its process ran on this machine and is no more; everything else there is somebody's. Whoever
-makes the directory marks it, and the last one to leave removes it then.
+Several processes may share the directory. Each writes to a subdirectory that names its owner; a subdirectory is removed
+by another process only if its owner ran on this machine and has ended. The process that creates the shared directory
+marks it, and the last process to close removes a marked one.
 """
 
 from __future__ import annotations
@@ -32,83 +31,83 @@ MADE = ".made-by-retrain"  # Marks a shared directory that retrain created
 
 
 def server_rank(rank: int) -> int:
-    """The smallest rank that servers take and that holds ``rank``. Raises RunFailed above the largest."""
-    for each in RANKS:
-        if each >= rank:
-            return each
+    """Return the smallest rank that servers accept and that is at least ``rank``. Raises RunFailed above the
+    largest."""
+    for accepted in RANKS:
+        if accepted >= rank:
+            return accepted
     raise RunFailed(f"servers take adapters of rank {RANKS[-1]} at most, and this one has rank {rank}")
 
 
-class Published:
-    """The weights of one version and the name that servers know them by. They are written when ``written`` is first
-    called, by whichever thread does."""
+class PublishedAdapter:
+    """The weights of one policy version and their name on servers; written to disk by the first call of ``write``."""
 
     def __init__(self, ref: PolicyRef, snapshot: LocalSnapshot, name: str, store: AdapterStore):
         self.ref, self.snapshot, self.name, self.store = ref, snapshot, name, store
         self.users, self.retired = 0, False
         self._lock, self._path = threading.Lock(), None
 
-    def written(self) -> Path:
-        """Where they lie, as a PEFT directory. Raises StorageError when they cannot be written."""
+    def write(self) -> Path:
+        """Return the PEFT directory; thread-safe. Raises StorageError when it cannot be written."""
         with self._lock:
             if self._path is None:
                 self._path = self.store.write(self.name, self.snapshot)
             return self._path
 
 
-class LeftOver:
-    """What a process that has ended left in its directory: ``names`` of adapters that servers may still have."""
+class AbandonedAdapters:
+    """The directory of a process that has ended; servers may still have loaded the adapters ``names``."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         session = directory.name.removeprefix(OWNED)
-        there = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
-        self.names = [path.name for path in there if path.name.endswith(f".{session}") and path.name[0] != "."]
-        self._half = [path for path in there if path.name[0] == "." and f".{session}." in path.name]
+        paths = [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        self.names = [path.name for path in paths if path.name.endswith(f".{session}") and path.name[0] != "."]
+        self._incomplete = [path for path in paths if path.name[0] == "." and f".{session}." in path.name]
 
     def remove(self) -> None:
-        """Remove them from the disk, the owner's file last."""
+        """Remove the adapters from disk and, last, the file that names the owner."""
         with contextlib.suppress(OSError):
-            for path in (*self._half, *(self.directory / name for name in self.names)):
+            for path in (*self._incomplete, *(self.directory / name for name in self.names)):
                 shutil.rmtree(path)
             _remove_empty(self.directory)
 
 
 class AdapterStore:
-    """This process's part of the directory of adapters, on a file system that servers see under the same path."""
+    """This process's subdirectory of the adapter directory, which servers must see under the same path."""
 
     def __init__(self, directory: Path, base: str):
         self.shared, self.base = directory.absolute(), base
         self._session, self._numbers = uuid4().hex[:8], itertools.count(1)
         self.directory = self.shared / f"{OWNED}{self._session}"
-        self._claimed, self._claiming = False, threading.Lock()
-        made = not self.shared.is_dir()
+        self._claimed, self._claim_lock = False, threading.Lock()
+        is_new = not self.shared.is_dir()
         try:
             prepare_directory(self.shared)
-            if made:
+            if is_new:
                 (self.shared / MADE).touch()
         except UsageError as error:
             raise UsageError(f"[inference] adapter_dir: {error}") from error
 
-    def published(self, ref: PolicyRef, snapshot: LocalSnapshot) -> Published:
-        """These weights under a name that nothing else has had or will have."""
+    def new_adapter(self, ref: PolicyRef, snapshot: LocalSnapshot) -> PublishedAdapter:
+        """Return the weights under a new, unique name; nothing is written yet."""
         run = ref.run_id.replace("/", "_")
-        return Published(ref, snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
+        return PublishedAdapter(ref, snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
 
-    def left_over(self) -> list[LeftOver]:
-        """What processes of this machine left that have ended without taking it away."""
-        found = []
+    def abandoned(self) -> list[AbandonedAdapters]:
+        """Return the directories of processes of this machine that have ended without removing them."""
+        abandoned = []
         for directory in sorted(self.shared.glob(f"{OWNED}*")):
             if directory.is_symlink():
                 continue
             with contextlib.suppress(OSError, ValueError):
                 owner = read_json(directory / OWNER)
                 if has_ended(owner):
-                    found.append(LeftOver(directory))
-        return found
+                    abandoned.append(AbandonedAdapters(directory))
+        return abandoned
 
     def write(self, name: str, snapshot: LocalSnapshot) -> Path:
-        """Write a PEFT directory, whole or not at all. Raises StorageError."""
+        """Write a PEFT directory atomically and return it. Raises StorageError."""
         self._claim()
         final = self.directory / name
         aside = aside_of(final)
@@ -123,8 +122,8 @@ class AdapterStore:
         return final
 
     def _claim(self) -> None:
-        """Say whose this is, before anything else is in it."""
-        with self._claiming:
+        """Write the file that names the owner before any adapter."""
+        with self._claim_lock:
             if not self._claimed:
                 write_json(self.directory / OWNER, this_process())
                 self._claimed = True
@@ -134,10 +133,10 @@ class AdapterStore:
             shutil.rmtree(self.directory / name)
 
     def close(self) -> None:
-        """Remove what this process made, and the shared directory, where that was made and nothing else is in it."""
+        """Remove this process's files, and the shared directory if retrain created it and it is empty."""
         with contextlib.suppress(OSError):
             if self._claimed:
-                LeftOver(self.directory).remove()
+                AbandonedAdapters(self.directory).remove()
             if [path.name for path in self.shared.iterdir()] == [MADE]:
                 (self.shared / MADE).unlink(missing_ok=True)
                 self.shared.rmdir()
@@ -154,7 +153,6 @@ class AdapterStore:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove a process's directory in which nothing but its owner's file is left."""
     if {path.name for path in directory.iterdir()} <= {OWNER}:
         (directory / OWNER).unlink(missing_ok=True)
         directory.rmdir()

@@ -1,17 +1,16 @@
-"""The server engine that a configuration asks for."""
+"""Builds the server engine of a configuration; training and the doctor call it."""
 
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from retrain.config import Config
 from retrain.engines.server.adapters import AdapterStore
-from retrain.engines.server.client import Server
+from retrain.engines.server.client import ServerClient, api_key, server_root
 from retrain.engines.server.dialects import DIALECTS
-from retrain.engines.server.engine import ServerEngine, Vocabulary
-from retrain.engines.server.fleet import Fleet, Launches
+from retrain.engines.server.engine import ServedModel, ServerEngine
+from retrain.engines.server.fleet import Fleet, LocalFleet
 from retrain.engines.server.pool import WAITS
-from retrain.errors import UsageError
 from retrain.policy.base import BaseModel
 
 ADAPTERS = "adapters"  # Default for `adapter_dir`, below a run's or campaign's directory
@@ -21,41 +20,36 @@ def server_engine(
     config: Config,
     base: BaseModel,
     directory: Path,
-    tell: Callable[[str, str], None] = lambda text, level: None,
-    kept: Fleet | None = None,
+    notify: Callable[[str, str], None] = lambda text, level: None,
+    fleet: Fleet | None = None,
 ) -> ServerEngine:
-    """The engine of ``config``, with its servers there. Those that it says are to be launched are ``kept`` by somebody,
-    or else started in ``directory``.
+    """Return the engine of ``config`` after its servers have answered. Without a ``fleet``, servers of ``[inference]
+    launch`` are started in ``directory``.
 
     Raises UsageError when a key is missing or a server does not answer.
     """
-    asked, model = config.inference, config.model.model
-    key = os.environ.get(asked.api_key_env, "") if asked.api_key_env else ""
-    if asked.api_key_env and not key:
-        raise UsageError(f"[inference] api_key_env: ${asked.api_key_env} is not set: export {asked.api_key_env}=…")
-    place = Path(asked.adapter_dir).expanduser() if asked.adapter_dir else directory / ADAPTERS
-    store = AdapterStore(place, model)
-    made: list[ServerEngine] = []
+    settings, model = config.inference, config.model.model
+    key = api_key(settings.api_key_env, "[inference]")
+    adapter_directory = Path(settings.adapter_dir).expanduser() if settings.adapter_dir else directory / ADAPTERS
+    store = AdapterStore(adapter_directory, model)
+    engines: list[ServerEngine] = []
 
     def server_message(text: str, level: str) -> None:
-        """Tell whoever listens to the engine now: it outlives the cohort that it is made for."""
-        (made[0].tell if made else tell)(text, level)
+        # The engine outlives the cohort that it is built for: its present ``notify`` is the later cohort's.
+        (engines[0].notify if engines else notify)(text, level)
 
-    fleet = None if asked.launch is None else kept or Launches(config, directory, server_message)
-    dialect = DIALECTS[asked.engine]
+    dialect = DIALECTS[settings.engine]
     engine = ServerEngine(
-        model,
-        [address.rstrip("/").removesuffix("/v1") for address in asked.url or ()],
-        lambda url: Server(url, dialect, key, asked.timeout_s, asked.max_in_flight, asked.upload),
+        ServedModel(model, base.text, base.vocab_size, base.eos_ids, base.context_length),
+        [server_root(address) for address in settings.url or ()],
+        lambda url: ServerClient(url, dialect, key, settings.timeout_s, settings.max_in_flight, settings.upload),
         store,
-        Vocabulary(base.text, base.vocab_size, base.eos_ids, base.context_length),
-        tell,
-        asked.patience_s,
-        fleet,
-        asked.sleep,
-        WAITS,
+        notify,
+        None if settings.launch is None else fleet or LocalFleet(config, directory, server_message),
+        settings.sleep,
+        replace(WAITS, patience_s=settings.patience_s),
     )
-    made.append(engine)
+    engines.append(engine)
     try:
         engine.open()
     except BaseException:

@@ -1,12 +1,12 @@
-"""Before anything is trained: an adapter whose effect is known has to change a server's log-probabilities by it.
+"""Tests servers before training: an adapter of known effect must change their log-probabilities by that effect.
 
-An adapter that a server ignores, reads with another scale or applies to half of the layers shows in no error: training
-goes on, off-policy, and learns little or nothing. So one that changes the model a lot is loaded, tokens are sampled
-with it and with the base, and every log-probability is compared with our own. Samples are taken twice with the same
-seeds, and with other ones. What does not agree is refused, with the numbers and the likely cause.
+A server that ignores an adapter, scales it wrongly or applies it to half of the layers raises no error; the run would
+train off-policy and learn little. So an adapter that changes the model a lot is loaded, tokens are sampled with it and
+with the base, and all log-probabilities are compared with the trainer's. Seeds must repeat, and different seeds differ.
+A server that fails is rejected with the numbers and the likely cause.
 
-Every server is tried by itself. One that is away meanwhile, or goes away later, is tried when it comes back: while the
-model trains nothing of ours can be computed, so what it should say of one next token is computed beforehand.
+Each server is tested separately. A server that returns later is tested by ``ReturnTrial``, whose answers are computed
+in advance, because the model is busy during training.
 """
 
 import time
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from retrain.engines.server.client import Server
+from retrain.engines.server.client import ServerClient
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.own import Hypothesis, Said, distances, misreadings, next_tokens, ours, rms
+from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, distances, misreadings, next_tokens, ours, rms
 from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
@@ -27,18 +27,16 @@ from retrain.types import Action, PolicyRef, SampleRequest
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
 TOKENS, SAMPLES, TRIES = 12, 4, 3
-AGAIN = 8  # Tokens requested from base and adapter when a server returns
-EFFECT = 1.0
-"""Root mean square (nats) by which the canary's adapter changes the log-probabilities of the base's own tokens, at
-least: far above every tolerance."""
+RETURN_TOKENS = 8  # Tokens requested from base and adapter when a server returns
+EFFECT = 1.0  # Least root mean square change (nats) by the canary's adapter, far above every tolerance
 IMPOSSIBLE = 1e-6  # Probability below which equal tokens from different seeds count as a fault
 STREAM = ("canary",)
 
 
 @dataclass(frozen=True)
-class Canary:
-    """What was found to agree: root mean squares in nats of the base's and the adapter's log-probabilities, the effect
-    of the adapter itself, and the seconds that it took."""
+class CanaryResult:
+    """The test of one server: root mean square differences (nats) of its log-probabilities with the base and with the
+    adapter, and the ``effect`` of the adapter (nats)."""
 
     base: float
     adapter: float
@@ -48,7 +46,7 @@ class Canary:
     where: str = ""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return (
             f"canary{self.where}: base within {self.base:.1e} nats of our own, adapter within {self.adapter:.1e} "
             f"of an effect of {self.effect:.2g}, seeds repeat ({self.tokens} tokens, {self.seconds:.1f} s)"
@@ -56,65 +54,65 @@ class Canary:
 
 
 @dataclass(frozen=True)
-class Again:
-    """The canary for a server that comes back: one token after each of some prompts, whose log-probabilities under
-    ``weights`` are ``logprobs_TV`` (nats)."""
+class ReturnTrial:
+    """The test of a server that returns: one token after each of some prompts. ``logprobs_TV`` (nats): right answers,
+    with ``weights`` of the ``policy`` (the base or the adapter)."""
 
     requests: Sequence[SampleRequest]
     weights: LocalSnapshot
     logprobs_TV: np.ndarray
-    what: str
+    policy: str
     tolerance: float
 
     def judge(self, url: str, answers: Sequence[Action]) -> None:
-        said_T = np.array([action.logprobs_T[0] for action in answers])
+        served_T = np.array([action.logprobs_T[0] for action in answers])
         right_T = np.array(
             [row_V[action.token_ids[0]] for row_V, action in zip(self.logprobs_TV, answers, strict=True)]
         )
-        if (far := rms(said_T - right_T)) > self.tolerance:
+        if (difference := rms(served_T - right_T)) > self.tolerance:
             raise ModelError(
-                f"{url} does not compute what is trained here: its log-probabilities of {self.what}'s tokens are "
-                f"{far:.2g} nats from our own (root mean square); {self.tolerance:g} is the limit ([inference] "
+                f"{url} does not compute what is trained here: its log-probabilities of {self.policy}'s tokens are "
+                f"{difference:.2g} nats from our own (root mean square); {self.tolerance:g} is the limit ([inference] "
                 "tolerance)"
             )
 
 
 def canaries(
     engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[tuple[int, float, float, float]]
-) -> Iterator[Canary]:
-    """Try every server that is there by itself with adapters of these kinds: rank, alpha, temperature, tolerance (nats,
-    root mean square). Those that come later are tried before they are used.
+) -> Iterator[CanaryResult]:
+    """Test each available server with adapters of these kinds: rank, alpha, temperature, tolerance (nats, root mean
+    square). Servers that come later are tested before they are used.
 
-    Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the cause that
-    fits them best, or when seeds do not repeat; ServerFailed when no server comes.
+    Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the likely cause,
+    or when seeds do not repeat; ServerFailed when no server answers.
     """
-    prompt = tuple(base.tokenizer(TEXT)["input_ids"])
-    tries: list[Again] = []
-    for rank, alpha, temperature, tolerance in kinds:
-        nothing, known = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
-        _grow(base, lanes, known, prompt)
-        for what, adapter in (("the base", nothing), ("the adapter", known)):
-            weights = adapter.frozen()
-            last = min(AGAIN, len(prompt))
-            table_TV = next_tokens(base, lanes, prompt, last, weights, temperature)
-            ref = PolicyRef("canary", 0)
-            asked = [
-                SampleRequest(ref, prompt[: len(prompt) - last + i + 1], 1, 1, temperature, (*STREAM, "again", what, i))
-                for i in range(last)
-            ]
-            tries.append(Again(asked, LocalSnapshot(weights), table_TV, what, tolerance))
-    engine.try_with(tries)
-    tried = set[Server]()
-    while not tried & set(engine.pool.servers):
-        engine.wait_for_one()
-        while left := [each for each in engine.pool.servers if each.alive and each not in tried]:
-            tried.add(left[0])
+    engine.try_with([trial for kind in kinds for trial in _return_trials(base, lanes, *kind)])
+    tested = set[ServerClient]()
+    while not tested & set(engine.pool.servers):
+        engine.wait_for_server()
+        while untested := [server for server in engine.pool.servers if server.alive and server not in tested]:
+            tested.add(untested[0])
             try:
                 for kind in kinds:
-                    yield canary(engine, base, lanes, *kind, left[0])
+                    yield canary(engine, base, lanes, *kind, untested[0])
             except ModelError:
-                if left[0] in engine.pool.servers:
-                    raise  # else whoever keeps the servers has given it up, and another one is there or comes
+                if untested[0] in engine.pool.servers:
+                    raise  # else the fleet has replaced the server: test its replacement
+
+
+def _return_trials(
+    base: BaseModel, lanes: Lanes, rank: int, alpha: float, temperature: float, tolerance: float
+) -> Iterator[ReturnTrial]:
+    prompt, base_weights, adapter_weights = _prompt_and_weights(base, lanes, rank, alpha)
+    for policy, weights in (("the base", base_weights), ("the adapter", adapter_weights)):
+        last, ref = min(RETURN_TOKENS, len(prompt)), PolicyRef("canary", 0)
+        table_TV = next_tokens(base, lanes, prompt, last, weights, temperature)
+        prefixes = [prompt[: len(prompt) - last + i + 1] for i in range(last)]
+        requests = [
+            SampleRequest(ref, prefix, 1, 1, temperature, (*STREAM, "again", policy, i))
+            for i, prefix in enumerate(prefixes)
+        ]
+        yield ReturnTrial(requests, LocalSnapshot(weights), table_TV, policy, tolerance)
 
 
 def canary(
@@ -125,50 +123,47 @@ def canary(
     alpha: float,
     temperature: float,
     tolerance: float,
-    server: Server | None = None,
-) -> Canary:
-    """Try one server (the first, where none is named) with an adapter of one kind. Raises as ``canaries``."""
+    server: ServerClient | None = None,
+) -> CanaryResult:
     begin = time.perf_counter()
     at = server or engine.pool.servers[0]
-    prompt = tuple(base.tokenizer(TEXT)["input_ids"])
-    nothing, known = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
-    _grow(base, lanes, known, prompt)
+    prompt, *weights = _prompt_and_weights(base, lanes, rank, alpha)
     refs = [PolicyRef("canary-base", 0), PolicyRef("canary", 0)]
-    weights = [nothing.frozen(), known.frozen()]
     try:
-        for ref, each in zip(refs, weights, strict=True):
-            engine.publish(ref, LocalSnapshot(each))
-        said = [_said(engine, at, ref, prompt, temperature) for ref in refs]
+        for ref, lora_weights in zip(refs, weights, strict=True):
+            engine.publish(ref, LocalSnapshot(lora_weights))
+        served = [_served_tokens(engine, at, ref, prompt, temperature) for ref in refs]
         for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
-            _seeds(engine, at, ref, prompt, temperature, name)
+            _check_seeds(engine, at, ref, prompt, temperature, name)
         engine.forget_sequences()
     except ServerFailed as error:
         raise ModelError(f"{at.url} was tried before training, and failed: {error}") from error
     finally:
         for ref in refs:
             engine.retire(ref)
-    apart = _compared(base, lanes, at.url, said, weights[1], temperature, tolerance)
+    base_rms, adapter_rms = _compare(base, lanes, at.url, served, weights[1], temperature, tolerance)
     plain = Hypothesis("", None, temperature)
     effect = rms(
-        ours(base, lanes, said[1], Hypothesis("", weights[1], temperature)) - ours(base, lanes, said[1], plain)
+        ours(base, lanes, served[1], Hypothesis("", weights[1], temperature)) - ours(base, lanes, served[1], plain)
     )
-    tokens = sum(len(each.token_ids) for own in said for each in own)
+    tokens = sum(len(completion.token_ids) for completions in served for completion in completions)
     where = f" at {at.url}" if len(engine.pool.servers) > 1 else ""
-    return Canary(apart[0], apart[1], effect, tokens, time.perf_counter() - begin, where)
+    return CanaryResult(base_rms, adapter_rms, effect, tokens, time.perf_counter() - begin, where)
 
 
-def _compared(
+def _compare(
     base: BaseModel,
     lanes: Lanes,
     url: str,
-    said: Sequence[Sequence[Said]],
+    served: Sequence[Sequence[ServedTokens]],
     weights: LoraWeights,
     temperature: float,
     tolerance: float,
 ) -> tuple[float, float]:
-    """How far the base's and the adapter's log-probabilities are from ours. Raises ModelError with the cause."""
+    """Return root mean square differences (nats) of the base's and the adapter's log-probabilities. Raises
+    ModelError."""
     plain, right = Hypothesis("base", None, temperature), Hypothesis("adapter", weights, temperature)
-    (of_base,), (of_adapter,) = distances(base, lanes, said[0], [plain]), distances(base, lanes, said[1], [right])
+    (of_base,), (of_adapter,) = distances(base, lanes, served[0], [plain]), distances(base, lanes, served[1], [right])
     if of_base <= tolerance and of_adapter <= tolerance:
         return of_base, of_adapter
     numbers = (
@@ -176,24 +171,26 @@ def _compared(
         f"the adapter's {of_adapter:.2g}; {tolerance:g} is the limit ([inference] tolerance)"
     )
     if of_base > tolerance:
-        cause = _of_base(base, lanes, said[0], temperature, of_base)
+        cause = _base_cause(base, lanes, served[0], temperature, of_base)
     else:
-        cause = _nearest(base, lanes, said[1], list(misreadings(weights, temperature)), of_adapter)
+        cause = _likeliest(base, lanes, served[1], list(misreadings(weights, temperature)), of_adapter)
     raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
 
 
-def _of_base(base: BaseModel, lanes: Lanes, said: Sequence[Said], temperature: float, apart: float) -> str:
+def _base_cause(base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], temperature: float, apart: float) -> str:
     ways = [
         Hypothesis(f"the server samples with top_p = {p:g} of its own", None, temperature, p) for p in (0.95, 0.9, 0.8)
     ]
     if temperature != 1:
         ways.append(Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", None, 1.0))
-    return _nearest(base, lanes, said, ways, apart)
+    return _likeliest(base, lanes, served, ways, apart)
 
 
-def _nearest(base: BaseModel, lanes: Lanes, said: Sequence[Said], ways: Sequence[Hypothesis], apart: float) -> str:
-    """The hypothesis that fits best, where it fits well; else what is left."""
-    far = distances(base, lanes, said, ways)
+def _likeliest(
+    base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], ways: Sequence[Hypothesis], apart: float
+) -> str:
+    """Return a message that names the best hypothesis if it fits well, else precision or another base model."""
+    far = distances(base, lanes, served, ways)
     best = min(range(len(ways)), key=lambda i: far[i])
     if far[best] < 0.25 * apart:
         return f"Likely cause: {ways[best].name} ({far[best]:.2g} nats away).{_advice(ways[best].name)}"
@@ -211,23 +208,25 @@ def _advice(name: str) -> str:
     return ""
 
 
-def _said(engine: ServerEngine, at: Server, ref: PolicyRef, prompt: tuple[int, ...], temperature: float) -> list[Said]:
+def _served_tokens(
+    engine: ServerEngine, at: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float
+) -> list[ServedTokens]:
     request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, ref.run_id))
     (actions,) = engine.sample([request], at=at)
-    return [Said(prompt, action.token_ids, action.logprobs_T) for action in actions]
+    return [ServedTokens(prompt, action.token_ids, action.logprobs_T) for action in actions]
 
 
-def _seeds(
-    engine: ServerEngine, at: Server, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
+def _check_seeds(
+    engine: ServerEngine, at: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
 ) -> None:
-    """The same seed gives the same tokens, another one others. Raises ModelError."""
+    """Raise ModelError unless equal seeds repeat the tokens and different seeds change them."""
     if temperature == 0:
         return
     for attempt in range(TRIES):
         request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, "seeds", attempt))
         (once,), (again,) = engine.sample([request], at=at), engine.sample([request], at=at)
         if [action.token_ids for action in once] == [action.token_ids for action in again]:
-            _differ(once, at.url, name)
+            _check_variety(once, at.url, name)
             return
     raise ModelError(
         f"{at.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
@@ -235,8 +234,8 @@ def _seeds(
     )
 
 
-def _differ(actions: Sequence[Action], url: str, name: str) -> None:
-    """Samples with seeds of their own are not all the same, unless that is likely."""
+def _check_variety(actions: Sequence[Action], url: str, name: str) -> None:
+    """Raise ModelError when samples of different seeds are equal, unless that is probable by chance."""
     if len({tuple(action.token_ids) for action in actions}) > 1:
         return
     chance = float(np.exp((len(actions) - 1) * actions[0].logprobs_T.sum()))
@@ -247,18 +246,27 @@ def _differ(actions: Sequence[Action], url: str, name: str) -> None:
         )
 
 
+def _prompt_and_weights(
+    base: BaseModel, lanes: Lanes, rank: int, alpha: float
+) -> tuple[tuple[int, ...], LoraWeights, LoraWeights]:
+    """Return the prompt, an adapter without effect (the base), and a random one whose effect is at least ``EFFECT``."""
+    prompt = tuple(base.tokenizer(TEXT)["input_ids"])
+    zero, adapter = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
+    _grow(base, lanes, adapter, prompt)
+    return prompt, zero.frozen(), adapter.frozen()
+
+
 def _grow(base: BaseModel, lanes: Lanes, adapter: Adapter, prompt: tuple[int, ...]) -> None:
-    """Random weights, as large as it takes for the effect to be unmistakable."""
     adapter.initialise(*STREAM)
     stream = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for shape in adapter.shapes:
             adapter.B[shape.name].copy_(torch.randn(shape.out_features, adapter.rank, generator=stream))
             adapter.B[shape.name].mul_(1e-3 / max(adapter.scale, 1e-6))
-    drawn = [Said(prompt[:4], prompt[4:], np.zeros(len(prompt) - 4))]
-    before = ours(base, lanes, drawn, Hypothesis("", None, 1.0))
+    reference = [ServedTokens(prompt[:4], prompt[4:], np.zeros(len(prompt) - 4))]
+    before = ours(base, lanes, reference, Hypothesis("", None, 1.0))
     for _ in range(24):
-        if rms(ours(base, lanes, drawn, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
+        if rms(ours(base, lanes, reference, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
             return
         with torch.no_grad():
             for shape in adapter.shapes:

@@ -1,8 +1,8 @@
-"""One server at one address: requests, whether it is there, and which adapters it has.
+"""The client of one server: sends requests, checks whether it answers, and tracks the adapters that it has loaded.
 
-What a request comes to is one of four: an answer; ``Away`` (no connection, no answer in time, 5xx, 429: to be tried
-again, here or elsewhere); ``Unknown`` (the server does not know the adapter: it has been started anew); ``Refused`` (it
-will not do this, now or later).
+A request returns an answer or raises a ``RequestFailed``: ``ServerUnavailable`` (no connection, a timeout, HTTP 429 or
+5xx; may succeed later or elsewhere), ``ModelNotFound`` (the server has restarted and lost the adapter) or
+``RequestRejected`` (will fail again).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrain.engines.server.adapters import Published
-from retrain.engines.server.dialects import Answer, Ask, Dialect, Faulty
+from retrain.engines.server.adapters import PublishedAdapter
+from retrain.engines.server.dialects import Answer, CompletionRequest, Dialect, InvalidAnswer
+from retrain.errors import UsageError
 
 if TYPE_CHECKING:
     import httpx
@@ -24,25 +26,41 @@ HEALTH_TIMEOUT_S, UNLOAD_TIMEOUT_S = 5.0, 10.0
 BUSY = (429, 500, 502, 503, 504)  # HTTP statuses after which the same request may succeed
 
 
-class Away(Exception):
-    """The server did not answer, or says that it cannot at the moment."""
+def server_root(address: str) -> str:
+    return address.rstrip("/").removesuffix("/v1")
 
 
-class Unreached(Away):
-    """No connection: the request never reached the server."""
+def api_key(variable: str | None, section: str) -> str:
+    """Return the value of an environment variable, "" without a variable. Raises UsageError when it is not set."""
+    key = os.environ.get(variable, "") if variable else ""
+    if variable and not key:
+        raise UsageError(f"{section} api_key_env: ${variable} is not set: export {variable}=…")
+    return key
 
 
-class Unknown(Exception):
+class RequestFailed(Exception):
+    """A request without an answer that can be used."""
+
+
+class ServerUnavailable(RequestFailed):
+    """The server did not answer, or reports that it is overloaded or failing."""
+
+
+class ServerUnreachable(ServerUnavailable):
+    """There was no connection: the request never reached the server."""
+
+
+class ModelNotFound(RequestFailed):
     """The server has no model or adapter of this name."""
 
 
-class Refused(Exception):
-    """The server understood the request and will not do it."""
+class RequestRejected(RequestFailed):
+    """The server answered that it will not do this."""
 
 
-class Server:
-    """One address. ``waiting`` counts the rows that are given to it and not yet answered; ``alive`` is False from when
-    it was found away until it answers again. ``upload``: adapters are sent, not named by their place."""
+class ServerClient:
+    """The client of one address. ``waiting`` counts rows sent and not yet answered; ``alive`` is False from a failed
+    health check until the next answer. ``upload``: send the adapters' files instead of their path."""
 
     def __init__(
         self, url: str, dialect: Dialect, key: str, timeout_s: float, max_in_flight: int, upload: bool = False
@@ -53,8 +71,8 @@ class Server:
         self.model = self.base = ""
         self.context: int | None = None
         self._adapters: dict[str, asyncio.Task[float]] = {}
-        self._perhaps: set[str] = set()  # it had them before it was away, and they are wanted
-        self._leave: set[str] = set()  # it may have them, and nobody wants them
+        self._maybe_loaded: set[str] = set()  # loaded before the server was lost, and still in use
+        self._to_unload: set[str] = set()  # may be loaded, and no longer in use
         self._http: httpx.AsyncClient | None = None
 
     async def open(self) -> None:
@@ -74,12 +92,11 @@ class Server:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    async def ask(self, ask: Ask) -> Answer:
-        """One completion. Raises Away, Unknown, Refused, Faulty."""
+    async def ask(self, ask: CompletionRequest) -> Answer:
+        """Return one completion. Raises RequestFailed, InvalidAnswer."""
         return self.dialect.read(await self.post(self.dialect.completions, self.dialect.body(ask)))
 
     async def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
-        """The JSON of the answer, its text where it is none."""
         return await self._send("POST", path, timeout_s, body)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
@@ -89,42 +106,42 @@ class Server:
         import httpx
 
         if self._http is None or self._http.is_closed:
-            raise Unreached("whoever keeps the servers has let go of it")
+            raise ServerUnreachable("its connection was closed")
         limit = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit):
                 response = await self._request(self._http, method, path, body, limit)
         except (httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-            raise Unreached(f"no connection within {limit:g} s") from error
+            raise ServerUnreachable(f"no connection within {limit:g} s") from error
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Away(f"no answer to {path} within {limit:g} s") from error
+            raise ServerUnavailable(f"no answer to {path} within {limit:g} s") from error
         except httpx.ConnectError as error:
-            raise Unreached(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise ServerUnreachable(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         except httpx.RequestError as error:
-            raise Away(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise ServerUnavailable(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         except httpx.InvalidURL as error:
-            raise Refused(f"not an address: {error}") from error
-        status, text = response.status_code, self._said(response)
+            raise RequestRejected(f"not an address: {error}") from error
+        status, text = response.status_code, self._error_text(response)
         if status in BUSY:
-            raise Away(f"HTTP {status} {text}")
+            raise ServerUnavailable(f"HTTP {status} {text}")
         if status == 404:
-            raise Unknown(text)
+            raise ModelNotFound(text)
         if status >= 300:
-            raise Refused(f"HTTP {status} {text}")
+            raise RequestRejected(f"HTTP {status} {text}")
         try:
             return response.json()
         except ValueError as error:
             if path == self.dialect.completions:
-                raise Faulty(f"no JSON: {text}") from error
+                raise InvalidAnswer(f"no JSON: {text}") from error
             return text
 
     async def _request(
         self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> httpx.Response:
-        """Return the response, from a second connection where a reused one was closed before any byte of it came.
+        """Return the response, from a new connection if a reused one was closed before the response began.
 
-        A server closes connections that were idle for some seconds (vLLM for 5), and a request that is sent at that
-        moment fails although the server is well. One on a fresh connection is not repeated: that is a real loss.
+        Servers close idle connections after some seconds (vLLM: 5), and a request sent at that moment fails although
+        the server is healthy. A request that fails on a new connection is not repeated: the server was lost.
         """
         import httpx
 
@@ -140,86 +157,84 @@ class Server:
         except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
             if is_fresh or has_response:
                 raise
-        async with self._client(keep_alive=0) as once:
-            return await once.request(method, path, json=body, timeout=timeout_s)
+        async with self._client(keep_alive=0) as client_once:
+            return await client_once.request(method, path, json=body, timeout=timeout_s)
 
-    def _said(self, response: httpx.Response) -> str:
-        """The server's words, without the key, which some servers repeat."""
+    def _error_text(self, response: httpx.Response) -> str:
+        """Return the answer's message without the API key, which some servers echo."""
         try:
-            found = response.json()
-            found = found.get("error", found)
-            text = str(found.get("message") or found.get("detail") or found if isinstance(found, dict) else found)
+            error = response.json()
+            error = error.get("error", error)
+            text = str(error.get("message") or error.get("detail") or error if isinstance(error, dict) else error)
         except (ValueError, AttributeError):
             text = response.text
         text = " ".join(text.split())[:300]
         return text.replace(self._key, "***") if self._key else text
 
-    # -- whether it is there ------------------------------------------------------------------------------------
+    # -- availability -------------------------------------------------------------------------------------------
 
     async def check(self) -> bool:
-        """Whether it answers now; ``reason`` says why not."""
+        """Return whether the server answers now; if not, ``reason`` says why."""
         try:
             await self.get(self.dialect.health, HEALTH_TIMEOUT_S)
-        except (Away, Unknown, Refused) as error:
+        except RequestFailed as error:
             self.reason = str(error) or type(error).__name__
             return False
         return True
 
-    def lost(self) -> None:
-        """It is away. What comes back may be another process, without adapters, or the same, which has them all."""
+    def mark_lost(self) -> None:
+        """Count the server as unavailable. A restarted one has no adapters, the same one still has all of them."""
         self.alive = False
-        self._perhaps |= self._adapters.keys()
+        self._maybe_loaded |= self._adapters.keys()
         self._adapters.clear()
 
-    async def found(self) -> None:
-        """It is back: adapters that nobody wants any more are taken away before it is used, should it still have them;
-        those that are wanted stay. Raises Away, Unknown, Refused."""
-        await self.look()
-        await self.take_away()
+    async def readmit(self) -> None:
+        """Prepare a server that answers again: unload adapters that are no longer in use. Raises RequestFailed."""
+        await self.query_model()
+        await self.unload_unused()
 
-    async def look(self) -> None:
-        """Learn how the server calls the base (``model``, as the configuration does) and how long its context is.
-        Raises Away, Unknown, Refused."""
+    async def query_model(self) -> None:
+        """Set ``base``, the server's name of ``model``, and ``context``, its longest sequence. Raises RequestFailed."""
         listed = await self.get("/v1/models", HEALTH_TIMEOUT_S)
         data = listed.get("data") if isinstance(listed, dict) else None
-        if not isinstance(data, list) or not all(isinstance(each, dict) for each in data):
-            raise Refused(
+        if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
+            raise RequestRejected(
                 f"{repr(listed)[:80]} is no list of models: it is no server of the kind that [inference] engine names, "
                 "or this is not its url"
             )
-        models = [each for each in data if not each.get("parent") and isinstance(each.get("id"), str)]
+        models = [entry for entry in data if not entry.get("parent") and isinstance(entry.get("id"), str)]
         if not models:
-            raise Refused("it lists no model")
-        named = next((each for each in models if self.model in (each["id"], each.get("root"))), models[0])
+            raise RequestRejected("it lists no model")
+        named = next((entry for entry in models if self.model in (entry["id"], entry.get("root"))), models[0])
         longest = named.get("max_model_len")
         self.base, self.context = named["id"], longest if type(longest) is int else None
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
-    async def require(self, published: Published) -> float:
-        """Have the adapter loaded, once for all that ask; the seconds that it took this caller's load, 0 where another
-        has loaded it. Raises as ``post``."""
+    async def require(self, published: PublishedAdapter) -> float:
+        """Load the adapter unless it is loaded; return the seconds, 0 if another call loads it. Raises
+        RequestFailed."""
         name = published.name
         loading = self._adapters.get(name)
         if loading is not None:
             await asyncio.shield(loading)
             return 0.0
         loading = self._adapters[name] = asyncio.create_task(self._load(published))
-        loading.add_done_callback(lambda task: self._ended(name, task))
+        loading.add_done_callback(lambda task: self._on_load_ended(name, task))
         return await asyncio.shield(loading)
 
-    def _ended(self, name: str, task: asyncio.Task[float]) -> None:
-        """An adapter that could not be loaded counts as not there; whoever waits for it has heard why. Whether it is
-        there is not known, as with one that was loaded while the server was given up."""
+    def _on_load_ended(self, name: str, task: asyncio.Task[float]) -> None:
+        # After a failed load, or one that ended when the server had been lost, the server may or may not have the
+        # adapter. Callers of ``require`` get the error from the task.
         failed = task.cancelled() or task.exception() is not None
         if failed and self._adapters.get(name) is task:
             del self._adapters[name]
-        if self._adapters.get(name) is None and name not in self._leave:
-            self._perhaps.add(name)
+        if self._adapters.get(name) is None and name not in self._to_unload:
+            self._maybe_loaded.add(name)
 
-    async def _load(self, published: Published) -> float:
+    async def _load(self, published: PublishedAdapter) -> float:
         begin = time.perf_counter()
-        path = await asyncio.to_thread(published.written)
+        path = await asyncio.to_thread(published.write)
         body: dict[str, Any] = {"lora_name": published.name}
         if self.upload:
             body["files"] = await asyncio.to_thread(_encoded, path)
@@ -227,54 +242,51 @@ class Server:
             body["lora_path"] = str(path)
         try:
             await self.post(f"{self.dialect.adapter_prefix}/load_lora_adapter", body)
-        except Refused as refused:
-            if "already" not in str(refused):  # of this very name, which no other weights have
+        except RequestRejected as refused:
+            if "already" not in str(refused):  # a name is never reused, so these are the same weights
                 raise
-        except Unknown as unknown:
-            raise Refused(f"it cannot load the adapter at {path}: {unknown}") from unknown
+        except ModelNotFound as unknown:
+            raise RequestRejected(f"it cannot load the adapter at {path}: {unknown}") from unknown
         return time.perf_counter() - begin
 
-    def leave(self, name: str) -> None:
-        """An adapter that another process may have loaded: to be taken away."""
-        self._leave.add(name)
+    def schedule_unload(self, name: str) -> None:
+        self._to_unload.add(name)
 
-    def forgot(self, name: str) -> None:
+    def mark_unloaded(self, name: str) -> None:
         self._adapters.pop(name, None)
-        self._perhaps.discard(name)
+        self._maybe_loaded.discard(name)
 
     async def unload(self, name: str) -> None:
-        """Have the adapter taken away; a server that is away or does not know it is content. One that is away is told
-        when it is back."""
+        """Unload the adapter; on an unavailable server, when it is readmitted. Errors are ignored."""
         loading = self._adapters.get(name)
-        if loading is None and name not in self._perhaps and name not in self._leave:
+        if loading is None and name not in self._maybe_loaded and name not in self._to_unload:
             return
-        self._leave.add(name)
+        self._to_unload.add(name)
         if loading is not None and not loading.done():
             await asyncio.wait([loading])
         self._adapters.pop(name, None)
-        self._perhaps.discard(name)
+        self._maybe_loaded.discard(name)
         if self.alive:
-            with contextlib.suppress(Away):
-                await self._take(name)
+            with contextlib.suppress(ServerUnavailable):
+                await self._unload_now(name)
 
     async def unload_all(self) -> None:
-        """Have everything taken away that it was given here. Raises Away."""
-        await asyncio.gather(*(self.unload(name) for name in {*self._adapters, *self._perhaps}))
+        """Unload all adapters that this client loaded. Raises ServerUnavailable."""
+        await asyncio.gather(*(self.unload(name) for name in {*self._adapters, *self._maybe_loaded}))
         if self.alive:
-            await self.take_away()
+            await self.unload_unused()
 
-    async def take_away(self) -> None:
-        """Unload all that nobody wants. Raises Away."""
-        while self._leave:
-            await self._take(next(iter(self._leave)))
+    async def unload_unused(self) -> None:
+        """Unload the adapters that are no longer in use. Raises ServerUnavailable."""
+        while self._to_unload:
+            await self._unload_now(next(iter(self._to_unload)))
 
-    async def _take(self, name: str) -> None:
-        with contextlib.suppress(Unknown, Refused):
+    async def _unload_now(self, name: str) -> None:
+        with contextlib.suppress(ModelNotFound, RequestRejected):
             route = f"{self.dialect.adapter_prefix}/unload_lora_adapter"
             await self.post(route, {"lora_name": name}, UNLOAD_TIMEOUT_S)
-        self._leave.discard(name)
+        self._to_unload.discard(name)
 
 
 def _encoded(directory: Path) -> dict[str, str]:
-    """The files of a PEFT directory in base64, by name."""
     return {path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(directory.iterdir())}

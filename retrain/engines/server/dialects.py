@@ -1,12 +1,11 @@
-"""What each kind of server is sent, and how its answer is read: token ids in, token ids and log-probabilities out.
+"""Writes requests for each kind of server and reads the answers: token ids in, token ids and log-probabilities out.
 
-``vllm``: vLLM's ``/v1/completions`` and whatever speaks it (``retrain serve`` does). ``openai``: the same route with
-the keys of OpenAI's API alone, for servers that refuse what they do not know; token ids come back under vLLM's name for
-them or as ``token_id:17``. ``sglang``: SGLang's own ``/generate``. Adapters are loaded by the routes that vLLM and
-SGLang have in common.
+``vllm``: vLLM's ``/v1/completions`` and compatible servers (``retrain serve``). ``openai``: the same route with only
+the keys of OpenAI's API, for servers that reject unknown keys; token ids come back in vLLM's field or as
+``token_id:17``. ``sglang``: SGLang's ``/generate``. vLLM and SGLang load adapters by the same routes.
 
-All that shapes a distribution is always sent, also where it is the default: servers take missing values from the
-model's ``generation_config.json``.
+Every sampling parameter is always sent, also at its default, because servers take missing values from the model's
+``generation_config.json``.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any, Protocol
 from retrain.types import SampleRequest
 
 
-class Faulty(Exception):
-    """An answer that no training may use; the text says what is wrong with it."""
+class InvalidAnswer(Exception):
+    """An answer that cannot be trained on; the message names the fault."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One completion: ``model`` is the name under which the server has base or adapter, ``base`` that of the base."""
+class CompletionRequest:
+    """One completion. ``model`` is the server's name of the adapter, or of the base; ``base`` is that of the base."""
 
     request: SampleRequest
     model: str
@@ -35,7 +34,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server sampled. ``model`` and ``prompt_ids`` are None where it does not repeat them."""
+    """A sampled completion. ``model`` and ``prompt_ids`` are None if the server does not echo them."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -45,49 +44,45 @@ class Answer:
 
 
 class Dialect(Protocol):
-    """How to talk to one kind of server. ``adapter_prefix`` is that of the routes that load and unload adapters."""
+    """Requests and answers of one kind of server. Routes that load and unload adapters begin with
+    ``adapter_prefix``."""
 
     completions: str
     adapter_prefix: str
     health: str
 
-    def body(self, ask: Ask) -> dict[str, Any]: ...
+    def body(self, ask: CompletionRequest) -> dict[str, Any]: ...
 
-    def read(self, payload: Any) -> Answer:
-        """The completion in the server's answer. Raises Faulty when there is none."""
-        ...
+    def read(self, payload: Any) -> Answer: ...  # Raises InvalidAnswer
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The request for the log-probabilities of these tokens themselves, at temperature 1, under the names of an
-        ``Ask``."""
+        """Return the request for the log-probabilities of these tokens at temperature 1; for ``model`` and ``base`` see
+        ``CompletionRequest``."""
         ...
 
-    def read_prompt(self, payload: Any) -> Prompted:
-        """What the server says of them. Raises Faulty when it says nothing."""
-        ...
+    def read_prompt(self, payload: Any) -> PromptLogprobs: ...  # Raises InvalidAnswer
 
 
 @dataclass(frozen=True)
-class Prompted:
-    """What a server says of the tokens of a prompt, in order; of the first, which nothing predicts, None. ``token_ids``
-    are None where it does not repeat them."""
+class PromptLogprobs:
+    """Log-probabilities (nats) of a prompt's tokens; None for the first, which nothing predicts. ``token_ids`` is None
+    if the server does not echo them."""
 
     logprobs: Sequence[float | None]
     token_ids: Sequence[int] | None = None
 
 
 class OpenAI:
-    """OpenAI's completions, with no keys but its own and the one that asks for token ids."""
+    """OpenAI's completions: only keys of its API, and ``return_token_ids``."""
 
     completions = "/v1/completions"
     adapter_prefix = "/v1"
     health = "/v1/models"
     seed_bits = 63
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        """See ``Dialect.body``; ``top_k`` and ``min_p`` only where they cut something."""
+    def body(self, ask: CompletionRequest) -> dict[str, Any]:
         request = ask.request
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": ask.model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_tokens,
@@ -95,31 +90,31 @@ class OpenAI:
             "seed": ask.seed % 2**self.seed_bits,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "logprobs": 0,  # those of what is sampled, without the likeliest others, which cost more
+            "logprobs": 0,  # only those of sampled tokens: alternatives cost more
             "return_token_ids": True,
         }
         cuts = {"top_k": request.top_k, "min_p": request.min_p}
-        return asked | {key: value for key, value in cuts.items() if value}
+        # Servers that know only OpenAI's keys reject these two: they are sent only where they have an effect.
+        return body | {key: value for key, value in cuts.items() if value}
 
     def read(self, payload: Any) -> Answer:
         try:
             choice = payload["choices"][0]
-            given = choice["logprobs"]
+            logprobs = choice["logprobs"]
             token_ids = choice.get("token_ids")
             if token_ids is None:
-                token_ids = [_named_id(token) for token in given["tokens"]]
+                token_ids = [_named_id(token) for token in logprobs["tokens"]]
             return Answer(
                 token_ids,
-                given["token_logprobs"],
+                logprobs["token_logprobs"],
                 str(choice.get("finish_reason")),
                 payload.get("model"),
                 choice.get("prompt_token_ids"),
             )
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise Faulty(f"no completion with log-probabilities: {_clipped(payload)}") from error
+            raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """See ``Dialect.prompt_body``: the prompt is repeated, and nothing follows it."""
         return {
             "model": model,
             "prompt": list(token_ids),
@@ -130,20 +125,20 @@ class OpenAI:
             "return_token_ids": True,
         }
 
-    def read_prompt(self, payload: Any) -> Prompted:
+    def read_prompt(self, payload: Any) -> PromptLogprobs:
         try:
             choice = payload["choices"][0]
-            return Prompted(choice["logprobs"]["token_logprobs"], choice.get("prompt_token_ids"))
+            return PromptLogprobs(choice["logprobs"]["token_logprobs"], choice.get("prompt_token_ids"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise Faulty(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
+            raise InvalidAnswer(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 class VLLM(OpenAI):
-    """vLLM's completions: our end tokens, and every cut and penalty by its number."""
+    """vLLM's completions: also sends end tokens, truncation and penalties."""
 
     health = "/health"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, Any]:
         return super().body(ask) | {
             "top_k": ask.request.top_k,
             "min_p": ask.request.min_p,
@@ -156,14 +151,14 @@ class VLLM(OpenAI):
 
 
 class SGLang:
-    """SGLang's ``/generate``. Seeds count only where the server runs with ``--enable-deterministic-inference``."""
+    """SGLang's ``/generate``. Seeds have an effect only with ``--enable-deterministic-inference``."""
 
     completions = "/generate"
     adapter_prefix = ""
     health = "/health"
     seed_bits = 31
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, Any]:
         request = ask.request
         return {
             "input_ids": list(request.prompt_ids),
@@ -187,15 +182,14 @@ class SGLang:
         }
 
     def read(self, payload: Any) -> Answer:
-        """See ``Dialect.read``; SGLang repeats neither the adapter's name nor the prompt."""
         try:
-            about = payload["meta_info"]
-            drawn = about["output_token_logprobs"]
-            finish = about["finish_reason"]
+            info = payload["meta_info"]
+            sampled = info["output_token_logprobs"]
+            finish = info["finish_reason"]
             kind = finish["type"] if isinstance(finish, Mapping) else finish
-            return Answer([each[1] for each in drawn], [each[0] for each in drawn], str(kind))
+            return Answer([token[1] for token in sampled], [token[0] for token in sampled], str(kind))
         except (KeyError, IndexError, TypeError) as error:
-            raise Faulty(f"no completion with log-probabilities: {_clipped(payload)}") from error
+            raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
         return {
@@ -206,12 +200,12 @@ class SGLang:
             **({} if model == base else {"lora_path": model}),
         }
 
-    def read_prompt(self, payload: Any) -> Prompted:
+    def read_prompt(self, payload: Any) -> PromptLogprobs:
         try:
-            given = payload["meta_info"]["input_token_logprobs"]
-            return Prompted([each[0] for each in given], [each[1] for each in given])
+            tokens = payload["meta_info"]["input_token_logprobs"]
+            return PromptLogprobs([token[0] for token in tokens], [token[1] for token in tokens])
         except (KeyError, IndexError, TypeError) as error:
-            raise Faulty(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
+            raise InvalidAnswer(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang": SGLang()}  # By `[inference] engine`
@@ -220,7 +214,7 @@ DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang":
 def _named_id(token: str) -> int:
     kind, _, number = token.partition(":")
     if kind != "token_id" or not number.isdigit():
-        raise Faulty("the server returns the texts of tokens and not their ids (return_token_ids)")
+        raise InvalidAnswer("the server returns the texts of tokens and not their ids (return_token_ids)")
     return int(number)
 
 

@@ -1,9 +1,9 @@
-"""Sampling from servers: ``[inference] engine = "vllm" | "sglang" | "openai"``.
+"""Samples from servers: ``[inference] engine = "vllm" | "sglang" | "openai"``.
 
-One request for each completion, with a seed of its own from the named stream, so that what is sampled depends neither
-on the batch nor on the address. Everything happens in the event loop of one thread; ``sample`` may be called from
-several threads at once. An adapter is loaded at an address before the first request there that names it, again when
-the server has forgotten it, and unloaded once it is retired and no request in flight names it.
+Each completion is one request with its own seed from the named stream, so that samples depend neither on the batch nor
+on the server. All requests run in the event loop of one thread; ``sample`` may be called from several threads. A server
+loads an adapter before the first request that needs it, and again after a restart; it unloads the adapter once it is
+retired and no request in flight uses it.
 """
 
 import asyncio
@@ -18,12 +18,19 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from retrain.engines.protocol import EngineState, Finished
-from retrain.engines.server.adapters import AdapterStore, LeftOver, Published
+from retrain.engines.server.adapters import AbandonedAdapters, AdapterStore, PublishedAdapter
 from retrain.engines.server.checks import action_of
-from retrain.engines.server.client import Away, Refused, Server, Unknown, Unreached
-from retrain.engines.server.dialects import Ask, Faulty
+from retrain.engines.server.client import (
+    ModelNotFound,
+    RequestFailed,
+    RequestRejected,
+    ServerClient,
+    ServerUnavailable,
+    ServerUnreachable,
+)
+from retrain.engines.server.dialects import CompletionRequest, InvalidAnswer
 from retrain.engines.server.fleet import Fleet
-from retrain.engines.server.pool import WAITS, Pool, Waits
+from retrain.engines.server.pool import WAITS, ServerPool, Waits
 from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
@@ -32,19 +39,18 @@ from retrain.rng import torch_seed
 from retrain.tokenizer import Tokenizer
 from retrain.types import Action, PolicyRef, SampleRequest
 
-ATTEMPTS = 5
-"""Times that one completion is asked for before the step is given up; waiting for a server that is away does not
-count."""
+ATTEMPTS = 5  # Requests for one completion before the step fails; lost servers do not count
 WAKING_S = 20.0  # Seconds for waking servers at the end
 RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, as it appears in the error message
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """What an answer is checked against: token ids below ``size``, ends by ``end_ids``, at most ``context`` tokens with
-    the prompt."""
+class ServedModel:
+    """The base that servers must hold: ``name`` in the configuration, token ids below ``size``, end tokens ``end_ids``,
+    and ``context``, the most tokens of prompt and completion."""
 
+    name: str
     tokenizer: Tokenizer
     size: int
     end_ids: tuple[int, ...]
@@ -52,7 +58,7 @@ class Vocabulary:
 
 
 class Trial(Protocol):
-    """What a server is asked whose right answers are known: each request once. ``judge`` raises ModelError."""
+    """A test of a server: the answers to ``requests`` under ``weights`` are known. ``judge`` raises ModelError."""
 
     @property
     def requests(self) -> Sequence[SampleRequest]: ...
@@ -65,21 +71,20 @@ class Trial(Protocol):
 
 @dataclass
 class _Call:
-    """One call of ``sample``: its requests, and the seconds that it has spent on loading adapters."""
+    """One call of ``sample``. ``loading_s``: seconds in which it waited for adapters to be loaded."""
 
     requests: Sequence[SampleRequest]
-    used: Mapping[PolicyRef, Published]
+    used: Mapping[PolicyRef, PublishedAdapter]
     gate: asyncio.Semaphore | None
-    at: Server | None
+    at: ServerClient | None
     loading_s: float = 0.0
 
 
 class ServerEngine:
-    """Samples with servers that hold the base ``model`` (as the configuration names it). Several versions of a run may
-    be published at a time. ``tell(text, level)`` hears of servers that go and come back. ``fleet``: somebody keeps the
-    servers alive, and says where they are; ``at`` makes the server of an address.
+    """Samples with servers that hold the base ``model``; several versions of a run may be published at a time.
 
-    ``close`` ends it, and lets go of the fleet.
+    ``at`` makes the client of an address. ``notify(text, level)`` is called when servers are lost and when they return.
+    A ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
     """
 
     gives_entropy = False
@@ -87,29 +92,27 @@ class ServerEngine:
 
     def __init__(
         self,
-        model: str,
+        model: ServedModel,
         urls: Sequence[str],
-        at: Callable[[str], Server],
+        at: Callable[[str], ServerClient],
         store: AdapterStore,
-        vocabulary: Vocabulary,
-        tell: Callable[[str, str], None] = lambda text, level: None,
-        patience_s: float = 600.0,
+        notify: Callable[[str, str], None] = lambda text, level: None,
         fleet: Fleet | None = None,
         sleeps: bool = False,
         waits: Waits = WAITS,
     ):
-        self.model, self.store, self.vocabulary, self.fleet = model, store, vocabulary, fleet
-        self.tell, self.sleeps, self.patience_s, self.waits = tell, sleeps, patience_s, waits
-        self.beside = not sleeps  # servers that free their GPU for us take turns with us
+        self.model, self.store, self.fleet = model, store, fleet
+        self.notify, self.sleeps, self.waits = notify, sleeps, waits
+        self.is_concurrent = not sleeps  # sleeping servers and training take turns on the same GPU
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
-        self.pool = Pool(urls, at, model, patience_s, lambda text, level: self.tell(text, level), gave_up, waits)
-        self._published: dict[PolicyRef, Published] = {}
-        self._dropping: set[Future[None]] = set()
+        self.pool = ServerPool(urls, at, model.name, lambda text, level: self.notify(text, level), gave_up, waits)
+        self._published: dict[PolicyRef, PublishedAdapter] = {}
+        self._unloads: set[Future[None]] = set()
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._local = threading.local()
         self._calls: set[Future[Any]] = set()
         self._sleeping, self._sampling = False, 0
-        self._turn = asyncio.Lock()
+        self._sleep_lock = asyncio.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers", daemon=True)
         self._thread.start()
@@ -118,31 +121,29 @@ class ServerEngine:
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Wait until the servers are there, and learn how they call the base. Raises UsageError when none answers,
-        ModelError when one does not hold a model of this tokenizer's context."""
+        """Wait for the servers and query the name that they give the base. Raises UsageError when none answers."""
         if self.fleet is not None:
-            self.fleet.wait(self.patience_s)
+            self.fleet.wait(self.waits.patience_s)
             if not self.fleet.urls and not self.fleet.gave_up:
                 raise UsageError(
-                    f"[inference] launch: no server could be started within {self.patience_s:g} s (patience_s)"
+                    f"[inference] launch: no server could be started within {self.waits.patience_s:g} s (patience_s)"
                 )
-            self.fleet.listen(self._follow)  # first: what is told between the two would be missed
+            self.fleet.listen(self._follow)  # before reading ``urls``, so that no change is missed
             self._run(self.pool.follow(self.fleet.urls))
         self._run(self._open())
 
     def _follow(self, urls: Sequence[str]) -> None:
-        """The fleet has other addresses now; called from any thread."""
         with self._lock:
             if not self._closed:
                 asyncio.run_coroutine_threadsafe(self.pool.follow(urls), self._loop)
 
     def close(self) -> None:
-        """Take all adapters away, and end the server that was launched. What is being sampled is given up."""
-        with self._lock:  # from here on nothing is given to the loop but its end
+        """Cancel sampling, unload all adapters and close the fleet."""
+        with self._lock:  # from here on, only the closing coroutine enters the loop
             if self._closed:
                 return
             self._closed = True
-        self.give_up()
+        self.cancel()
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
@@ -153,17 +154,17 @@ class ServerEngine:
                 self.fleet.close()
             self.store.close()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         for call in list(self._calls):
             call.cancel()
 
-    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Do the work in the loop's thread and wait for it; whatever ends the waiting ends the work."""
+    def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine in the loop's thread; an exception that interrupts the wait cancels it."""
         with self._lock:
             if self._closed:
-                work.close()
+                coroutine.close()
                 raise RuntimeError("the engine is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             self._calls.add(future)
         try:
             return future.result()
@@ -174,44 +175,47 @@ class ServerEngine:
             self._calls.discard(future)
 
     async def _open(self) -> None:
-        patience = self.patience_s if self.fleet is not None else self.waits.start_s
-        waited = 0.0
         await self.pool.open()
-        left_over = await self._left_over()
+        abandoned = await self._find_abandoned()
+        for server, answers in await self._wait_for_answers():
+            if not answers:
+                self.pool.exclude(server, server.reason)
+                continue
+            try:
+                await server.query_model()
+            except RequestFailed as error:
+                raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
+        with suppress(TimeoutError):  # a slow server unloads them when the engine is closed
+            async with asyncio.timeout(self.waits.closing_s):
+                unloads = [server.unload_unused() for server in self.pool.servers if server.alive]
+                await asyncio.gather(*unloads, return_exceptions=True)
+        for adapters in abandoned:
+            await asyncio.to_thread(adapters.remove)
+
+    async def _wait_for_answers(self) -> list[tuple[ServerClient, bool]]:
+        """Return each server and whether it answers: once all do, or any after ``start_s``. Raises UsageError."""
+        patience = self.waits.patience_s if self.fleet is not None else self.waits.start_s
+        waited = 0.0
         while True:
             servers = self.pool.servers
-            there = await asyncio.gather(*(server.check() for server in servers))
-            if (there and all(there)) or (any(there) and waited > self.waits.start_s):
-                break
+            answers = await asyncio.gather(*(server.check() for server in servers))
+            if (answers and all(answers)) or (any(answers) and waited > self.waits.start_s):
+                return list(zip(servers, answers, strict=True))
             if self.fleet is not None and self.fleet.gave_up:
                 raise UsageError(f"[inference] launch: {self.fleet.gave_up}")
             if waited > patience:
-                reasons = "\n".join(f"[inference] url {each.url}: {each.reason}" for each in servers)
+                reasons = "\n".join(f"[inference] url {server.url}: {server.reason}" for server in servers)
                 raise UsageError(f"no server answers after {patience:g} s:\n{reasons}")
             await asyncio.sleep(0.5)
             waited += 0.5
-        for server, answers in zip(servers, there, strict=True):
-            if not answers:
-                self.pool.leave_out(server, server.reason)
-                continue
-            try:
-                await server.look()
-            except (Away, Unknown, Refused) as error:
-                raise UsageError(f"[inference] url {server.url}: /v1/models: {error}") from error
-        with suppress(TimeoutError):  # whoever is late is told when it is closed
-            async with asyncio.timeout(self.waits.closing_s):
-                there = [server.take_away() for server in self.pool.servers if server.alive]
-                await asyncio.gather(*there, return_exceptions=True)
-        for found in left_over:
-            await asyncio.to_thread(found.remove)
 
-    async def _left_over(self) -> list[LeftOver]:
-        """What processes have left that were killed; servers are to let go of it."""
-        left_over = await asyncio.to_thread(self.store.left_over)
-        for name in (name for found in left_over for name in found.names):
+    async def _find_abandoned(self) -> list[AbandonedAdapters]:
+        """Return the adapters of killed processes, and schedule their unloading on every server."""
+        abandoned = await asyncio.to_thread(self.store.abandoned)
+        for name in (name for adapters in abandoned for name in adapters.names):
             for server in self.pool.servers:
-                server.leave(name)
-        return left_over
+                server.schedule_unload(name)
+        return abandoned
 
     async def _close(self) -> None:
         try:
@@ -220,17 +224,17 @@ class ServerEngine:
                     await self._wake()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.waits.closing_s):
-                    dropping = [asyncio.wrap_future(each) for each in self._dropping]
-                    left_over = await self._left_over()
-                    leaving = [server.unload_all() for server in self.pool.servers]
-                    await asyncio.gather(*dropping, *leaving, return_exceptions=True)
-                    for found in left_over:
-                        await asyncio.to_thread(found.remove)
+                    unloads = [asyncio.wrap_future(unload) for unload in self._unloads]
+                    abandoned = await self._find_abandoned()
+                    final_unloads = [server.unload_all() for server in self.pool.servers]
+                    await asyncio.gather(*unloads, *final_unloads, return_exceptions=True)
+                    for adapters in abandoned:
+                        await asyncio.to_thread(adapters.remove)
         finally:
             await self.pool.close()
             others = asyncio.all_tasks() - {asyncio.current_task()}
-            for each in others:
-                each.cancel()
+            for task in others:
+                task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -238,15 +242,15 @@ class ServerEngine:
     @property
     def sync_seconds(self) -> float | None:
         """Seconds in which the last ``sample`` of this thread waited for servers to load adapters."""
-        return getattr(self._own, "loading_s", None)
+        return getattr(self._local, "loading_s", None)
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """See ``Engine.publish``. Servers are told when they are first asked to sample with them."""
+        """Publish the weights; servers load them before the first request that needs them."""
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"servers sample with LoRA adapters, not with {type(weights).__name__}")
         with self._lock:
             before = self._published.get(ref)
-            self._published[ref] = self.store.published(ref, weights)
+            self._published[ref] = self.store.new_adapter(ref, weights)
         if before is not None:
             self._retire(before)
 
@@ -260,19 +264,19 @@ class ServerEngine:
         for ref in list(self._published):
             self.retire(ref)
 
-    def _retire(self, published: Published) -> None:
+    def _retire(self, published: PublishedAdapter) -> None:
         published.retired = True
         with self._lock:
-            if self._closed:  # which takes away everything
+            if self._closed:  # ``close`` unloads everything
                 return
-            dropping = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
-            self._dropping = {each for each in self._dropping if not each.done()} | {dropping}
+            unload = asyncio.run_coroutine_threadsafe(self._drop_if_unused(published), self._loop)
+            self._unloads = {earlier for earlier in self._unloads if not earlier.done()} | {unload}
 
-    async def _drop_if_unused(self, published: Published) -> None:
+    async def _drop_if_unused(self, published: PublishedAdapter) -> None:
         if published.retired and not published.users:
             await self._drop(published)
 
-    async def _drop(self, published: Published) -> None:
+    async def _drop(self, published: PublishedAdapter) -> None:
         await asyncio.gather(*(server.unload(published.name) for server in self.pool.servers))
         await asyncio.to_thread(self.store.remove, published.name)
 
@@ -281,28 +285,27 @@ class ServerEngine:
     def state(self) -> EngineState:
         return {}
 
-    def restore(self, state: EngineState) -> None:
-        """Do nothing: there is no state."""
+    def restore(self, state: EngineState) -> None: ...
 
     def forget_sequences(self) -> None:
-        """See ``Engine.forget_sequences``; a server that shares its GPU sleeps until it is asked again."""
-        self._run(self._rest())
+        """Forget which server has which rollout; servers that share the trainer's GPU sleep until the next sample."""
+        self._run(self._sleep())
 
-    async def _rest(self) -> None:
+    async def _sleep(self) -> None:
         self.pool.forget_homes()
-        async with self._turn:
+        async with self._sleep_lock:
             if self.sleeps and not self._sleeping and not self._sampling:
                 for server in self.pool.servers:
-                    await _told(server, "/sleep?level=1")
+                    await _post_sleep(server, "/sleep?level=1")
                 self._sleeping = True
 
     async def _wake(self) -> None:
-        async with self._turn:
+        async with self._sleep_lock:
             if self._sleeping:
                 if torch.cuda.is_initialized():
-                    torch.cuda.empty_cache()  # the server takes back what it had left to us
+                    torch.cuda.empty_cache()  # the server needs the memory that its sleep had freed
                 for server in self.pool.servers:
-                    await _told(server, "/wake_up")
+                    await _post_sleep(server, "/wake_up")
                 self._sleeping = False
 
     # -- sampling -----------------------------------------------------------------------------------------------
@@ -313,23 +316,23 @@ class ServerEngine:
         *,
         max_rows: int | None = None,
         finished: Finished | None = None,
-        at: Server | None = None,
+        at: ServerClient | None = None,
     ) -> list[list[Action]]:
-        """See ``Engine.sample``; all of it is sampled by the server ``at`` where one is given. Raises ModelError when a
-        prompt and its completion exceed the model's context, RunFailed for weights that were not published,
-        ServerFailed when servers stay away or stay wrong."""
+        """Sample as ``Engine.sample`` does, on the server ``at`` if not None. Raises ModelError when a prompt and its
+        completion exceed the model's context, RunFailed for weights that were not published, ServerFailed when no
+        server answers in time or answers stay invalid."""
         contexts = [server.context for server in self.pool.servers if server.context]
-        holds = min([self.vocabulary.context, *contexts])
-        check_lengths(requests, holds, "the server" if holds < self.vocabulary.context else self.model)
+        context = min([self.model.context, *contexts])
+        check_lengths(requests, context, "the server" if context < self.model.context else self.model.name)
         with self._lock:
-            used = {ref: self._weights(ref) for ref in dict.fromkeys(each.policy for each in requests)}
+            used = {ref: self._weights(ref) for ref in dict.fromkeys(request.policy for request in requests)}
             for published in used.values():
                 published.users += 1
         call = _Call(requests, used, asyncio.Semaphore(max_rows) if max_rows else None, at)
         try:
             return self._run(self._sample(call, finished))
         finally:
-            self._own.loading_s = call.loading_s
+            self._local.loading_s = call.loading_s
             with self._lock:
                 for published in used.values():
                     published.users -= 1
@@ -337,15 +340,15 @@ class ServerEngine:
                 if published.retired:
                     self._retire(published)
 
-    def _weights(self, ref: PolicyRef) -> Published:
+    def _weights(self, ref: PolicyRef) -> PublishedAdapter:
         if ref not in self._published:
-            known = sorted(each.version for each in self._published if each.run_id == ref.run_id)
-            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there are {known}")
+            versions = sorted(other.version for other in self._published if other.run_id == ref.run_id)
+            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there are {versions}")
         return self._published[ref]
 
     async def _sample(self, call: _Call, finished: Finished | None) -> list[list[Action]]:
         done: list[list[Action | None]] = [[None] * request.samples for request in call.requests]
-        left = [request.samples for request in call.requests]
+        missing = [request.samples for request in call.requests]
         groups: list[list[Action]] = [[] for _ in call.requests]
 
         async def row(index: int, sample: int) -> None:
@@ -355,8 +358,8 @@ class ServerEngine:
             else:
                 async with call.gate:
                     done[index][sample] = await self._completion(call, request, sample)
-            left[index] -= 1
-            if not left[index]:
+            missing[index] -= 1
+            if not missing[index]:
                 groups[index] = [action for action in done[index] if action is not None]
                 if finished is not None:
                     finished(index, groups[index])
@@ -372,8 +375,8 @@ class ServerEngine:
             try:
                 await asyncio.gather(*rows)
             except BaseException:
-                for each in rows:
-                    each.cancel()
+                for task in rows:
+                    task.cancel()
                 await asyncio.gather(*rows, return_exceptions=True)
                 raise
         finally:
@@ -381,90 +384,90 @@ class ServerEngine:
         return groups
 
     async def _completion(self, call: _Call, request: SampleRequest, sample: int) -> Action:
-        """One completion, asked for until it is right. Raises ServerFailed after the last attempt, or when it is
-        refused."""
+        """Return one valid completion, after at most ``ATTEMPTS`` requests. Raises ServerFailed."""
         published, faults, losses = call.used[request.policy], [], 0
         stream = request.streams[sample] if request.streams else (*request.stream, sample)
         seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
         while len(faults) < ATTEMPTS:
             if faults:
                 await asyncio.sleep(self.waits.pause_s * 2 ** (len(faults) - 1))
-            server = await self.pool.choose(_rollouts(request), call.at)
+            server = await self.pool.choose(_group_key(request), call.at)
             server.waiting += 1
             try:
                 async with server.slots:
                     loading_s = await server.require(published)
                     call.loading_s += loading_s
-                    ask = Ask(request, published.name, server.base, seed, self.vocabulary.end_ids)
+                    ask = CompletionRequest(request, published.name, server.base, seed, self.model.end_ids)
                     answer = await server.ask(ask)
-                return action_of(ask, answer, self.vocabulary.size, self.vocabulary.tokenizer)
-            except Unknown as unknown:
-                server.forgot(published.name)
+                return action_of(ask, answer, self.model.size, self.model.tokenizer)
+            except ModelNotFound as unknown:
+                server.mark_unloaded(published.name)
                 faults.append(f"{server.url} does not know {published.name}: {unknown}")
-            except Away as away:
-                await self.pool.doubt(server, str(away))
-                if server.alive:  # it is well, but not with this request
-                    faults.append(f"{server.url}: {away}")
-                elif not isinstance(away, Unreached):
+            except ServerUnavailable as unavailable:
+                await self.pool.recheck(server, str(unavailable))
+                if server.alive:  # healthy: this request is at fault
+                    faults.append(f"{server.url}: {unavailable}")
+                elif not isinstance(unavailable, ServerUnreachable):
                     losses += 1
                     if losses == self.waits.losses:
                         raise ServerFailed(
                             f"a completion after {len(request.prompt_ids)} tokens was under way {losses} times at a "
-                            f"server that then went away, last {server.url}: {away}"
-                        ) from away
-            except Faulty as faulty:
-                faults.append(f"{server.url}: {faulty}")
-            except Refused as refused:
-                raise ServerFailed(f"{server.url} refuses: {refused}{_hint(str(refused))}") from refused
+                            f"server that then went away, last {server.url}: {unavailable}"
+                        ) from unavailable
+            except InvalidAnswer as invalid:
+                faults.append(f"{server.url}: {invalid}")
+            except RequestRejected as rejected:
+                raise ServerFailed(f"{server.url} refuses: {rejected}{_hint(str(rejected))}") from rejected
             finally:
                 server.waiting -= 1
         again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
 
-    def wait_for_one(self) -> None:
-        """Until a server is there. Raises ServerFailed when none comes."""
-        self._run(self.pool.someone())
+    def wait_for_server(self) -> None:
+        """Wait until a server answers. Raises ServerFailed when none does in time."""
+        self._run(self.pool.wait_for())
 
     # -- trials -------------------------------------------------------------------------------------------------
 
     def try_with(self, trials: Sequence[Trial]) -> None:
-        """From now on, a server that comes back or joins late is used only after these have found nothing."""
-        self._loop.call_soon_threadsafe(setattr, self.pool, "trials", [partial(self._tried, each) for each in trials])
+        """Set the trials that a server must pass when it returns or joins late."""
+        runs = [partial(self._run_trial, trial) for trial in trials]
+        self._loop.call_soon_threadsafe(setattr, self.pool, "trials", runs)
 
-    async def _tried(self, trial: Trial, server: Server) -> None:
-        """Ask a server what a trial asks. Raises Away, and ModelError when the answer is another than it should be."""
+    async def _run_trial(self, trial: Trial, server: ServerClient) -> None:
+        """Run a trial on a server. Raises RequestFailed, and ModelError for wrong log-probabilities."""
         answers = []
-        published = self.store.published(trial.requests[0].policy, trial.weights)
+        published = self.store.new_adapter(trial.requests[0].policy, trial.weights)
         try:
             await server.require(published)
             for request in trial.requests:
                 seed = torch_seed(*request.stream)
-                ask = Ask(request, published.name, server.base, seed, self.vocabulary.end_ids)
+                ask = CompletionRequest(request, published.name, server.base, seed, self.model.end_ids)
                 answer = await server.ask(ask)
-                answers.append(action_of(ask, answer, self.vocabulary.size, self.vocabulary.tokenizer))
+                answers.append(action_of(ask, answer, self.model.size, self.model.tokenizer))
         finally:
-            await server.unload(published.name)  # done by the pool, before the server is used
+            await server.unload(published.name)  # the pool does so before the server is used
             await asyncio.to_thread(self.store.remove, published.name)
         trial.judge(server.url, answers)
 
 
-def _rollouts(request: SampleRequest) -> Hashable:
-    """What all requests of one group's rollouts have in common, of the first turn and of later ones."""
+def _group_key(request: SampleRequest) -> Hashable:
+    """Return what all turns of one group's rollouts have in common, so that their server has their cache."""
     return request.sequences[0][:-1] if request.sequences else request.stream
 
 
-def _hint(refused: str) -> str:
-    words = refused.lower()
-    if "401" in words or "403" in words:
+def _hint(error: str) -> str:
+    text = error.lower()
+    if "401" in text or "403" in text:
         return "; name the variable with its key: [inference] api_key_env"
-    if "no adapter found" in words or "holds no peft adapter" in words:
+    if "no adapter found" in text or "holds no peft adapter" in text:
         return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"
-    if "cannot load the adapter" in words:
-        words += " lora support"  # the route itself is not there
-    if "rank" in words:
+    if "cannot load the adapter" in text:
+        text += " lora support"  # the server has no such route
+    if "rank" in text:
         return f"; start the server with a {RANK_HINT} that holds [model] lora_rank"
-    if "lora" in words and ("enable" in words or "not allowed" in words or "support" in words):
+    if "lora" in text and ("enable" in text or "not allowed" in text or "support" in text):
         return (
             "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, SGLang with "
             "--enable-lora"
@@ -472,13 +475,13 @@ def _hint(refused: str) -> str:
     return ""
 
 
-async def _told(server: Server, path: str) -> None:
+async def _post_sleep(server: ServerClient, path: str) -> None:
     """Put a server to sleep or wake it. Raises ServerFailed when it cannot."""
     try:
         await server.post(path, {})
-    except Away:
-        return  # one that is started anew is awake
-    except (Unknown, Refused, Faulty) as error:
+    except ServerUnavailable:
+        return  # a restarted server is awake
+    except (RequestFailed, InvalidAnswer) as error:
         raise ServerFailed(
             f"{server.url} cannot {path.strip('/').partition('?')[0]}: {error}; start vLLM with --enable-sleep-mode "
             "and VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"

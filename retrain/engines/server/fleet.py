@@ -1,7 +1,7 @@
-"""Who keeps the servers of ``[inference] launch`` alive, and where they are.
+"""Fleets: the servers of ``[inference] launch``, kept alive by this process or by a campaign's controller.
 
-One process alone starts its servers itself (``Launches``). The workers of a campaign share those of its controller,
-which tells them the addresses (``Told``), as often as these change.
+A single process starts its own servers (``LocalFleet``). A campaign's workers share those of the controller, which
+sends them the addresses whenever they change (``RemoteFleet``).
 """
 
 import threading
@@ -10,89 +10,91 @@ from pathlib import Path
 from typing import Protocol
 
 from retrain.config import Config
-from retrain.engines.server.launch import Launched
+from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.models.directory import local_directory
 
-Tell = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
-Hear = Callable[[Sequence[str]], None]  # Called with all addresses
+Notify = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
+OnUrls = Callable[[Sequence[str]], None]  # Called with all addresses
 
 
 class Fleet(Protocol):
-    """Servers of one base model that somebody keeps alive."""
+    """Servers of one base model that are restarted when they die."""
 
     @property
     def urls(self) -> list[str]: ...
 
     @property
     def gave_up(self) -> str:
-        """Why there will be no server any more; "" while one is there or may come."""
+        """Return why no server will come back; "" while one runs or may start."""
         ...
 
-    def listen(self, hear: Hear) -> None:
-        """Call this, from any thread, when the addresses have changed."""
+    def listen(self, on_urls: OnUrls) -> None:
+        """Call ``on_urls``, from any thread, whenever the addresses change."""
 
     def wait(self, seconds: float) -> None:
-        """Until an address is known or there will be none, or for so long."""
+        """Wait for an address, or until ``gave_up``, for at most ``seconds``."""
 
-    def close(self) -> None:
-        """They are needed no more."""
+    def close(self) -> None: ...
 
 
-class Launches:
-    """Servers of this machine, ``[inference] replicas`` of them, which this process starts in a run's or campaign's
-    ``directory``. Raises UsageError when the command cannot be started."""
+class LocalFleet:
+    """Starts ``[inference] replicas`` servers on this machine; their logs are in the run's or campaign's ``directory``.
+    Raises UsageError when the command cannot be started."""
 
-    def __init__(self, config: Config, directory: Path, tell: Tell):
-        asked = config.inference
-        self._servers: list[Launched] = []
+    def __init__(self, config: Config, directory: Path, notify: Notify):
+        settings = config.inference
+        self._servers: list[ServerProcess] = []
         try:
-            for name, gpus in zip(names_of(asked.replicas), shares(asked.launch_gpus, asked.replicas), strict=True):
-                assert asked.launch is not None
-                one = Launched(asked.launch, named(config), directory, gpus, asked.sleep, tell, name=name)
-                self._servers.append(one)
+            gpu_shares = shares(settings.launch_gpus, settings.replicas)
+            for name, gpus in zip(names_of(settings.replicas), gpu_shares, strict=True):
+                assert settings.launch is not None
+                environment = server_environment(gpus, settings.sleep)
+                self._servers.append(
+                    ServerProcess(settings.launch, named(config), directory, environment, notify, name=name)
+                )
         except BaseException:
             self.close()
             raise
 
     @property
     def urls(self) -> list[str]:
-        """See ``Fleet.urls``: a server that is started again has the address that it had."""
-        return [each.url for each in self._servers]
+        # They never change: a restarted server keeps its address.
+        return [server.url for server in self._servers]
 
     @property
     def gave_up(self) -> str:
-        return self._servers[0].gave_up if all(each.gave_up for each in self._servers) else ""
+        return self._servers[0].gave_up if all(server.gave_up for server in self._servers) else ""
 
-    def listen(self, hear: Hear) -> None: ...
+    def listen(self, on_urls: OnUrls) -> None: ...
 
     def wait(self, seconds: float) -> None: ...
 
     def close(self) -> None:
-        for each in self._servers:
-            each.close()
+        for server in self._servers:
+            server.close()
 
 
-class Told:
-    """Servers that another process keeps, as that one tells with ``tell``. ``record`` gets what it says happened to
-    them."""
+class RemoteFleet:
+    """Servers that another process keeps alive; ``update`` sets their addresses. ``record`` is called with messages
+    about them."""
 
     def __init__(self) -> None:
-        self.record: Tell = lambda text, level: None
+        self.record: Notify = lambda text, level: None
         self.urls: list[str] = []
         self.gave_up = ""
         self._changed = threading.Condition()
-        self._hear: Hear = lambda urls: None
+        self._on_urls: OnUrls = lambda urls: None
 
-    def tell(self, urls: Sequence[str], gave_up: str = "") -> None:
+    def update(self, urls: Sequence[str], gave_up: str = "") -> None:
         with self._changed:
             self.urls, self.gave_up = list(urls), gave_up
             self._changed.notify_all()
-            hear = self._hear
-        hear(urls)
+            on_urls = self._on_urls
+        on_urls(urls)
 
-    def listen(self, hear: Hear) -> None:
+    def listen(self, on_urls: OnUrls) -> None:
         with self._changed:
-            self._hear = hear
+            self._on_urls = on_urls
 
     def wait(self, seconds: float) -> None:
         with self._changed:
@@ -103,7 +105,7 @@ class Told:
 
 
 def named(config: Config) -> str:
-    """What ``{model}`` stands for: the model's directory on this machine, else its name."""
+    """Return the value of ``{model}`` in a command: the model's local directory, or its hub name."""
     path = local_directory(config.model.model)
     return str(path.absolute()) if path else config.model.model
 
@@ -113,9 +115,9 @@ def names_of(replicas: int) -> list[str]:
 
 
 def shares(gpus: str | None, replicas: int) -> list[str | None]:
-    """The GPUs of each server, as CUDA_VISIBLE_DEVICES has them; None leaves all that there are."""
+    """Return each server's equal share of ``gpus`` as a value of CUDA_VISIBLE_DEVICES; None: all GPUs."""
     if gpus is None:
         return [None] * replicas
     names = [name.strip() for name in gpus.split(",")]
-    each = len(names) // replicas
-    return [",".join(names[number * each : (number + 1) * each]) for number in range(replicas)]
+    count = len(names) // replicas
+    return [",".join(names[number * count : (number + 1) * count]) for number in range(replicas)]

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from retrain.config import parse_dict
 from retrain.engines.local import dense_decoder
-from retrain.engines.step import CPU_STEPPING
+from retrain.engines.step import CPU_DECODING
 from retrain.models.layers import Architecture, architecture_of
 from retrain.policy.base import load_base
 from retrain.policy.critic import Critic
@@ -71,7 +71,7 @@ def test_the_copies_are_those_that_decoding_makes():
     """The bundled model, merged with one adapter: the bytes of the weights that its blocks then read."""
     base = load_base("tiny-reasoner", devices="cpu")
     lanes = Lanes(base)
-    blocks = dense_decoder(base, CPU_STEPPING).blocks([lanes.new_adapter(4, 8.0).initialise("one").frozen()])
+    blocks = dense_decoder(base, CPU_DECODING).blocks([lanes.new_adapter(4, 8.0).initialise("one").frozen()])
     own = {weight.untyped_storage().data_ptr() for weight in base.model.parameters()}
     read = [product.weight for block in blocks for product in (block.qkv, block.out, block.gate_up, block.down)]
     copied = sum(weight.numel() * 4 for weight in read if weight.untyped_storage().data_ptr() not in own)

@@ -102,7 +102,7 @@ def test_a_batch_of_the_models_own_forward_pass_that_does_not_fit_goes_on_with_h
     asked = [SampleRequest(ref(lane), (5, 6, 7 + p), 4, 6, 1.0, ("m", lane, p)) for lane in (0, 1) for p in range(4)]
     free = sample(LocalEngine(base, lanes, dense=False), asked, adapters)
     told: list[str] = []
-    engine = LocalEngine(base, lanes, dense=False, tell=told.append)
+    engine = LocalEngine(base, lanes, dense=False, notify=told.append)
 
     def narrow(model, args, options):
         rows, columns = options["input_ids"].shape

@@ -17,7 +17,7 @@ from retrain.doctor.subject import DoctorModel, ModelSource, Sizes, random_base,
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.graphs import StepGraphs
 from retrain.engines.local import LocalEngine
-from retrain.engines.step import CPU_STEPPING
+from retrain.engines.step import CPU_DECODING
 from retrain.errors import ModelError, UsageError
 from retrain.policy import local
 from retrain.policy.local import LocalPolicy
@@ -167,7 +167,7 @@ def test_replayed_steps_equal_eager_ones_or_fail(subject):
     check = CHECKS["graph = eager"]
 
     def with_capture(capture: Callable[[Callable[[], object]], Callable[[], object]]) -> DoctorModel:
-        engine = LocalEngine(subject.base, subject.lanes, stepping=CPU_STEPPING._replace(columns=128))
+        engine = LocalEngine(subject.base, subject.lanes, settings=CPU_DECODING._replace(columns=128))
         engine.graphs = StepGraphs(lambda: capture, subject.messages.append)
         return replace(subject, engine=engine)
 

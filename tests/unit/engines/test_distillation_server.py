@@ -10,7 +10,7 @@ from helpers.servers import served_world
 from retrain.algorithms.distillation import ModelTeacher
 from retrain.campaign.controller import launch, resume
 from retrain.config import load, parse_dict
-from retrain.engines.server.dialects import DIALECTS, Faulty, Prompted
+from retrain.engines.server.dialects import DIALECTS, InvalidAnswer, PromptLogprobs
 from retrain.engines.server.teacher import ServerTeacher, checked_prompt, server_teacher
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, read_jsonl
@@ -36,20 +36,20 @@ def test_it_says_of_every_token_what_the_model_says(server, base, lanes, dialect
     assert len(server.asked) == len(samples) + 1
     assert teacher.identity == "server's base"
     for payload in ({}, {"choices": [{"logprobs": None}]}, {"meta_info": {}}, [1], "no"):
-        with pytest.raises(Faulty, match="no log-probabilities of the prompt"):
+        with pytest.raises(InvalidAnswer, match="no log-probabilities of the prompt"):
             DIALECTS[dialect].read_prompt(payload)
 
 
 @pytest.mark.parametrize(("said", "why"), [
-    (Prompted([None, -1.0]), "2 log-probabilities for 3 tokens"),
-    (Prompted([None, -1.0, float("nan")]), "log-probability nan"),
-    (Prompted([None, -1.0, 0.5]), "log-probability 0.5"),
-    (Prompted([None, -1.0, -2.0], [4, 5, 7]), "other ids: they were not read as sent"),
+    (PromptLogprobs([None, -1.0]), "2 log-probabilities for 3 tokens"),
+    (PromptLogprobs([None, -1.0, float("nan")]), "log-probability nan"),
+    (PromptLogprobs([None, -1.0, 0.5]), "log-probability 0.5"),
+    (PromptLogprobs([None, -1.0, -2.0], [4, 5, 7]), "other ids: they were not read as sent"),
 ])  # fmt: skip
 def test_an_answer_about_something_else_is_none(said, why):
-    with pytest.raises(Faulty, match=why):
+    with pytest.raises(InvalidAnswer, match=why):
         checked_prompt(said, [4, 5, 6])
-    assert checked_prompt(Prompted([None, -1.0, 1e-7], [4, 5, 6]), [4, 5, 6]).tolist() == [0.0, -1.0, 0.0]
+    assert checked_prompt(PromptLogprobs([None, -1.0, 1e-7], [4, 5, 6]), [4, 5, 6]).tolist() == [0.0, -1.0, 0.0]
 
 
 def test_faults_are_asked_again_and_end_the_run_when_they_stay(server, base, lanes):

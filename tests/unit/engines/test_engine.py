@@ -21,7 +21,7 @@ from helpers.lanes import (
 from helpers.models import qwen3_directory, toy_base
 
 from retrain.engines.local import LocalEngine
-from retrain.engines.step import CPU_STEPPING, compiled_decode_steps, decode_steps
+from retrain.engines.step import CPU_DECODING, compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
 from retrain.policy.base import load_base
@@ -195,7 +195,7 @@ def test_the_device_is_asked_every_few_tokens_only_and_what_is_sampled_stays(bas
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [request for lane in range(2) for request in requests(lane, max_tokens=9 + 4 * lane)]
     free = sample(LocalEngine(base, lanes), asked, adapters)
-    again = sample(LocalEngine(base, lanes, stepping=AS_ON_A_GPU), asked, adapters)
+    again = sample(LocalEngine(base, lanes, settings=AS_ON_A_GPU), asked, adapters)
     assert tokens(again) == tokens(free)
 
 
@@ -261,7 +261,7 @@ def test_a_compiled_step_is_the_python_step(base, lanes, runs):
     asked.append(dataclasses.replace(asked[0], temperature=0.0, stream=("greedy",)))
     assert compiled_decode_steps() is not decode_steps
     compiled = decoded(base, lanes, adapters, asked)
-    assert decoded(base, lanes, adapters, asked, stepping=CPU_STEPPING._replace(compiled=False)) == compiled
+    assert decoded(base, lanes, adapters, asked, settings=CPU_DECODING._replace(compiled=False)) == compiled
 
 
 def test_logprobs_are_fresh_after_every_update_and_free_of_dropout(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 from helpers.models import qwen3_directory
 from helpers.servers import TEXTS, publish, requests, served_world, weights
 
-from retrain.engines.server import adapters, canary, own
-from retrain.engines.server.dialects import VLLM, Answer, Ask
+from retrain.engines.server import adapters, canary, hypotheses
+from retrain.engines.server.dialects import VLLM, Answer, CompletionRequest
 from retrain.errors import ModelError
 
 model, base, lanes, standin, server = served_world()
@@ -19,7 +19,7 @@ def test_a_sound_server_passes(engine, base, lanes, server, rank, alpha, tempera
     found = canary.canary(engine, base, lanes, rank, alpha, temperature, 1e-4)
     assert max(found.base, found.adapter) < 1e-5
     assert found.effect > 0.3
-    assert "seeds repeat" in found.words
+    assert "seeds repeat" in found.summary
     engine.close()
     assert server.adapters == []
 
@@ -57,7 +57,7 @@ class Asking(VLLM):
     def __init__(self, **keys):
         self.keys = keys
 
-    def body(self, ask: Ask):
+    def body(self, ask: CompletionRequest):
         return super().body(ask) | {key: next(value) for key, value in self.keys.items()}
 
 
@@ -69,8 +69,8 @@ class AtTemperatureOne(VLLM):
 
     def read(self, payload) -> Answer:
         answer = super().read(payload)
-        said = own.Said(answer.prompt_ids, answer.token_ids, np.zeros(len(answer.token_ids)))
-        raw = own.ours(self.base, self.lanes, [said], own.Hypothesis("", None, 1.0))
+        said = hypotheses.ServedTokens(answer.prompt_ids, answer.token_ids, np.zeros(len(answer.token_ids)))
+        raw = hypotheses.ours(self.base, self.lanes, [said], hypotheses.Hypothesis("", None, 1.0))
         return replace(answer, logprobs=raw.tolist())
 
 
@@ -102,8 +102,8 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, co
     engine.close()
     for each in (sound, other):
         each.stop()  # away when the others are tried
-    engine = connect(*urls, tell=lambda text, level: messages.append(text))
-    words = [found.words for found in canary.canaries(engine, base, lanes, kinds)]
+    engine = connect(*urls, notify=lambda text, level: messages.append(text))
+    words = [found.summary for found in canary.canaries(engine, base, lanes, kinds)]
     assert [each.partition(":")[0] for each in words] == ["canary at http"] * 2
     assert all(each.startswith(f"canary at {server.url}: base within") for each in words)
     for each in (sound, other):
@@ -118,7 +118,7 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, co
     assert f"{sound.url} is back" in messages
     (refused,) = [text for text in messages if "stays left out" in text]
     assert refused.startswith(f"{other.url} answers, and stays left out: {other.url} does not compute what is trained")
-    assert len([body for body in sound.asked if body["max_tokens"] == 1]) == 4 * canary.AGAIN
+    assert len([body for body in sound.asked if body["max_tokens"] == 1]) == 4 * canary.RETURN_TOKENS
     engine.forget_sequences()
     engine.sample(requests(ref, 6, 2))
     assert [body for body in sound.asked if body["max_tokens"] == 8]

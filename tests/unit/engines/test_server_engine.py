@@ -15,8 +15,8 @@ import pytest
 from helpers.campaigns import eventually
 from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
 
-from retrain.engines.server.client import Away, Server
-from retrain.engines.server.dialects import DIALECTS, Ask, Faulty
+from retrain.engines.server.client import ServerClient, ServerUnavailable
+from retrain.engines.server.dialects import DIALECTS, CompletionRequest, InvalidAnswer
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
 from retrain.ownership import process_start, this_process
@@ -301,7 +301,7 @@ class ClosesIdle:
 def test_a_connection_that_closes_as_a_request_comes_is_no_fault_of_the_server(connect, lanes, server):
     messages: list[str] = []
     proxy = ClosesIdle(server.port)
-    engine = connect(proxy.url, tell=lambda text, level: messages.append(text))
+    engine = connect(proxy.url, notify=lambda text, level: messages.append(text))
     ref, asked = publish(engine, weights(lanes, 1)), len(server.asked)
     for _ in range(3):
         engine.sample(requests(ref, 1, 1))
@@ -370,7 +370,7 @@ def test_what_is_no_server_of_that_kind(connect, server, listed, message):
 
 def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, start, lanes, server, model):
     other, messages = start(model), []
-    engine = connect(server.url, other.url, tell=lambda text, level: messages.append((level, text)))
+    engine = connect(server.url, other.url, notify=lambda text, level: messages.append((level, text)))
     ref = publish(engine, weights(lanes, 1))
     asked = requests(ref, 6, 4)
     sound = ids(engine.sample(asked))
@@ -389,7 +389,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     assert len(other.asked) == 12
     other.stop()
     server.stop()
-    engine.pool.patience_s = 0.5
+    engine.pool.waits = replace(engine.pool.waits, patience_s=0.5)
     with pytest.raises(ServerFailed, match=r"no server answers, for 0.5 s now .*patience_s.*ConnectError") as caught:
         engine.sample(asked)
     assert caught.value.shared
@@ -400,7 +400,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
 
 
 def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, server, tmp_path):
-    class Unanswered(Server):
+    class Unanswered(ServerClient):
         async def post(self, path, *rest):
             await asyncio.sleep(60 if path.endswith("/unload_lora_adapter") else 0)
             return await super().post(path, *rest)
@@ -429,12 +429,12 @@ def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, s
 def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, lanes):
     deaths = []
 
-    class Dying(Server):
+    class Dying(ServerClient):
         async def post(self, path, *rest):
             if path == "/v1/completions":
                 deaths.append(path)
                 assert len(deaths) < 10, "asked for without end"
-                raise Away("ReadError")
+                raise ServerUnavailable("ReadError")
             return await super().post(path, *rest)
 
         async def check(self):
@@ -469,7 +469,7 @@ def test_turns_of_a_rollout_stay_at_one_address_and_go_as_tokens(connect, start,
 
 def test_requests_in_the_dialect_of_every_server():
     request = SampleRequest(PolicyRef("r", 3), (5, 6), 8, 10, 0.7, ("s",), top_p=0.9)
-    ask = Ask(request, "r@3.x", "base", 2**63 + 5, (1, 2))
+    ask = CompletionRequest(request, "r@3.x", "base", 2**63 + 5, (1, 2))
     vllm, openai, sglang = (DIALECTS[name].body(ask) for name in ("vllm", "openai", "sglang"))
     sent = {"model": "r@3.x", "prompt": [5, 6], "n": 1, "seed": 5, "temperature": 0.7, "top_p": 0.9, "logprobs": 0}
     assert openai.items() >= sent.items()
@@ -479,7 +479,7 @@ def test_requests_in_the_dialect_of_every_server():
     assert sglang["lora_path"] == "r@3.x"
     assert sglang["sampling_params"]["sampling_seed"] < 2**31
     assert sglang["sampling_params"]["no_stop_trim"] is True
-    assert "lora_path" not in DIALECTS["sglang"].body(Ask(request, "base", "base", 1, ()))
+    assert "lora_path" not in DIALECTS["sglang"].body(CompletionRequest(request, "base", "base", 1, ()))
 
 
 def test_token_ids_by_their_names():
@@ -487,9 +487,9 @@ def test_token_ids_by_their_names():
     answer = DIALECTS["openai"].read({"model": "m", "choices": [choice | {"finish_reason": "stop"}]})
     assert (answer.token_ids, answer.prompt_ids) == ([7, 1], None)
     choice["logprobs"]["tokens"] = [" the", "token_id:1"]
-    with pytest.raises(Faulty, match="texts of tokens and not their ids"):
+    with pytest.raises(InvalidAnswer, match="texts of tokens and not their ids"):
         DIALECTS["openai"].read({"choices": [choice]})
-    with pytest.raises(Faulty, match="no completion with log-probabilities"):
+    with pytest.raises(InvalidAnswer, match="no completion with log-probabilities"):
         DIALECTS["sglang"].read({"text": "hello"})
 
 

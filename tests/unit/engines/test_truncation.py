@@ -24,7 +24,7 @@ from retrain.algorithms.algorithm import training_samples
 from retrain.config import load
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import LaneRequest, cuts_of
-from retrain.engines.step import CPU_STEPPING, draw
+from retrain.engines.step import CPU_DECODING, draw
 from retrain.maths.ratios import sampled_token_kl
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
@@ -160,8 +160,8 @@ def test_rows_keep_their_setting_when_others_have_ended(base, lanes, dense_path)
 def test_a_compiled_truncated_step_is_the_python_step(base, lanes):
     adapters = [trained(lanes, i) for i in range(2)]
     asked = [*asked_for(0, top_p=0.8), *asked_for(1, top_k=4)]
-    in_python = CPU_STEPPING._replace(compiled=False)
-    assert decoded(base, lanes, adapters, asked, stepping=in_python) == decoded(base, lanes, adapters, asked)
+    in_python = CPU_DECODING._replace(compiled=False)
+    assert decoded(base, lanes, adapters, asked, settings=in_python) == decoded(base, lanes, adapters, asked)
 
 
 class LargestIntegers(TorchDispatchMode):

@@ -144,10 +144,10 @@ def bits(groups):
     return [[(c.token_ids, c.logprobs_T.tolist(), c.entropy_T.tolist(), c.stop_reason) for c in g] for g in groups]
 
 
-def engine_of(base, lanes, new_capture=None, tell=lambda line: None):
-    engine = LocalEngine(base, lanes, tell=tell, stepping=AS_ON_A_GPU)
+def engine_of(base, lanes, new_capture=None, notify=lambda line: None):
+    engine = LocalEngine(base, lanes, notify=notify, settings=AS_ON_A_GPU)
     if new_capture is not None:
-        engine.graphs = StepGraphs(new_capture, tell)
+        engine.graphs = StepGraphs(new_capture, notify)
     return engine
 
 

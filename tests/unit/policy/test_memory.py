@@ -21,7 +21,7 @@ from retrain.config import load
 from retrain.engines.dense import DenseDecoder, KVCache
 from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
-from retrain.engines.step import CPU_STEPPING, Rows, SampledTokens, decode_steps
+from retrain.engines.step import CPU_DECODING, Rows, SampledTokens, StepPlan, decode_steps
 from retrain.files import read_json, read_jsonl
 from retrain.policy import backbone
 from retrain.policy import base as bases
@@ -119,7 +119,7 @@ def test_decoding_stays_on_the_device_of_the_base():
     with pytest.raises(RuntimeError, match="device"):
         torch.ones(2, device="meta") + torch.ones(2)
     base, rows, columns = on_meta(QWEN, torch.bfloat16, 2), 4, 128
-    decoder, device = DenseDecoder(base, CPU_STEPPING), base.device
+    decoder, device = DenseDecoder(base, CPU_DECODING), base.device
     blocks = decoder.blocks([Lanes(base).new_adapter(8, 16.0).frozen() for _ in range(2)])
     cache = KVCache(decoder, rows, columns)
     places, prompts = (torch.zeros(size, dtype=torch.long, device=device) for size in (rows, (rows, 7)))
@@ -128,8 +128,9 @@ def test_decoding_stays_on_the_device_of_the_base():
     uniforms = torch.zeros(rows + 1, 9, dtype=torch.float64, device=device)
     sampled = SampledTokens(places[:1], uniforms, uniforms.long(), uniforms.float(), uniforms.float(), None)
     for in_any_order in (False, True):
-        frame = decoder.turned(columns)
-        decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, columns, True, 1, in_any_order)
+        frame = decoder.frame_of(columns)
+        plan = StepPlan(columns, True, 1)
+        decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, plan, in_any_order)
     cache.select(places[:2])
     assert {tensor.device for tensor in (*cache.keys, *cache.values)} == {device}
 
@@ -244,9 +245,9 @@ def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, reads):
     adapters = [trained(lanes, i) for i in range(3)]
     asked = [request for lane in range(3) for request in requests(lane, prompts=2 + 2 * lane)]
     whole = sample(engine := LocalEngine(base, lanes), asked, adapters)
-    per_token = CPU_STEPPING.prefill_bytes // engine.decoder.prefill_tokens
-    small = CPU_STEPPING._replace(prefill_bytes=3 * 4 * 9 * per_token)
-    parts = sample(LocalEngine(base, lanes, stepping=small), asked, adapters)
+    per_token = CPU_DECODING.prefill_bytes // engine.decoder.prefill_tokens
+    small = CPU_DECODING._replace(prefill_bytes=3 * 4 * 9 * per_token)
+    parts = sample(LocalEngine(base, lanes, settings=small), asked, adapters)
     assert [rows for rows, _ in reads["prefill"]] == [3 * 6, 3 * 4, 3 * 2]
     for one, other in zip(whole, parts, strict=True):
         assert [c.token_ids for c in one] == [c.token_ids for c in other]

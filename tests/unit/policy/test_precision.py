@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrain.engines import dense, grid
 from retrain.engines.dense import DenseDecoder
 from retrain.engines.local import LocalEngine, dense_decoder, reproduces
-from retrain.engines.step import CPU_STEPPING
+from retrain.engines.step import CPU_DECODING
 from retrain.policy import arithmetic, packing
 from retrain.policy.arithmetic import attention, causal_attention, fp32_product, packed, rms_norm
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
@@ -243,10 +243,10 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
     is_bundled = family == "tiny-reasoner"
     name = str(dtype).removeprefix("torch.")
     base = load_base(family, devices="cpu", dtype=name) if is_bundled else tiny(family, dtype)
-    assert is_bundled or dense_decoder(tiny(family, dtype, 0.0), CPU_STEPPING) is not None  # weights of a fresh model
-    assert reproduces(sound := DenseDecoder(base, CPU_STEPPING), base)
+    assert is_bundled or dense_decoder(tiny(family, dtype, 0.0), CPU_DECODING) is not None  # weights of a fresh model
+    assert reproduces(sound := DenseDecoder(base, CPU_DECODING), base)
     for fault in FAULTS:
-        decoder = DenseDecoder(base, CPU_STEPPING)
+        decoder = DenseDecoder(base, CPU_DECODING)
         fault(decoder)
         assert not reproduces(decoder, base), fault
     base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
@@ -308,7 +308,7 @@ def test_sampling_and_update_run_no_kernel_that_a_deterministic_gpu_refuses(tiny
     asked = [SampleRequest(ref(0), tuple(range(3, 3 + n)), 2, 6, 0.9, ("any", n), **cut) for n in (4, 7)]
     with Deterministic() as watch:
         for dense_path in {True, False} if family in DENSE else {False}:
-            groups = sample(LocalEngine(base, lanes, dense=dense_path, stepping=AS_ON_A_GPU), asked, [adapter])
+            groups = sample(LocalEngine(base, lanes, dense=dense_path, settings=AS_ON_A_GPU), asked, [adapter])
             sampled = watch.operations
             samples = [
                 Sample.single_turn(

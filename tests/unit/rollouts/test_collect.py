@@ -68,7 +68,7 @@ class Scripted:
     """Answers with texts by problem, in the order in which the engine is done with them, and with "more" in later
     turns. ``between`` is called after each problem."""
 
-    gives_entropy, exact, beside = True, False, False
+    gives_entropy, exact, is_concurrent = True, False, False
 
     def __init__(self, script: dict[str, Sequence[str]], between: Callable[[], object] = lambda: None):
         self.script, self.between = script, between

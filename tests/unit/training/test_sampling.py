@@ -74,7 +74,7 @@ class Requested:
 class Beside(LocalEngine):
     """Our engine as one with processors of its own: rollouts are sampled on another thread."""
 
-    beside = True
+    is_concurrent = True
 
 
 KILLED = (*AHEAD, "lora.anneal=[[3, 2]]", "training.save_every=1", "training.keep_last=0")
@@ -171,12 +171,12 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
 class Slow:
     """An engine that is given up."""
 
-    beside = False
+    is_concurrent = False
 
     def __init__(self, held: dict[int, threading.Event]):
         self.held = held
 
-    def give_up(self):
+    def cancel(self):
         for event in self.held.values():
             event.set()
 

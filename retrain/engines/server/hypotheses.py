@@ -1,7 +1,7 @@
-"""What our own model says of tokens that a server sampled, as it should be and as known mistakes would have it.
+"""Explains wrong log-probabilities of a server by computing what known mistakes would give.
 
-A server that reads an adapter differently is wrong in one of a few ways. Each is computed, and the one that is nearest
-to what the server said is the likely cause: nobody has to guess from a number that is merely large.
+The canary and the run's watch call it. A server that misreads an adapter does so in one of a few ways; the hypothesis
+nearest to the server's log-probabilities is reported as the likely cause.
 """
 
 import math
@@ -19,30 +19,27 @@ from retrain.policy.lora import Lanes, LoraWeights
 from retrain.types import Sample
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "c_attn"), ("gate_proj", "up_proj", "down_proj")
-CLEAR = 5.0
-"""A log-likelihood ratio (nats) above which earlier weights explain what a server says better than the current ones:
-148 to 1."""
+CLEAR = 5.0  # Log-likelihood ratio (nats, 148 to 1) above which earlier weights explain answers better
 LEAST = 1e-9  # Smallest distance (nats) that counts as different from 0
 TOP_P = (0.95, 0.9, 0.8)  # Common top-p values in models' generation_config.json
 
 
 @dataclass(frozen=True)
-class Said:
-    """Tokens that a server sampled after a prompt, and the log-probabilities [T] (nats) that it gave."""
+class ServedTokens:
+    """Tokens that a server sampled after a prompt, and its log-probabilities [T] (nats)."""
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs_T: np.ndarray
 
     def sample(self) -> Sample:
-        """The same laid flat, as the trainer reads it."""
         return Sample.single_turn(self.prompt_ids, self.token_ids, self.logprobs_T, np.zeros(len(self.token_ids)))
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A way in which the server may compute. ``weights`` None is the base alone; ``top_p`` below 1: log-probabilities
-    among the most probable tokens that hold this share."""
+    """A way in which the server may compute log-probabilities: with ``weights`` (None: the base), at ``temperature``,
+    normalised over the nucleus of ``top_p``."""
 
     name: str
     weights: LoraWeights | None
@@ -50,22 +47,24 @@ class Hypothesis:
     top_p: float = 1.0
 
 
-def distances(base: BaseModel, lanes: Lanes, said: Sequence[Said], hypotheses: Sequence[Hypothesis]) -> list[float]:
-    """How far (root mean square, nats) what was said is from each hypothesis."""
-    theirs = np.concatenate([each.logprobs_T for each in said])
-    return [rms(theirs - ours(base, lanes, said, hypothesis)) for hypothesis in hypotheses]
+def distances(
+    base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypotheses: Sequence[Hypothesis]
+) -> list[float]:
+    """Return the root mean square difference (nats) of the served log-probabilities from each hypothesis."""
+    server_T = np.concatenate([completion.logprobs_T for completion in served])
+    return [rms(server_T - ours(base, lanes, served, hypothesis)) for hypothesis in hypotheses]
 
 
-def ours(base: BaseModel, lanes: Lanes, said: Sequence[Said], hypothesis: Hypothesis) -> np.ndarray:
-    """Our own log-probabilities [all tokens] under a hypothesis, by the forward pass that trains; one text at a time,
-    so that this takes no more memory than a server's answer needs."""
+def ours(base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypothesis: Hypothesis) -> np.ndarray:
+    """Return our log-probabilities (nats) [all tokens] under a hypothesis, by the trainer's forward pass, one
+    completion at a time to limit memory."""
     parts = [np.zeros(0)]
-    for each in said:
-        with torch.no_grad(), _wearing(lanes, hypothesis.weights):
+    for completion in served:
+        with torch.no_grad(), _active(lanes, hypothesis.weights):
             if hypothesis.top_p < 1:
-                parts.append(_cut(base, each, hypothesis))
+                parts.append(_nucleus_logprobs(base, completion, hypothesis))
                 continue
-            batch = collate([each.sample()], base).to(base.device)
+            batch = collate([completion.sample()], base).to(base.device)
             table_BT, _ = token_logprobs(base, batch, hypothesis.temperature)
             parts.append(table_BT[0].double().cpu().numpy())
     return np.concatenate(parts)
@@ -74,21 +73,21 @@ def ours(base: BaseModel, lanes: Lanes, said: Sequence[Said], hypothesis: Hypoth
 def next_tokens(
     base: BaseModel, lanes: Lanes, prompt: Sequence[int], last: int, weights: LoraWeights, temperature: float
 ) -> np.ndarray:
-    """Log-probabilities [last, V] of the token after each of the ``last`` longest beginnings of a prompt, itself the
-    longest."""
+    """Return log-probabilities [last, V] of the next token after each of the ``last`` longest prefixes of a prompt,
+    the whole prompt included."""
     ids = torch.tensor([list(prompt)], device=base.device)
-    with torch.no_grad(), _wearing(lanes, weights):
+    with torch.no_grad(), _active(lanes, weights):
         logits_TV = base.model(input_ids=ids).logits[0, -last:].double() / (temperature or 1.0)
         return torch.log_softmax(logits_TV, -1).float().cpu().numpy()
 
 
 def rms(differences: np.ndarray) -> float:
-    """Root mean square; infinite where a token is impossible under what it is compared with."""
+    """Return the root mean square; infinite if a token has probability 0 under one side, 0 without tokens."""
     return float(np.sqrt(np.mean(differences**2))) if len(differences) else 0.0
 
 
 def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis]:
-    """Known ways of reading an adapter, or of giving log-probabilities, differently."""
+    """Yield the known ways of misreading an adapter or of reporting other log-probabilities."""
     yield Hypothesis("the adapter never reached the model: it answers as the base", None, temperature)
     rank, scale = weights.rank, weights.scale
     scales = {
@@ -116,12 +115,11 @@ def scaled(weights: LoraWeights, scale: float) -> LoraWeights:
 
 
 def only(weights: LoraWeights, names: Sequence[str]) -> LoraWeights:
-    """The same where the other layers add nothing."""
-    kept = LoraWeights(weights.shapes, weights.rank, weights.scale, weights.live_rank, weights.flat.clone())
+    copied = LoraWeights(weights.shapes, weights.rank, weights.scale, weights.live_rank, weights.flat.clone())
     for shape in weights.shapes:
         if shape.name not in names:
-            kept.B[shape.name].zero_()
-    return kept
+            copied.B[shape.name].zero_()
+    return copied
 
 
 def likely_cause(
@@ -132,28 +130,32 @@ def likely_cause(
     earlier: Mapping[str, LoraWeights],
     temperature: float,
 ) -> str:
-    """Return why a server's log-probabilities differ from the trainer's while it trains, in words and numbers: a stale
-    adapter, or none, when earlier weights explain them better than the current ones; else its precision.
+    """Return a message on why a server's log-probabilities differ from the trainer's during training: a stale or
+    missing adapter if earlier weights explain them better than the current ones, else precision.
 
     ``earlier`` maps names to weights. The log-probabilities of a stale adapter are nearer to every earlier version than
-    to the current one, also where the version that the server has is no longer known here.
+    to the current one, even if the stale version itself is not among ``earlier``.
     """
-    said = [
-        Said(sample.token_ids[: sample.prefix].tolist(), sample.token_ids[sample.action_mask].tolist(), own)
+    served = [
+        ServedTokens(sample.token_ids[: sample.prefix].tolist(), sample.token_ids[actions].tolist(), logprobs_T)
         for sample in samples
-        for own in [sample.logprobs[sample.action_mask]]
-        if sample.action_mask[sample.prefix :].all()  # of one turn
+        for actions, logprobs_T in [(sample.action_mask, sample.logprobs[sample.action_mask])]
+        if actions[sample.prefix :].all()  # single-turn
     ]
-    if not said:
+    if not served:
         return "it cannot be told from these rollouts, which have several turns"
-    served_T = np.concatenate([each.logprobs_T for each in said])
-    ends = np.cumsum([len(each.logprobs_T) for each in said])[:-1]
+    served_T = np.concatenate([completion.logprobs_T for completion in served])
+    ends = np.cumsum([len(completion.logprobs_T) for completion in served])[:-1]
 
-    def residuals(weights: LoraWeights | None) -> np.ndarray:
-        return served_T - ours(base, lanes, said, Hypothesis("", weights, temperature))
+    def residuals(weights: LoraWeights | None) -> list[np.ndarray]:
+        return np.split(served_T - ours(base, lanes, served, Hypothesis("", weights, temperature)), ends)
 
-    now = np.split(residuals(current), ends)
-    others = {name: np.split(residuals(weights), ends) for name, weights in {**earlier, "the base": None}.items()}
+    others = {name: residuals(weights) for name, weights in {**earlier, "the base": None}.items()}
+    return _explanation(residuals(current), others)
+
+
+def _explanation(now: Sequence[np.ndarray], others: Mapping[str, Sequence[np.ndarray]]) -> str:
+    """Return the message of ``likely_cause`` from the residuals (nats) per rollout of the current and other weights."""
     likeliest = max(others, key=lambda name: _evidence(now, others[name]))
     if _evidence(now, others[likeliest]) < CLEAR:
         apart, other_apart = rms(np.concatenate(now)), rms(np.concatenate(others[likeliest]))
@@ -161,7 +163,7 @@ def likely_cause(
         numbers = f"({apart:.2g} nats away, {likeliest} {other_apart:.2g})"
         return f"it looks like precision: the current version {fit} {numbers}"
     nearer = [i for i, other_T in enumerate(others[likeliest]) if rms(other_T) < rms(now[i])]
-    apart, other_apart = (rms(np.concatenate([each[i] for i in nearer])) for each in (now, others[likeliest]))
+    apart, other_apart = (rms(np.concatenate([residual[i] for i in nearer])) for residual in (now, others[likeliest]))
     exact = other_apart < 0.5 * apart
     if likeliest != "the base":
         cause = f"a stale adapter: {likeliest}{'' if exact else ' or an earlier one'}"
@@ -174,9 +176,9 @@ def likely_cause(
 
 
 def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Return the log-likelihood ratio (nats) of two explanations from their residuals by rollout, for normal noise of
-    unknown size: over all rollouts together, or over those alone that the other explanation fits better, because one of
-    several servers may be the only one at fault."""
+    """Return the log-likelihood ratio (nats) of ``other`` to ``current`` from their residuals per rollout, for normal
+    noise of unknown variance: over all rollouts, or only over those that ``other`` fits better, if that is larger,
+    because only one of several servers may be at fault."""
 
     def ratio(current_T: np.ndarray, other_T: np.ndarray) -> float:
         return (len(current_T) - 1) * math.log(max(rms(current_T), LEAST) / max(rms(other_T), LEAST))
@@ -186,18 +188,18 @@ def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> flo
 
 
 @contextmanager
-def _wearing(lanes: Lanes, weights: LoraWeights | None) -> Iterator[None]:
+def _active(lanes: Lanes, weights: LoraWeights | None) -> Iterator[None]:
     with nullcontext() if weights is None else lanes.single(weights):
         yield
 
 
-def _cut(base: BaseModel, said: Said, hypothesis: Hypothesis) -> np.ndarray:
-    """Log-probabilities among the tokens that ``top_p`` leaves; −inf for one that it does not."""
-    ids = torch.tensor([[*said.prompt_ids, *said.token_ids]], device=base.device)
-    logits_TV = base.model(input_ids=ids).logits[0, len(said.prompt_ids) - 1 : -1].double() / hypothesis.temperature
+def _nucleus_logprobs(base: BaseModel, served: ServedTokens, hypothesis: Hypothesis) -> np.ndarray:
+    """Return log-probabilities (nats) [T] normalised over the nucleus of ``top_p``; −inf for tokens outside it."""
+    ids = torch.tensor([[*served.prompt_ids, *served.token_ids]], device=base.device)
+    logits_TV = base.model(input_ids=ids).logits[0, len(served.prompt_ids) - 1 : -1].double() / hypothesis.temperature
     sorted_TV, order_TV = torch.softmax(logits_TV, -1).sort(-1, descending=True)
-    left_TV = sorted_TV.cumsum(-1) - sorted_TV < hypothesis.top_p
-    kept_TV = torch.zeros_like(left_TV).scatter(-1, order_TV, left_TV)
+    in_nucleus_TV = sorted_TV.cumsum(-1) - sorted_TV < hypothesis.top_p
+    kept_TV = torch.zeros_like(in_nucleus_TV).scatter(-1, order_TV, in_nucleus_TV)
     logprobs_TV = torch.log_softmax(logits_TV.masked_fill(~kept_TV, -math.inf), -1)
-    chosen_T1 = torch.tensor(said.token_ids, device=base.device).unsqueeze(-1)
+    chosen_T1 = torch.tensor(served.token_ids, device=base.device).unsqueeze(-1)
     return logprobs_TV.gather(-1, chosen_T1).squeeze(-1).cpu().numpy()
