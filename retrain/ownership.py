@@ -257,7 +257,8 @@ def machine() -> dict[str, str]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of a process of this machine, comparable only with itself; None if it has ended."""
+    """Return the start time of a process of this machine in the kernel's units, for comparison with later calls; None
+    if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

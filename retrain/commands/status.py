@@ -49,20 +49,28 @@ def status(
     elif not reports:
         print(f"No runs under {directory}; {HOW_TO_HAVE_RUNS}")
     elif sys.stdout.isatty() and not plain:
-        from rich.console import Console
-        from rich.text import Text
-
-        from retrain.commands.console import status_view
-
-        console = Console()
-        for report in reports:
-            console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
+        _print_views(reports)
     else:
-        runs = [run for report in reports for run in report["runs"]]
-        further = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
-        rows = [status_cells(report, run, further) for report in reports for run in report["runs"]]
-        columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in further for when in ("before", "now"))]
-        print_table((*columns, STATUS_COLUMNS[-1]), rows, left_aligned=("directory", "run", "state", "why"))
+        _print_status_table(reports)
+
+
+def _print_views(reports: Sequence[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from retrain.commands.console import status_view
+
+    console = Console()
+    for report in reports:
+        console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
+
+
+def _print_status_table(reports: Sequence[dict[str, Any]]) -> None:
+    runs = [run for report in reports for run in report["runs"]]
+    other_sets = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
+    rows = [status_cells(report, run, other_sets) for report in reports for run in report["runs"]]
+    columns = [*STATUS_COLUMNS[:-1], *(f"{name} {when}" for name in other_sets for when in ("before", "now"))]
+    print_table((*columns, STATUS_COLUMNS[-1]), rows, left_aligned=("directory", "run", "state", "why"))
 
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:

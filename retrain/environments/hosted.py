@@ -199,7 +199,7 @@ class HostedEpisode:
     def _value(self, job: tuple[Any, ...], timeout_s: float | None = None) -> Any:
         reply = self.environment.call(self.number, job, timeout_s)
         if reply.error is not None:
-            kind = "flooded" if reply.error.startswith("Flooded:") else reply.kind or "died"
+            kind = "flooded" if reply.error.startswith("MessagesTooLong:") else reply.kind or "died"
             raise EpisodeFailed(kind, reply.error)
         return reply.value
 

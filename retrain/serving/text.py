@@ -8,8 +8,8 @@ BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 class Writer:
-    """Decodes tokens piece by piece. ``stops``: texts that end the generation; a possible beginning of one is held
-    back, and none is returned unless ``keep_stop``."""
+    """Decodes tokens piece by piece. ``stops`` are texts that end the generation: text that may begin one is held back,
+    and the stop itself is returned only with ``keep_stop``."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), keep_stop: bool = False):
         self._tokenizer, self._stops, self._keep_stop = tokenizer, tuple(stops), keep_stop

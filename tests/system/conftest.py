@@ -10,7 +10,7 @@ import pytest
 import retrain.campaign.executors.slurm as slurm
 import retrain.campaign.running.protocol as protocol
 import retrain.campaign.running.workers as waiting
-from retrain.campaign.executors.local import LocalExecutor
+from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
@@ -83,7 +83,7 @@ def stub_workers(request, tmp_path, out, monkeypatch, impatient_slurm):
             executor: str, count: int | str = 2, *sets: str, slot: WorkerDevice | None = None, **keys
         ) -> CampaignWorkers:
             if executor == "processes":
-                made = CampaignWorkers(LocalExecutor([slot or WorkerDevice("cpu", 1)] * int(count), out), out)
+                made = CampaignWorkers(Local([slot or WorkerDevice("cpu", 1)] * int(count), out), out)
             elif executor == "ray":
                 made = on_ray(count, [*sets])
             else:

@@ -12,7 +12,7 @@ from retrain.util.processes import end_words, start_logged, with_imports
 END_SECONDS = 5.0
 
 
-class LocalExecutor:
+class Local:
     """Starts one process per device for the campaign in ``directory``."""
 
     def __init__(self, devices: Sequence[WorkerDevice], directory: Path):

@@ -235,7 +235,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
 
 def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
     """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
-    workers, devices, cpus = config.campaign.workers, config.backend.devices, config.ray.cpus
+    workers, devices = config.campaign.workers, config.backend.devices
     everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
     free = _left_by_servers(everything, config) if config.inference.launch is not None else everything
@@ -255,14 +255,19 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
         )
     if count := sum(_room(each, config, gpus) for each in free):
         return count, gpus
-    resources = _resource_words(cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if free is not everything and any(_room(each, config, gpus) for each in everything):
-        raise UsageError(
+    servers_fill_it = free is not everything and any(_room(each, config, gpus) for each in everything)
+    raise _no_room(config, gpus, servers_fill_it)
+
+
+def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
+    resources = _resource_words(config.ray.cpus, _gpus_per_worker(config) if gpus else 0.0)
+    if servers_fill_it:
+        return UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
             f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
             "servers less ([ray] server_gpus, server_cpus)"
         )
-    raise UsageError(
+    return UsageError(
         f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
         "where nodes come when they are asked for, say how many workers: --workers 4"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from retrain.campaign.executors.local import LocalExecutor
+from retrain.campaign.executors.local import Local
 from retrain.campaign.executors.ray import ray_workers
 from retrain.campaign.executors.slurm import slurm_workers
 from retrain.campaign.planning.plan import Plan
@@ -61,14 +61,7 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
             "[inference] launch starts servers beside the workers, and nothing says which of "
             f'{plural(len(gpus), "GPU")} are theirs: type --set inference.launch_gpus="{gpus[-1][1]}"'
         )
-    theirs = [name.strip() for name in inference.launch_gpus.split(",")]
-    there = [visible for _, visible in visible_gpus()]
-    if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
-        what = "twice" if wrong[0] in there else f"and this machine shows {', '.join(there)}"
-        raise UsageError(
-            f"[inference] launch_gpus has {wrong[0]}, {what}: it names GPUs as CUDA_VISIBLE_DEVICES does; type "
-            f'--set inference.launch_gpus="{gpus[-1][1]}"'
-        )
+    theirs = _launch_gpus(inference.launch_gpus, gpus[-1][1])
     if both := [name for name, visible in gpus if backend.named_gpus and visible in theirs]:
         raise UsageError(
             f"[backend] devices has {both[0]}, which [inference] launch_gpus gives to the servers; leave it out of one"
@@ -82,10 +75,23 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
     return free
 
 
+def _launch_gpus(text: str, example: str) -> list[str]:
+    """Return the GPUs that ``[inference] launch_gpus`` lists. Raises UsageError for absent and repeated ones."""
+    theirs = [name.strip() for name in text.split(",")]
+    there = [visible for _, visible in visible_gpus()]
+    if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
+        what = "twice" if wrong[0] in there else f"and this machine shows {', '.join(there)}"
+        raise UsageError(
+            f"[inference] launch_gpus has {wrong[0]}, {what}: it names GPUs as CUDA_VISIBLE_DEVICES does; type "
+            f'--set inference.launch_gpus="{example}"'
+        )
+    return theirs
+
+
 def _local(plan: Plan) -> CampaignWorkers:
     config, directory = plan.specs[0].config, plan.directory
     launch = None if config.inference.launch is None else partial(LocalFleet, config, directory)
-    return CampaignWorkers(LocalExecutor(slots_of(config), directory), directory, launch)
+    return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {

@@ -99,12 +99,7 @@ def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Itera
 def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, its value, module) for every optional package that a run needs and that is not installed."""
     logging = config.logging
-    packages: list[tuple[str, Any, str]] = []
-    for key, source in sources_of(config).items():
-        if source.endswith(".parquet"):
-            packages.append((key, source, "pyarrow"))
-        elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
-            packages.append((key, source, "datasets"))
+    packages = list[tuple[str, Any, str]](_source_packages(config, folder))
     packages += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
     if config.campaign.executor == "ray":
         packages.append(("campaign.executor", "ray", "ray"))
@@ -116,6 +111,14 @@ def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, st
         elif name == "wandb":
             packages.append(("logging.wandb_project", logging.wandb_project, name))
     yield from (each for each in packages if not is_installed(each[2]))
+
+
+def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, str]]:
+    for key, source in sources_of(config).items():
+        if source.endswith(".parquet"):
+            yield key, source, "pyarrow"
+        elif source != "arithmetic" and (on_hub(source, folder) or directory_of(source, folder)):
+            yield key, source, "datasets"
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:

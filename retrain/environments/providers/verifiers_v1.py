@@ -214,18 +214,26 @@ def _tolerant(hook: Any) -> Any:
     return tolerant
 
 
-def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
+def _failure(episode: Any) -> str:
+    """Return why the episode cannot be graded, or ""."""
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
+    if errors:
+        return "; ".join(f"{error.type}: {error.message}" for error in errors)
+    if not episode.ok:
+        return "it failed without an error message"
+    if len(traces) != 1:
+        return f"its agent ran {len(traces)} times in one episode, which is not supported: one run is one rollout"
+    return ""
+
+
+def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
+    traces = episode.traces
     metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
     rewards = [reward for trace in traces for reward in trace.rewards.items()]
     components = {name: None if reward is None else float(reward.score) for name, reward in rewards}
     stop = str(traces[-1].stop_condition or "") if traces else "error"
-    reason = "; ".join(f"{error.type}: {error.message}" for error in errors)
-    if not reason and not episode.ok:
-        reason = "it failed without a word"
-    if not reason and len(traces) != 1:
-        reason = f"its agent ran {len(traces)} times in one episode, which is not supported: one run is one rollout"
+    reason = _failure(episode)
     if not reason and not any(reward is not None for _, reward in rewards):
         reason = "nothing has graded it"
     total = None if reason else float(traces[0].reward)

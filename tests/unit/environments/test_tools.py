@@ -164,7 +164,7 @@ def test_what_cannot_be_a_tool(source, fault):
     made: dict[str, Any] = {}
     exec(source, made)
     with pytest.raises(PluginError) as raised:
-        tool_of(made["f"], what="tool 'mine:it'")
+        tool_of(made["f"], label="tool 'mine:it'")
     assert str(raised.value).startswith("tool 'mine:it': ")
     assert fault in str(raised.value)
 
