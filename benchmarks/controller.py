@@ -38,8 +38,8 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
+    Evaluated,
     Event,
-    HeldOutEvaluated,
     JobEnded,
     JobStarted,
     Message,
@@ -129,7 +129,7 @@ class StubWorkers:
             ]  # fmt: skip
             self._write(job.directory / "runs" / name, run.config.to_dict(), rows[name], evaluations)
             for row in evaluations:
-                yield HeldOutEvaluated(name, "heldout", row)
+                yield Evaluated(name, "heldout", row)
             yield RunEnded(name, "done")
         yield JobEnded(task)
 

@@ -23,15 +23,15 @@ from typing import Any
 
 from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
+    Evaluated,
     Event,
     Facts,
-    HeldOutEvaluated,
     Job,
     JobStarted,
     Message,
     RunEnded,
     RunStarted,
-    SealRecorded,
+    Sealed,
     SqueezeJob,
     StepDone,
     WorkerFault,
@@ -101,10 +101,10 @@ class EventSender(NullObserver):
         self.send(StepDone(spec.run_id, dict(row)))
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
-        self.send(SealRecorded(spec.run_id, dict(seal)))
+        self.send(Sealed(spec.run_id, dict(seal)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self.send(HeldOutEvaluated(spec.run_id, name, dict(row)))
+        self.send(Evaluated(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         self.send(RunEnded(spec.run_id, status, message))

@@ -69,7 +69,7 @@ class StepDone:
 
 
 @dataclass(frozen=True)
-class HeldOutEvaluated:
+class Evaluated:
     """The held-out set ``name`` was evaluated; ``row`` has the ``eval/<name>/…`` keys."""
 
     run_id: str
@@ -78,7 +78,7 @@ class HeldOutEvaluated:
 
 
 @dataclass(frozen=True)
-class SealRecorded:
+class Sealed:
     """``seal`` covers all evaluations that the run has recorded."""
 
     run_id: str
@@ -132,17 +132,7 @@ class WorkerFault:
 
 
 Event = (
-    JobStarted
-    | Tick
-    | RunStarted
-    | StepDone
-    | SealRecorded
-    | HeldOutEvaluated
-    | RunEnded
-    | Facts
-    | Message
-    | JobEnded
-    | WorkerFault
+    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
 )
 
 
@@ -153,9 +143,9 @@ def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> No
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
-        case SealRecorded(run_id, seal):
+        case Sealed(run_id, seal):
             observer.sealed(specs[run_id], seal)
-        case HeldOutEvaluated(run_id, name, row):
+        case Evaluated(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
             observer.run_finished(specs[run_id], status, reason)
@@ -279,18 +269,7 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
 
 _EVENTS = {
     kind.__name__: kind
-    for kind in (
-        JobStarted,
-        RunStarted,
-        StepDone,
-        SealRecorded,
-        HeldOutEvaluated,
-        RunEnded,
-        Facts,
-        Message,
-        JobEnded,
-        WorkerFault,
-    )
+    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
 }
 
 
