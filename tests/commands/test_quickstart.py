@@ -15,14 +15,14 @@ from retrain.records.observer import NullObserver
 ROOT = Path(__file__).parents[2]
 
 
-STEPS = 18
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """The shipped campaign with one seed and fewer steps."""
     out = tmp_path_factory.mktemp("quickstart") / "out"
-    sets = ["campaign.seeds=[1]", f"campaign.max_steps={STEPS}", "evaluation.problems=120", "training.eval_every=0"]
+    sets = ["campaign.seeds=[1]", f"campaign.max_steps={STEPS}", "evaluation.problems=60", "training.eval_every=0"]
     assert launch(load(ROOT / "campaigns" / "quickstart.toml", sets), out, NullObserver()).exit_status == 0
     return out
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,9 +44,6 @@ def on_meta(config: Callable[..., Any], dtype: torch.dtype, layers: int, vocab_s
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
     return BaseModel("meta", model.eval().requires_grad_(False), None, torch.device("meta"), dtype, (1,), 0, "")
-
-
-# -- what the update keeps ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -132,9 +127,6 @@ def test_decoding_stays_on_the_device_of_the_base():
         decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, columns, True, 1, in_any_order)
     cache.select(places[:2])
     assert {tensor.device for tensor in (*cache.keys, *cache.values)} == {device}
-
-
-# -- how much a cohort does at a time -------------------------------------------------------------------------------
 
 
 def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(host_memory, trainable):
@@ -253,8 +245,6 @@ def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, reads):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-5)
 
-
-# -- drills ---------------------------------------------------------------------------------------------------------
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 DRIVER = RuntimeError("CUDA error: out of memory")

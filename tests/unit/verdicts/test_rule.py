@@ -163,9 +163,6 @@ def test_conditions_without_pairs() -> None:
     assert nothing == Analysis(7, 0, False, None, None, 1.0, None, None, (), None)
 
 
-# A second version, without arrays
-
-
 def pulled(values: list[float]) -> list[float]:
     sizes = sorted(abs(v) for v in values if abs(v) > 1e-9)
     if not sizes:
