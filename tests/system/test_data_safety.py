@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, eventually, files_of, run_cli
+from helpers.campaigns import campaign, eventually, files_of
 from helpers.models import TINY_RUN
 
 from retrain.campaign.controller import launch, resume
@@ -243,20 +243,6 @@ def test_a_command_that_is_refused_late_changes_no_record_and_leaves_no_new_dire
             assert not (tmp_path / "out").exists()
     finally:
         weights.write_bytes(weights_before)
-
-
-def test_a_campaign_without_its_manifest_is_refused(two_runs, tmp_path):
-    path, whole = two_runs
-    out = Path(shutil.copytree(whole, tmp_path / "out"))
-    (out / "manifest.json").unlink()
-    before = contents(out)
-    for command in (["resume", str(out)], ["train", str(path), "--out", str(out), "--set", "campaign.seeds=[2]"]):
-        result = run_cli(*command, "--accept-changes")
-        assert result.exit_code == 2
-        assert "has records of runs and no manifest.json" in result.stderr
-        assert contents(out) == before
-    shutil.copy(whole / "manifest.json", out)
-    assert resume(out, NullObserver()).exit_status == 0
 
 
 def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_runs, tmp_path):
