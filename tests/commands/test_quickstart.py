@@ -15,14 +15,14 @@ from retrain.records.observer import NullObserver
 ROOT = Path(__file__).parents[2]
 
 
-STEPS = 12
+STEPS = 18
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """The shipped campaign with one seed and fewer steps."""
     out = tmp_path_factory.mktemp("quickstart") / "out"
-    sets = ["campaign.seeds=[1]", f"campaign.max_steps={STEPS}", "evaluation.problems=60", "training.eval_every=0"]
+    sets = ["campaign.seeds=[1]", f"campaign.max_steps={STEPS}", "evaluation.problems=120", "training.eval_every=0"]
     assert launch(load(ROOT / "campaigns" / "quickstart.toml", sets), out, NullObserver()).exit_status == 0
     return out
 
@@ -73,7 +73,7 @@ def test_the_documented_readers_of_a_run(quickstart, monkeypatch):
 
 
 def test_the_minimal_loop_learns(capsys, tmp_path):
-    main = runpy.run_path(str(ROOT / "examples" / "minimal_loop.py"))["main"]
+    main = runpy.run_path(str(ROOT / "docs" / "examples" / "minimal_loop.py"))["main"]
     history = main(14, str(tmp_path))
     assert sum(history[-4:]) / 4 > sum(history[:3]) / 3 + 0.15
     lines = capsys.readouterr().out.splitlines()

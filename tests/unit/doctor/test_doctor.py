@@ -88,12 +88,12 @@ def test_a_toy_model_passes_in_bfloat16(model, tmp_path):
             assert CHECKS[name](subject).status == PASS, name
 
 
-def an_engine_weight_that_is_not_the_trainers(subject: Subject, monkeypatch, host_memory) -> None:
+def an_engine_weight_that_is_not_the_trainers(subject: Subject, monkeypatch) -> None:
     down = subject.engine.decoder.layers[0].down
     monkeypatch.setattr(down, "_joined", down.weight * 1.01)
 
 
-def mixed_up_lanes(subject: Subject, monkeypatch, host_memory) -> None:
+def mixed_up_lanes(subject: Subject, monkeypatch) -> None:
     """In a batch of more than two lanes."""
     blocks = DenseDecoder.blocks
 
@@ -103,10 +103,10 @@ def mixed_up_lanes(subject: Subject, monkeypatch, host_memory) -> None:
     monkeypatch.setattr(DenseDecoder, "blocks", mixed_up)
 
 
-def after_update(change: Callable[[torch.Tensor], object]) -> Callable[[Subject, Any, Any], None]:
+def after_update(change: Callable[[torch.Tensor], object]) -> Callable[[Subject, Any], None]:
     """Return a fault that changes the gradient after every update."""
 
-    def fault(subject: Subject, monkeypatch, host_memory) -> None:
+    def fault(subject: Subject, monkeypatch) -> None:
         update = LocalPolicy.update
 
         def changed(policy: LocalPolicy, *arguments: Any) -> dict[str, Any]:
@@ -123,14 +123,13 @@ a_scaled_gradient = after_update(lambda gradient: gradient.mul_(1.01))
 a_turned_gradient = after_update(lambda gradient: gradient[: len(gradient) // 9].neg_())
 
 
-def sizes_planned_too_small(subject: Subject, monkeypatch, host_memory) -> None:
-    host_memory.available = 1 << 22  # two sequences are measured, not 16
+def sizes_planned_too_small(subject: Subject, monkeypatch) -> None:
     kept = memory.kept_bytes
     monkeypatch.setattr(memory, "cache_bytes", lambda base: 10)
     monkeypatch.setattr(memory, "kept_bytes", lambda base: kept(base) // 2)
 
 
-def unnoticed_shortages(subject: Subject, monkeypatch, host_memory) -> None:
+def unnoticed_shortages(subject: Subject, monkeypatch) -> None:
     for module in ("retrain.engines.local", "retrain.policy.packing"):
         monkeypatch.setattr(f"{module}.is_out_of_memory", lambda error: False)
 
@@ -146,8 +145,8 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("fault", "name", "exceeded"), FAULTS)
-def test_a_check_fails_on_its_fault(subject, monkeypatch, host_memory, fault, name, exceeded):
-    fault(subject, monkeypatch, host_memory)
+def test_a_check_fails_on_its_fault(subject, monkeypatch, fault, name, exceeded):
+    fault(subject, monkeypatch)
     (result,) = run_checks(subject, lambda name: None, {name: CHECKS[name]})
     assert (result.name, result.status, result.todo != "") == (name, FAIL, True), result.line
     assert set(exceeded) <= {measure["name"] for measure in result.measures if not measure["ok"]}, result.line
