@@ -46,6 +46,9 @@ def script(tmp_path):
     return run
 
 
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
 def test_maxrl_digits_prints_its_tables_and_orders_the_methods(script):
     out, found = script("maxrl_digits")
     assert "sgd: held-out pass@1" in out
@@ -53,6 +56,9 @@ def test_maxrl_digits_prints_its_tables_and_orders_the_methods(script):
     assert list(rows) == ["maxrl", "grpo", "rloo", "cross_entropy"]
     assert all(row["before_training"] == pytest.approx(1 / 200, rel=0.2) for row in rows.values())
     assert rows["rloo"]["pass_at_1"] < rows["maxrl"]["pass_at_1"] < rows["cross_entropy"]["pass_at_1"] + 0.02
+
+
+# -- speed ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,6 +114,9 @@ def test_the_limit_is_the_same_model_and_the_same_gradient(benchmark, models):
     gradient, worst = side._gradient(list(pieces), setting)
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=1e-4)
     assert worst < 1e-4
+
+
+# -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_ratio_of_variances_is_that_of_what_varies(benchmark):
