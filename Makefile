@@ -66,8 +66,9 @@ demo: $(VENV)/.core
 	@echo 'before you type retrain: source $(BIN)/activate'
 
 # One thread for each worker: two torch processes that both use every core slow each other several-fold.
+# Files go to the workers in the order of their paths: the slow ones of tests/commands begin, short ones end.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --ignore tests/system tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --ignore tests/system tests
 
 RECORD_NAMES := '"([a-z]+/)?[a-z_]+\.jsonl"|"(run\.log|code\.diff|report\.html|metrics\.f32|(manifest|plan|comparison)\.json)"'
 

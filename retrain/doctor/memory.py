@@ -105,10 +105,9 @@ def peak(subject: DoctorModel, task: Callable[[], Any]) -> int:
         task()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    profiler: Any = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with profiler:  # torch.profiler.profile would also parse every operation, which takes most of the time
         task()
-    profiler: Any = profile.profiler
     events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = np.array([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
     return int(max(0, changes.cumsum().max())) if len(changes) else 0

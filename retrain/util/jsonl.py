@@ -92,7 +92,9 @@ class Tail:
         return replaced, [text for line in self._lines or () if (text := line[:-1].strip())]
 
     def _begin(self) -> int | None:
-        """Return where the rows to read first begin; None where there is no file."""
+        """Return where the rows to read first begin; None where there is no regular file."""
+        if not os.path.isfile(self.path):  # opening a pipe would wait for a writer
+            return None
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             start = os.fstat(file.fileno()).st_size - LAST_BLOCK if self.last_only else 0
             block = os.pread(file.fileno(), LAST_BLOCK, start) if start > 0 else b""

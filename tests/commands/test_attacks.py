@@ -14,7 +14,7 @@ from helpers.records import seal_of
 
 from retrain.files import read_json, read_jsonl, write_json
 
-SEEDS = list(range(1, 21))
+SEEDS = list(range(1, 9))
 RUN = "rloo+none_s3"
 EVALS, ANSWERS = f"runs/{RUN}/evals.jsonl", f"runs/{RUN}/emergence/evaluations.jsonl"
 
@@ -35,7 +35,7 @@ def file(home: Path, name: str, seeds: list[int]) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory) -> Path:
-    """A folder with model, rewards, and the finished campaign ``logs/first`` of 20 seeds in its registry."""
+    """A folder with model, rewards, and the finished campaign ``logs/first`` of 8 seeds in its registry."""
     home = tmp_path_factory.mktemp("attacked")
     (home / "toyrewards.py").write_text(SUBJECT_REWARDS)
     qwen3_directory(home / "model", ["12+34=? 7*46-58+23=?", "let me check 0 2 4 6 8"])
@@ -96,7 +96,7 @@ def test_a_campaign_that_nobody_touched_has_a_verdict_and_no_remark(first):
     assert (declared["seeds"], declared["max_steps"]) == (SEEDS, {"grpo+none": 1, "rloo+none": 1})
     assert set(declared["data"]) == set(declared["settings"]) == {"grpo+none", "rloo+none"}
     lines = read_jsonl(first.parent / "registry.jsonl")
-    assert [line["kind"] for line in lines] == ["declaration"] + ["run"] * 40
+    assert [line["kind"] for line in lines] == ["declaration"] + ["run"] * 16
     entry = next(run for run in read_json(first / "manifest.json")["runs"] if run["run_id"] == RUN)
     line = next(line for line in lines if line.get("run_id") == RUN)
     assert line["sha256"] == entry["seal"]["evaluations_sha256"]
@@ -180,7 +180,7 @@ def test_evaluations_that_are_copied_from_another_run(first):
 def test_a_manifest_that_is_deleted_and_declared_anew(trained, first):
     (first / "manifest.json").unlink()
     before = sorted(first.rglob("*"))
-    for words in (["train", file(trained, "first", SEEDS[:7]), "--out", first], ["resume", first]):
+    for words in (["train", file(trained, "first", SEEDS[:4]), "--out", first], ["resume", first]):
         for accepted in ([], ["--accept-changes"]):
             assert "no manifest.json" in command(*words, *accepted, status=2)
     for name in ("compare", "report"):
@@ -188,16 +188,16 @@ def test_a_manifest_that_is_deleted_and_declared_anew(trained, first):
     assert sorted(first.rglob("*")) == before
     shutil.rmtree(first / "runs")
     (first / "plan.json").unlink()
-    command("train", file(trained, "again", SEEDS[:7]), "--out", first, "--plain")
-    assert said(first, "declared anew in its directory after 40 runs had finished there") == "exploratory"
+    command("train", file(trained, "again", SEEDS[:4]), "--out", first, "--plain")
+    assert said(first, "declared anew in its directory after 16 runs had finished there") == "exploratory"
 
 
-def test_the_best_seven_of_twenty_seeds_declared_under_a_new_name(trained, logs):
-    best = file(trained, "best", [2, 3, 5, 7, 11, 13, 17])
+def test_the_best_four_of_eight_seeds_declared_under_a_new_name(trained, logs):
+    best = file(trained, "best", [2, 3, 5, 7])
     shutil.rmtree(logs / "first")
     command("train", best, "--out", logs / "best", "--plain")
-    known = "seeds had finished before they were declared (2, 3, 5, 7, 11, 13, 17; in first)"
-    earlier = "Second declaration of this comparison; before it: first (20 seeds, 40 runs finished, directory gone)."
+    known = "seeds had finished before they were declared (2, 3, 5, 7; in first)"
+    earlier = "Second declaration of this comparison; before it: first (8 seeds, 16 runs finished, directory gone)."
     assert said(logs / "best", f"protocol deviation: {known}", earlier) == "exploratory"
     # without the registry it can be had, and is said
     command("train", best, "--out", logs / "quiet", "--plain", "--no-registry")
@@ -209,12 +209,12 @@ def test_the_best_seven_of_twenty_seeds_declared_under_a_new_name(trained, logs)
 
 
 def test_the_same_campaign_again_is_counted_and_keeps_its_verdict(trained, logs):
-    command("train", file(trained, "best", SEEDS[:7]), "--out", logs / "a", "--plain")
-    command("train", file(trained, "best", SEEDS[:7]), "--out", logs / "b", "--plain")
+    command("train", file(trained, "best", SEEDS[:4]), "--out", logs / "a", "--plain")
+    command("train", file(trained, "best", SEEDS[:4]), "--out", logs / "b", "--plain")
     report, texts = outputs(logs / "b")
     assert report["standing"] == "declared"
     for text in texts:
-        assert "Third declaration of this comparison; before it: first (20 seeds, 40 runs finished), a (7" in text
+        assert "Third declaration of this comparison; before it: first (8 seeds, 16 runs finished), a (4" in text
 
 
 def test_a_registry_of_another_program_is_left_alone(trained, tmp_path):

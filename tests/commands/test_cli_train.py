@@ -155,7 +155,7 @@ def test_damaged_records_of_one_run_stop_that_run_alone(trained, tmp_path):
 def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "retrain", "train", str(home / "single.toml"), "--out", str(out)]
-    command += ["--set", "training.max_steps=15", "--verbose"]
+    command += ["--set", "training.max_steps=6", "--verbose"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=home, env=environment
@@ -168,9 +168,9 @@ def test_ctrl_c_saves_exits_130_and_resume_finishes(home, tmp_path):
     assert process.returncode == 130, errors
     assert f"retrain resume {out}" in output
     (entry,) = read_json(out / "manifest.json")["runs"]
-    assert (entry["state"], 1 <= entry["step"] < 15) == ("interrupted", True)
+    assert (entry["state"], 1 <= entry["step"] < 6) == ("interrupted", True)
     assert run_cli("resume", out).exit_code == 0
-    assert [row["step"] for row in read_jsonl(out / "metrics.jsonl")] == list(range(15))
+    assert [row["step"] for row in read_jsonl(out / "metrics.jsonl")] == list(range(6))
 
 
 ON_A_TERMINAL = """

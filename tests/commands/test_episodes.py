@@ -1,7 +1,5 @@
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +8,6 @@ from helpers.campaigns import blocks, run_cli
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-
-
-def retrain(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "retrain", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
 TOOL_USER = """
@@ -47,8 +40,8 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     shutil.copy(ROOT / "campaigns" / "calculations.py", folder)
     (folder / "run.toml").write_text(TOOL_USER, encoding="utf-8")
-    done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_cli("train", folder / "run.toml", "--out", folder / "out", "--plain")
+    assert done.exit_code == 0, done.output
     return folder / "out"
 
 
@@ -74,8 +67,8 @@ def test_every_row_says_how_the_episodes_went(run):
 
 
 def test_try_shows_episodes(run):
-    shown = retrain("try", "run.toml", "--problems", "1", "--samples", "6", cwd=run.parent)
-    assert shown.returncode == 0, shown.stderr
+    shown = run_cli("try", run.parent / "run.toml", "--problems", "1", "--samples", "6")
+    assert shown.exit_code == 0, shown.output
     assert "[tool calculator]" in shown.stdout
 
 
@@ -93,9 +86,9 @@ def test_the_environment_in_the_documents_trains(tmp_path):
         + "\nmax_episode_tokens = 120\n",
         encoding="utf-8",
     )
-    done = retrain("train", "run.toml", "--out", "out", "--plain", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "need not equal one that is not" in done.stdout + done.stderr
+    done = run_cli("train", tmp_path / "run.toml", "--out", tmp_path / "out", "--plain")
+    assert done.exit_code == 0, done.output
+    assert "need not equal one that is not" in done.output
     for each in read_jsonl(tmp_path / "out" / "train_iteration_000000_rollout_summaries.jsonl"):
         assert each["steps"][-1]["ob_len"] + each["steps"][-1]["ac_len"] <= 120
     (row,) = read_jsonl(tmp_path / "out" / "metrics.jsonl")

@@ -62,7 +62,7 @@ def test_training_goes_on_offline_where_wandb_does_not_answer(tmp_path, model, l
     """One warning within 10 s, whether nobody answers or nobody listens."""
     inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     inherited |= {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "PYTHONPATH": str(Path(__file__).parents[2])}
-    inherited["WANDB_HTTP_TIMEOUT"] = "3"  # its service waits so long for each answer, also after the end of training
+    inherited["WANDB_HTTP_TIMEOUT"] = "1"  # its service waits so long for each answer, also after the end of training
     _, file = files(tmp_path, model)
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -1,7 +1,5 @@
 """Toy campaigns: their files, their training, and what they leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Credit of groups without a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LoRA lanes that are sampled, scored and updated."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

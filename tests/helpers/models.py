@@ -1,7 +1,5 @@
 """Toy models, tokenizers and configurations."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

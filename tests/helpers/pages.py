@@ -1,7 +1,5 @@
 """Directories, clients and conversations for tests of pages."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Sequence

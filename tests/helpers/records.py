@@ -1,7 +1,5 @@
 """Records of runs and campaigns that were never trained."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -187,8 +185,6 @@ def shifted(by: float, noise: float = 0.004) -> list[float | None]:
     """``BASE`` and a difference that alternates around ``by``."""
     return [value + by + noise * (-1) ** i for i, value in enumerate(BASE)]
 
-
-# Campaigns whose runs are put on the disk instead of trained
 
 EIGHT = list(range(1, 9))
 GRPO, RLOO, DR_GRPO = ("grpo", "none"), ("rloo", "none"), ("dr_grpo", "none")

@@ -28,9 +28,6 @@ STUB = (str(TESTS / "programs/stubworker.py"),)
 SERVE = f"{sys.executable} -m retrain serve {{model}} --port {{port}}"
 
 
-# -- workers and their events -----------------------------------------------------------------------------------------
-
-
 def job(directory: Path, *runs: str) -> CohortJob:
     (spec,) = plan(parse_dict({"training": {"max_steps": 3}}))
     specs = [replace(spec, run_id=run, is_campaign=True) for run in runs]
@@ -62,9 +59,6 @@ def pids(events: Iterable[Any]) -> dict[str, int]:
 
 def texts(events: Iterable[Any]) -> list[str]:
     return [event.text for event in of_kind(events, Message)]
-
-
-# -- Slurm ------------------------------------------------------------------------------------------------------------
 
 
 class SlurmStandin:
@@ -107,9 +101,6 @@ class SlurmStandin:
         os.system(f"scancel {' '.join(path.name[6:] for path in self.home.glob('state_*'))} 2>/dev/null")
         eventually(lambda: not list(self.home.glob("pid_*")), 30)
         shutil.rmtree(self.home, ignore_errors=True)
-
-
-# -- Ray --------------------------------------------------------------------------------------------------------------
 
 
 def _in_time(start: Callable[[], Any]) -> Any:
@@ -168,9 +159,6 @@ def cluster_of(*nodes: dict[str, Any]) -> Iterator[Nodes]:
         made.cluster.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-# -- servers ----------------------------------------------------------------------------------------------------------
 
 
 def rows_of(out: Path) -> dict[str, list[dict]]:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, eventually, files_of, run_cli
+from helpers.campaigns import campaign, eventually, files_of
 from helpers.models import TINY_RUN
 
 from retrain.campaign.controller import launch, resume
@@ -117,9 +117,6 @@ def run(interrupted, tmp_path) -> Path:
     return Path(shutil.copytree(interrupted, tmp_path / "out"))
 
 
-# -- a directory that is not this process's any more -----------------------------------------------------------------
-
-
 def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writing(tmp_path, model):
     out, slow = tmp_path / "out", tmp_path / "slow.py"
     slow.write_text("import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n")
@@ -182,9 +179,6 @@ def test_a_run_of_a_campaign_whose_directory_was_replaced_is_not_written(tmp_pat
     assert contents(victim) == before
 
 
-# -- rows that are missing --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl"])
 def test_an_interrupted_run_whose_records_were_emptied_is_refused(run, name):
     (run / name).write_text("")
@@ -214,9 +208,6 @@ def test_missing_rows_that_were_accepted_are_asked_about_once(run):
     assert resume(run, At(6, interrupt), approval=Approval(accept=True)).exit_status == 130
     assert resume(run, NullObserver()).exit_status == 0
     assert steps_of(run) == [5, 6, 7]
-
-
-# -- refused commands -------------------------------------------------------------------------------------------------
 
 
 def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path):
@@ -254,23 +245,6 @@ def test_a_command_that_is_refused_late_changes_no_record_and_leaves_no_new_dire
         weights.write_bytes(weights_before)
 
 
-# -- a manifest or plan that is gone ----------------------------------------------------------------------------------
-
-
-def test_a_campaign_without_its_manifest_is_refused(two_runs, tmp_path):
-    path, whole = two_runs
-    out = Path(shutil.copytree(whole, tmp_path / "out"))
-    (out / "manifest.json").unlink()
-    before = contents(out)
-    for command in (["resume", str(out)], ["train", str(path), "--out", str(out), "--set", "campaign.seeds=[2]"]):
-        result = run_cli(*command, "--accept-changes")
-        assert result.exit_code == 2
-        assert "has records of runs and no manifest.json" in result.stderr
-        assert contents(out) == before
-    shutil.copy(whole / "manifest.json", out)
-    assert resume(out, NullObserver()).exit_status == 0
-
-
 def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_runs, tmp_path):
     path, whole = two_runs
     out = Path(shutil.copytree(whole, tmp_path / "out"))
@@ -281,9 +255,6 @@ def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_r
     shutil.rmtree(out / "runs/grpo+none_s1")
     with pytest.raises(UsageError, match=r"runs/grpo\+none_s1/metrics.jsonl is missing, and the run counts as done"):
         resume(out, NullObserver())
-
-
-# -- files that may not be read ---------------------------------------------------------------------------------------
 
 
 def as_other_user(work: Callable[[], object]) -> str:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,9 +70,6 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
     assert execute(plan, NullObserver(), approval=approval, executor=executor).exit_status == 0
     assert [[line.partition(":")[0] for line in lines] for lines in asked] == [["data"]]
     assert [job.accepted for job in executor.jobs if isinstance(job, CohortJob)] == [[], asked[0]]
-
-
-# -- runs that are put on the disk instead of trained -----------------------------------------------------------------
 
 
 class Player:

@@ -51,9 +51,6 @@ def lanes(quant):
     quant.release()
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------
-
-
 def quantised_linear(weight: torch.Tensor, kind: str) -> QuantizedLinear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     linear.weight.data = weight
@@ -132,9 +129,6 @@ def test_what_is_quantised_and_what_it_weighs(quant, toy):
     assert estimate == pytest.approx(quant.weight_bytes, rel=0.03)
 
 
-# -- sampler and update ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("count", [1, 2])
 def test_logprobs_equal_a_fresh_forward(quant, lanes, dense, count):
@@ -162,9 +156,6 @@ def test_on_policy_ratio_is_one_and_every_split_gives_the_same_gradient(quant, l
     assert gradients[0].norm() > 0
     for other in gradients[1:]:
         assert float((other - gradients[0]).norm() / gradients[0].norm()) < 1e-5
-
-
-# -- the difference to the unquantised base -------------------------------------------------------------------------
 
 
 def test_k3_tells_how_far_a_badly_quantised_base_is(toy, tmp_path):
@@ -219,9 +210,6 @@ def test_a_real_model_samples_and_trains_with_the_same_weights(kind, share, leas
     assert metrics["kl_sample_train_v2"] < 1e-7
 
 
-# -- runs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_a_cohort_equals_the_run_alone_and_says_what_it_trained_over(model, tmp_path, kind):
     path = campaign(tmp_path, model, steps=2, dtype="float64")
@@ -258,9 +246,6 @@ def test_more_steps_equal_a_run_that_had_them_from_the_start(model, tmp_path, ki
     assert not source.other_weights(base)
     assert not plain.other_weights(loaded := plain.load("cpu", "float32"))
     assert loaded.quantized is None
-
-
-# -- what is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

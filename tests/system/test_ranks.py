@@ -1,8 +1,6 @@
 """One update, and scores, on 1, 2 and 3 ranks: the same numbers but for the order of a sum, whether each rank holds the
 whole base (dp) or a shard of it (fsdp2); and with shards no rank ever holds the whole."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -180,9 +178,6 @@ def test_work_is_dealt_out_evenly():
     assert deal([1, 1, 1, 1, 1], 2) == [[0, 2, 4], [1, 3]]
     assert deal([5, 1, 1, 1, 4], 2) == [[0, 2], [1, 3, 4]]
     assert deal([3], 3) == [[0], [], []]
-
-
-# -- ranks with shards of the base -----------------------------------------------------------------------------------
 
 
 def test_no_rank_ever_holds_the_whole_base(tmp_path):

@@ -151,8 +151,6 @@ def test_five_conditions_lose_a_node_of_three_and_end_as_in_one_process(tmp_path
     assert differences(records(out, exact=False), records(alone, exact=False)) == []
 
 
-# -- servers ----------------------------------------------------------------------------------------------------------
-
 KEY = "RETRAIN_TEST_FLEET_KEY"
 SERVED = (
     "training.save_every=1", "squeeze.enabled=false", "training.eval_every=0", "campaign.lanes=2",

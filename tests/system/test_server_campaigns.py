@@ -118,9 +118,6 @@ def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model):
     check_complete(out)
 
 
-# -- workers that share servers ---------------------------------------------------------------------------------------
-
-
 def test_workers_share_servers_that_the_controller_keeps(tmp_path, model):
     """One is killed on the way; a squeeze analysis, in a worker, is sampled there as well."""
     out, killed = tmp_path / "out", []

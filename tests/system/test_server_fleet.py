@@ -51,9 +51,6 @@ def pid_in(folder: Path, name: str = "server") -> int:
     return read_json(folder / f"{name}.json")["pid"]
 
 
-# -- one server -------------------------------------------------------------------------------------------------------
-
-
 def test_a_server_ends_with_the_process_that_started_it(tmp_path):
     """Also where that is killed, and with what the server has started itself."""
     program = tmp_path / "server.py"
@@ -114,9 +111,6 @@ def test_a_server_listens_where_it_is_told(tmp_path, launched):
     for command, words in (("no-such-program --x", "there is no program 'no-such-program'"), ("a 'b", "No closing")):
         with pytest.raises(UsageError, match=words):
             launched(command)
-
-
-# -- several ----------------------------------------------------------------------------------------------------------
 
 
 def test_replicas_divide_up_the_gpus(tmp_path, told):
@@ -185,8 +179,6 @@ def test_an_engine_waits_for_the_first_address(tmp_path, base):
     with pytest.raises(UsageError, match=r"\[inference\] launch: the server died 4 times"):
         engine_of(base, [], tmp_path / "a", fleet=never, patience_s=30.0)
 
-
-# -- what does not go together ----------------------------------------------------------------------------------------
 
 LAUNCH = {"engine": "vllm", "launch": "vllm serve"}
 

@@ -224,9 +224,6 @@ def test_a_rank_that_dies_ends_the_others_within_30_s_and_costs_steps_alone(fold
     assert_equal_but_for_rounding(left_by(out), two)
 
 
-# -- programs ---------------------------------------------------------------------------------------------------------
-
-
 def started_here(out: Path, before: tuple[str, ...] = (), shard: str = "dp") -> subprocess.Popen[str]:
     """``retrain train`` of this campaign in a process group of its own, ``before`` it words for Python; without them
     it starts two ranks itself."""
@@ -305,9 +302,6 @@ def test_servers_are_asked_by_rank_0_alone(tmp_path, model):
     assert counts == [counts[0]] * 3
     apart = max(distance(each, rows[0]) for each in rows)
     assert apart < 1e-3  # what is sampled depends on what reaches the server together
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

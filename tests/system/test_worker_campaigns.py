@@ -228,9 +228,6 @@ def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, who
     assert read_json(out / "workers/slurm_jobs.json") == asked
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole_of_ranks(world, tmp_path_factory) -> dict:
     """What one process and the rank that it has started leave behind."""

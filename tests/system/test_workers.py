@@ -95,9 +95,6 @@ def test_a_full_disk_ends_the_campaign_once_the_others_have_stopped(out, stub_wo
     assert "never" not in pids(heard)
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     workers = stub_workers("processes", 1, slot=WorkerDevice("gpu:1", 3, "5", 0.5))
@@ -112,9 +109,6 @@ def test_a_worker_knows_its_gpu_and_its_share_of_the_cores(out, stub_workers, mo
     environment = WorkerDevice("cpu", 8).environment
     assert (environment["OMP_NUM_THREADS"], environment["RETRAIN_MEMORY_SHARE"]) == ("2", "1")
     assert "RETRAIN_OWN_GPU" not in environment
-
-
-# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -188,9 +182,6 @@ def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):
     campaign = {"executor": "processes", "gpus_per_cohort": 2}
     config = parse_dict({"campaign": campaign, "backend": {"devices": "gpu:0-7", "shard": "dp"}})
     assert gpus_of(config.backend.devices, config.backend.named_gpus) == [("gpu:0", "6"), ("gpu:1", "3")]
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

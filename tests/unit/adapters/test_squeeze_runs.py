@@ -39,9 +39,6 @@ def squeeze(*arguments: str | Path):
     return run_cli("squeeze", *arguments)
 
 
-# Annealed ranks
-
-
 def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
     path = annealed(tmp_path, model, [[1, 3], [2, 1]])
     run, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
@@ -67,9 +64,6 @@ def test_impossible_stages_are_refused(model, tmp_path):
     for stages, message in (([[2, 4]], "ranks to fall"), ([[2, 3], [2, 1]], "steps have to grow")):
         with pytest.raises(ConfigError, match=message):
             load(annealed(tmp_path, model, stages))
-
-
-# An analysis of every condition
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +116,6 @@ def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
     assert after["squeeze"] == old  # not made again
     assert {label: report["rows"] for label, report in after["squeezes"].items()} == {"maxrl+none": rows}
     assert after["squeezes"]["maxrl+none"]["verified"] == verification
-
-
-# Accuracy of compressed adapters
 
 
 def verified(home: Path, run: Path, out: Path, **evaluation):
@@ -185,9 +176,6 @@ def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_lar
 
     assert enough(rows("kept", "kept", "unclear", "kept")) == 4
     assert enough(rows("unclear", "kept")) is None
-
-
-# Compressed adapters
 
 
 def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):

@@ -151,9 +151,6 @@ def test_no_phrase_spans_two_turns(base):
     assert "".join(marked).replace(" ", "") == "noticethatnoticethat"
 
 
-# What the algorithm remembers
-
-
 def sepa(base) -> Algorithm:
     schedule = {"schedule": "auto", "steps": 4, "warmup_steps": 1, "correct_rate_gate": 0.5}
     return algorithm_of({"algorithm": {"transform_mode": "gtpo_sepa"}, "sepa": schedule}, base.text)
@@ -200,9 +197,6 @@ def test_a_run_that_continues_another_algorithm_starts_its_own_schedule(base):
     assert continued.state() == sepa(base).state()
     with_gtpo.restore(continued.state())
     assert with_gtpo.state() == {}
-
-
-# Plug-ins
 
 
 def test_the_users_formulas_give_what_ours_give(base):

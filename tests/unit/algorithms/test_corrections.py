@@ -112,6 +112,7 @@ def test_the_second_moment_by_hand():
     assert second_moment(0.06, ADVANTAGES) == [True, True, True, False, True]
     assert second_moment(0.0786) == second_moment(math.inf) == [True] * 5
     assert second_moment(1e-9) == [False] * 5
+    assert second_moment(0.25, log_ratios=torch.tensor([[0.5]])) == [False]  # the mean must be below the threshold
 
 
 def test_equal_tokens_leave_together_and_the_mean_is_of_the_step():

@@ -28,9 +28,6 @@ def double_sum(rewards, values, gamma, lam):
     ]
 
 
-# Generalised advantage estimation
-
-
 @pytest.mark.parametrize("gamma", [0.0, 0.3, 0.95, 1.0])
 @pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 1.0])
 def test_gae_is_its_definition(gamma, lam):
@@ -66,9 +63,6 @@ def test_every_row_may_have_a_lambda_of_its_own():
     assert found == [pytest.approx(row) for row in ([0.8, 0.5, 0.6], [0.4, 0.2, 0.6], [0.3, -0.1, 0.6])]
 
 
-# Rewards of tokens and whitening
-
-
 def test_the_score_comes_with_the_last_token_of_the_mask():
     mask = torch.tensor([[True, False, True, False], [False] * 4, [False, False, False, True], [True] * 4])
     kl = torch.where(mask, rows([1, 2, 3, 4]), NAN)
@@ -84,8 +78,6 @@ def test_whitening_of_few_and_of_equal_tokens():
         assert whiten_tokens(rows([4, 5]), torch.tensor([mask])).tolist() == [[0, 0]]
     assert whiten_tokens(rows([0.25, 0.25, 9.0]), torch.tensor([[True, True, False]])).tolist() == [[0, 0, 0]]
 
-
-# The critic's loss
 
 CASES = [
     (old + moved, old, target + 0.013)
@@ -126,9 +118,6 @@ def test_padding_of_the_value_loss_may_hold_anything(clip):
     assert loss[0, [0, 3]].tolist() == pytest.approx([0.5, 2.0] if clip == 0.0 else [0.5 * 1.8**2, 2.0])
     assert gradient[0, [0, 3]].tolist() == pytest.approx([-1.0, 2.0] if clip == 0.0 else [0.0, 2.0])
     assert marks.tolist() == [[clip > 0.0, False, False, False]]
-
-
-# Explained variance
 
 
 def test_explained_variance():

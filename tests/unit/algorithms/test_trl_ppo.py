@@ -74,9 +74,6 @@ def batch(request):
     return Batch(request.param)
 
 
-# Before the updates
-
-
 def test_divergence_and_entropy_of_the_samples(batch):
     torch.testing.assert_close(batch.kl(), batch.trl["kl"], **CLOSE)
     surprise = torch.where(batch.tokens, -batch.trl["logprobs"], 0.0)
@@ -100,9 +97,6 @@ def test_advantages_and_returns(batch):
     torch.testing.assert_close(found, batch.trl["advantages_before_whitening"], **CLOSE)
     torch.testing.assert_close(found + batch.trl["values"], batch.trl["returns"], **CLOSE)
     torch.testing.assert_close(whiten_tokens(found, batch.tokens), batch.trl["advantages"], **CLOSE)
-
-
-# The updates
 
 
 def test_policy_loss_ratio_and_approximate_divergence(batch):

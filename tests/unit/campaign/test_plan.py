@@ -98,6 +98,7 @@ def test_planning_again_with_overrides():
     ("reward.type = 'custom'\nreward.custom_module = 'my/re ward.py'",
      "reward.custom_module=my-re-ward.py~reward.type=custom"),
     ("deterministic = true", "deterministic=true"),
+    ("uncertainty_kind = 'mine:own'", "uncertainty_kind=mine-own"),
 ])  # fmt: skip
 def test_labels(override, label):
     (spec,) = planned("[campaign]\nseeds = [1]\n" + conditions(override))

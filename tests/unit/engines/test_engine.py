@@ -56,15 +56,6 @@ def test_logprobs_and_entropy_equal_a_fresh_forward(base, lanes, temperature, de
     assert_fresh(base, lanes, adapters, asked, sample(engine, asked, adapters))
 
 
-def test_lanes_may_differ_in_length_and_temperature(base, lanes):
-    adapters = [trained(lanes, 0), trained(lanes, 1)]
-    asked = requests(0, max_tokens=4, temperature=0.5) + requests(1, max_tokens=9, temperature=1.3)
-    groups = sample(LocalEngine(base, lanes), asked, adapters)
-    assert_fresh(base, lanes, adapters, asked, groups)
-    lengths = [len(completion) for group in groups for completion in group]
-    assert max(lengths[:12]) <= 4 < max(lengths[12:]) <= 9
-
-
 def test_what_is_published_is_sampled_with_whatever_becomes_of_the_weights(base, lanes):
     """Rollouts name the version that sampled them: weights that train on must not be in them."""
     engine, adapter, asked = LocalEngine(base, lanes), trained(lanes, 0), requests()

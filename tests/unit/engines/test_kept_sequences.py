@@ -132,8 +132,6 @@ def test_a_sequence_is_found_by_its_name_weights_and_tokens_and_the_oldest_leave
     assert kept.take(ref, ("c",), [1, 5, 9]) is None  # another sequence under its name
 
 
-# -- a completion drawn in pieces, as a server draws it ------------------------------------------------------------
-
 PROMPT = (5, 9, 17, 30)
 
 

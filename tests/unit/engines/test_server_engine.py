@@ -28,9 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarnin
 model, base, lanes, standin, server = served_world()
 
 
-# -- what comes back ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dialect", ["vllm", "openai", "sglang"])
 def test_log_probabilities_are_those_of_the_published_weights(base, lanes, server, connect, dialect):
     engine = connect(dialect=dialect)
@@ -95,9 +92,6 @@ def test_groups_are_handed_out_as_soon_as_they_are_there(engine, lanes):
     assert 0 < engine.sync_seconds < 5  # of loading the adapter
     engine.sample(asked)
     assert engine.sync_seconds == 0
-
-
-# -- versions -------------------------------------------------------------------------------------------------------
 
 
 def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, tmp_path):
@@ -202,9 +196,6 @@ def test_a_name_never_belongs_to_two_sets_of_weights(base, lanes, server, engine
         assert apart(base, lanes, own, asked, engine.sample(asked)) < 1e-5
         engine.forget()
     assert len({body["model"] for body in server.asked}) == 3
-
-
-# -- faults ---------------------------------------------------------------------------------------------------------
 
 
 def changed(**values):
@@ -365,9 +356,6 @@ def test_what_is_no_server_of_that_kind(connect, server, listed, message):
         connect()
 
 
-# -- several addresses ----------------------------------------------------------------------------------------------
-
-
 def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, start, lanes, server, model):
     other, messages = start(model), []
     engine = connect(server.url, other.url, notify=lambda text, level: messages.append((level, text)))
@@ -445,9 +433,6 @@ def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, la
     with pytest.raises(ServerFailed, match=r"was under way 3 times at a server that then went away, last http.*Read"):
         engine.sample(requests(ref, 1, 1))
     assert len(deaths) == 3
-
-
-# -- what is sent ---------------------------------------------------------------------------------------------------
 
 
 def test_turns_of_a_rollout_stay_at_one_address_and_go_as_tokens(connect, start, lanes, server, model):

@@ -67,9 +67,6 @@ def support_of(completion, t: int) -> list[int]:
     return support.ids[support.offsets[t] : support.offsets[t + 1]].tolist()
 
 
-# -- what is drawn ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_any_order", [False, True])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_a_truncated_draw_by_enumeration(cut, in_any_order):
@@ -189,9 +186,6 @@ def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes):
     assert made.numel < 2.5 * recorded
 
 
-# -- what the update makes of it ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_the_on_policy_ratio_is_one(base, lanes, cut):
     samples = rollout(base, lanes, trained(lanes, 0), asked=asked_for(**cut))
@@ -296,9 +290,6 @@ def test_sequences_with_and_without_a_record_do_not_mix(base, lanes):
     samples[0] = dataclasses.replace(samples[0], support=None)
     with pytest.raises(ValueError, match="some samples"):
         collate(samples, base)
-
-
-# -- from the file to the records -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "expected"), [

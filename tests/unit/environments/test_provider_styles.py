@@ -52,9 +52,6 @@ def test_an_environment_of_ours_stays_as_it_is():
     assert isinstance(adapted(GuessTwice, problems=[Problem("a", "guess", "")]), GuessTwice)
 
 
-# Telescope: load_dataset and compute_reward.
-
-
 def reward(total, metrics=(), tags=()):
     return SimpleNamespace(total_reward=total, sample_metrics=dict(metrics), sample_tags=dict(tags))
 

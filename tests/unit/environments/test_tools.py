@@ -37,9 +37,6 @@ def answers(episode, text):
     return [message["content"] for message in send(episode, text).messages]
 
 
-# Tools of this test.
-
-
 class Point(BaseModel):
     x: int
     y: int = 0
@@ -118,9 +115,6 @@ class WordCount:
         self.closed.append(self.count)
 
 
-# Schemas.
-
-
 def test_a_schema_is_that_of_transformers():
     from transformers.utils import get_json_schema
 
@@ -186,9 +180,6 @@ def test_a_class_is_described_by_its_call_and_made_anew_for_each_episode():
     assert closed == [14, 12]
 
 
-# Arguments.
-
-
 def test_arguments_are_taken_as_models_write_them():
     given = {"a": "3", "b": 2, "c": 5, "d": "true", "e": "[1, 2]", "f": '{"k": 1}', "g": "x", "h": "1"}
     expected = {"a": 3, "b": 2.0, "c": "5", "d": True, "e": [1, 2], "f": {"k": 1.0}, "g": "x", "h": "1"}
@@ -242,8 +233,6 @@ def test_arguments_of_any_kind_are_checked_or_refused(arguments):
     assert (type(checked["a"]), type(checked["b"])) == (int, float)
     assert checked["g"] in ("x", "y")
 
-
-# The calculator.
 
 RESULTS = {
     "0.1 + 0.2": "0.3",
@@ -307,9 +296,6 @@ def test_the_calculator_is_exact(expression):
         assert Fraction(exact.strip()) == expected
     if rounded:
         assert abs(Fraction(rounded.strip()) - expected) <= abs(expected) / 10**14
-
-
-# Episodes.
 
 
 def test_the_numbers_of_an_episode_by_hand():

@@ -46,9 +46,6 @@ def test_one_call_takes_everything_off_the_model_again(tmp_path):
     sample_and_update(Lanes(base))
 
 
-# -- one base for one cohort after another ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def loads(monkeypatch):
     """The names of the models that are loaded, in order, and those of their weights that are still in memory."""

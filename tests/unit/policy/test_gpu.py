@@ -33,8 +33,6 @@ STICKY = "CUDA error: device-side assert triggered\nCUDA kernel errors might be 
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
-# -- an emulator of CUDA graphs -----------------------------------------------------------------------------------
-
 aten = torch.ops.aten
 REFUSED = {
     aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero, aten.masked_select, aten._unique2,
@@ -129,9 +127,6 @@ class GraphEmulator:
         return replay
 
 
-# -- decoding with graphs -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def either(request, tmp_path_factory):
     """A toy base with its lanes, in each number format that a GPU trains in."""
@@ -217,9 +212,6 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
     assert len(attempts) == 1
 
 
-# -- errors of the device -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("message", "is_lost"),
     [
@@ -298,9 +290,6 @@ def test_the_next_cohort_finds_nothing_of_the_first_in_memory(tmp_path, model):
     assert launch(loaded, tmp_path / "out", policies).exit_status == 0
     assert len(read_manifest(tmp_path / "out")["cohorts"]) == 2
     assert policies.counts == [2, 2, 2, 2]
-
-
-# -- the machine --------------------------------------------------------------------------------------------------
 
 
 def test_nvidia_smi_is_asked_unless_its_gpus_are_hidden(nvidia_smi, monkeypatch):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,9 +44,6 @@ def on_meta(config: Callable[..., Any], dtype: torch.dtype, layers: int, vocab_s
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
     return BaseModel("meta", model.eval().requires_grad_(False), None, torch.device("meta"), dtype, (1,), 0, "")
-
-
-# -- what the update keeps ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,9 +130,6 @@ def test_decoding_stays_on_the_device_of_the_base():
     assert {tensor.device for tensor in (*cache.keys, *cache.values)} == {device}
 
 
-# -- how much a cohort does at a time -------------------------------------------------------------------------------
-
-
 def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(host_memory, trainable):
     """Five lanes, prompt and completion of 2,048 tokens: 33 slots each, where a cache that is there twice had 15."""
     host_memory.total = 80 << 30
@@ -191,7 +183,7 @@ def results(out):
 def test_a_resumed_campaign_computes_in_the_same_shapes_on_any_machine(model, tmp_path, machine):
     """Bit by bit the same results where another process has twice the memory. Shapes that do not fit are planned anew,
     with a message."""
-    keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=1", "training.eval_every=1"]
+    keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
 
     def train(name, steps, observer):
         loaded = load(campaign(tmp_path, model, name, steps=steps), keys)
@@ -254,8 +246,6 @@ def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, reads):
         for a, b in zip(one, other, strict=True):
             np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-5)
 
-
-# -- drills ---------------------------------------------------------------------------------------------------------
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 DRIVER = RuntimeError("CUDA error: out of memory")

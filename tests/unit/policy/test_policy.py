@@ -30,9 +30,6 @@ def samples_of(policy: LocalPolicy):
     return [in_turns(s) if i % 3 == 1 else s for i, s in enumerate(found)]
 
 
-# -- scores ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokens", [1, 60])
 def test_scores_equal_a_fresh_forward_pass(policy, tokens):
     """Sample by sample in their own order, however they are cut into micro-batches; the reference is the base."""
@@ -65,9 +62,6 @@ def test_an_update_returns_the_log_probabilities_of_the_samples_that_it_trains_o
     for i in (0, *range(2, len(samples))):
         np.testing.assert_allclose(kept[i], scores.logprobs[i], atol=1e-5)
     assert not policy.update(replace(batch, keep_logprobs=False), objective(), 1e-2).trainer_logprobs
-
-
-# -- versions -------------------------------------------------------------------------------------------------------
 
 
 def test_the_version_counts_changes_of_the_weights(base, lanes, policy):
@@ -103,9 +97,6 @@ def test_a_lower_rank_is_another_version_with_new_moments(base, lanes):
         assert a[:2].any()
         assert not a[2:].any()
         assert not policy.adapter.B[name][:, 2:].any()
-
-
-# -- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def test_a_resumable_snapshot_gives_the_very_next_update(base, lanes, policy, tmp_path):

@@ -47,9 +47,6 @@ def trainer_minus_sampler(engine: LocalEngine, asked: list[SampleRequest], adapt
     return torch.cat(differences)
 
 
-# -- the same numbers on both sides --------------------------------------------------------------------------------
-
-
 SAMPLED = [(family, True, dtype) for family in DENSE for dtype in (BF16, torch.float32)]
 SAMPLED += [(family, False, BF16) for family in OTHERS]
 SAMPLED += [(family, False, torch.float32) for family in IN_FP32_ONLY]
@@ -102,9 +99,6 @@ def test_a_fused_layer_in_half_precision_has_the_gradient_of_the_plain_one_round
     for one, other in zip(half, exact, strict=True):
         assert one.dtype == BF16
         torch.testing.assert_close(one.double(), other, rtol=2**-8, atol=1e-5)
-
-
-# -- logits with all of their digits -------------------------------------------------------------------------------
 
 
 def test_logits_of_half_precision_products_are_not_rounded_to_half_precision(tiny, tmp_path):
@@ -164,9 +158,6 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
     assert torch.equal(Head(weight, bias_V=bias).logits(x), logits)
 
 
-# -- weights laid out for few rows -----------------------------------------------------------------------------------
-
-
 @needs_packing
 @pytest.mark.parametrize(("runs", "dtype"), [(1, BF16), (1, torch.float32), (3, torch.float32)], ids=str)
 def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, runs, dtype):
@@ -186,9 +177,6 @@ def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, r
         assert float(gaps.square().mean()) / 2 < 1e-4  # a rounding of 4e-3 in both; processors differ by a third
     else:
         assert float(gaps.abs().max()) < 1e-4
-
-
-# -- packed sequences ------------------------------------------------------------------------------------------------
 
 
 def sees_what_follows(q, k, v, scale):
@@ -211,9 +199,6 @@ def test_packing_that_computes_something_else_is_refused(tiny, dtype, monkeypatc
         backbone = backbone_of(tiny("qwen3", dtype))
         assert not backbone.packs
         assert "does not take packed sequences" in backbone.notes[0]
-
-
-# -- the probe of a decoder ----------------------------------------------------------------------------------------
 
 
 def rotated_otherwise(decoder: DenseDecoder) -> None:
@@ -251,9 +236,6 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
         assert not reproduces(decoder, base), fault
     base.model.lm_head.register_forward_hook(lambda layer, given, made: made * 1.02)
     assert not reproduces(sound, base), "another output layer"
-
-
-# -- no sum in any order -------------------------------------------------------------------------------------------
 
 
 class Deterministic(TorchDispatchMode):

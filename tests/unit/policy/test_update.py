@@ -236,9 +236,6 @@ def test_clipping_and_the_first_adamw_step(lanes, samples):
     assert float(moved.max()) == pytest.approx(5e-3, rel=1e-2)  # AdamW's first step is lr·sign(gradient)
 
 
-# -- what does not train ------------------------------------------------------------------------------------------
-
-
 def score(lanes, adapter, probe, **keys):
     """Return the metrics of a step that has no samples and this probe, which must not change weights or optimizer."""
     before, optimizer = adapter.flat.detach().clone(), adamw(adapter, weight_decay=0.1)
@@ -335,9 +332,6 @@ def test_numbers_that_are_not_finite_leave_the_weights_alone(lanes, samples):
         update(lanes, adapter, [], denominators=Denominators(0, 0), probe=probe)
 
 
-# -- dropout, workers, time ---------------------------------------------------------------------------------------
-
-
 def test_dropout_repeats_for_the_same_stream_and_differs_between_micro_batches(lanes, samples):
     first, again, other = (gradient(lanes, samples, dropout=0.3, stream=(s,))[0] for s in ("a", "a", "b"))
     assert torch.equal(first, again)
@@ -368,9 +362,6 @@ def test_updates_side_by_side_equal_one_after_the_other(lanes, samples):
     for alone, other in zip([*one_by_one, one_by_one[0]], side_by_side + shared, strict=True):
         for expected, value in zip(alone, other, strict=True):
             assert torch.equal(torch.as_tensor(expected), torch.as_tensor(value))
-
-
-# -- memory -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

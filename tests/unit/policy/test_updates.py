@@ -97,9 +97,6 @@ def test_what_has_nothing_to_train_on_is_left_out_and_where_all_is_quiet_a_probe
     assert (list(batch.samples), len(batch.probe), batch.denominators.tokens) == ([], 4, 36)
 
 
-# -- against what the ratio is taken ------------------------------------------------------------------------------
-
-
 def micro_batch(advantages, sampler, old) -> MicroBatch:
     def table(values):
         return torch.tensor(np.array([values]), dtype=torch.float64)
@@ -172,9 +169,6 @@ def test_old_log_probabilities_are_the_trainers_own_of_every_action(base, lanes)
     assert second["kl_sample_train_v2"] == pytest.approx(first["kl_sample_train_v2"], abs=1e-8)
 
 
-# -- the row of all of them ---------------------------------------------------------------------------------------
-
-
 def test_the_row_of_several_updates_is_that_of_all_their_tokens():
     """Against the same statistics over the tokens of all updates."""
     noise, updates, everything = np.random.default_rng(3), [], []
@@ -232,9 +226,6 @@ def test_the_extremes_are_those_of_all_updates_and_an_update_left_out_counts_in_
 )
 def test_passes_end_early_once_the_policy_has_moved_far_enough(moved, target, expected):
     assert exceeds_target_kl([made({"policy/approxkl_avg": kl}, 4) for kl in moved], target) == expected
-
-
-# -- whole runs ---------------------------------------------------------------------------------------------------
 
 
 def train(folder, training: str) -> list[dict]:

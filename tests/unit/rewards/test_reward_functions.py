@@ -147,8 +147,6 @@ def test_a_function_that_goes_wrong_costs_the_answers_of_its_call(module, functi
     assert all(reason in (result.error or "") for result in results)
 
 
-# -- what is wrong is found first -----------------------------------------------------------------------------------
-
 FAULTS = {
     "mixed_up": "parameter 'target' is unknown; a reward takes any of: problem, prompt, completion, response, answer,",
     "of_the_trainer": "parameter 'trainer_state' is TRL's trainer's and not available here: give it a default",
@@ -182,8 +180,6 @@ def test_good_functions_pass_the_check(tmp_path, module):
         result = run_cli("check", written(tmp_path, module, function))
         assert result.exit_code == 0, result.output
 
-
-# -- in a run -------------------------------------------------------------------------------------------------------
 
 RUN = """
 [data]

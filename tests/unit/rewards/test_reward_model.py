@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, qwen3_directory
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -132,17 +131,6 @@ def test_any_text_is_scored(scorer):
     half = Problem("half", "\ud83d?", "")
     assert graded(scorer, [(half, "")])[0] is not None
     assert conversation(half, "a\ud83d\ude00b")[1]["content"] == "a\U0001f600b"
-
-
-def test_broken_weights_give_no_grades(tmp_path):
-    path = classifier(tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    weights["score.weight"].fill_(torch.nan)
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with grader(path) as made:
-        results = made.grade([(ADD, "7"), (ADD, "8")])
-    assert [result.total_reward for result in results] == [None, None]
-    assert {result.error for result in results} == {"the reward returned nan, not a number within ±1e30"}
 
 
 def test_beside_match_the_answer_decides_what_is_correct(scorer):

@@ -15,7 +15,7 @@ from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import FormatReward, MatchReward
 from retrain.rewards.build import Component, WeightedReward
 from retrain.types import Problem
-from retrain.util.answers import last_boxed, last_number, normalise, plain_number, reference_answer
+from retrain.util.answers import normalise, reference_answer
 
 ADD = Problem("p", "6*7=?", "42", ("easy",))
 MEGABYTE = 1 << 20
@@ -31,43 +31,17 @@ def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardR
 
 
 @pytest.mark.parametrize(
-    ("function", "text", "expected"),
-    [
-        (last_boxed, r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (last_boxed, r"$\boxed 5$ units", "5"),
-        (last_boxed, r"\boxed{1} and \boxed{2", None),
-        (last_boxed, r"\boxedness{3}", None),
-        (plain_number, "1,234.50", "1234.5"),
-        (plain_number, "−3", "-3"),
-        (plain_number, "1e3", None),
-        (plain_number, "٣", None),
-        (plain_number, "1" * 5000 + ".0", "1" * 5000),
-        (last_number, "6*7 is 42, so 42.", "42"),
-        (last_number, "between 3-5", "5"),
-        (reference_answer, "Add them.\n#### 1,234", "1234"),
-        (reference_answer, "#### 3 apples, 2 pears", "3 apples, 2 pears"),
-        (reference_answer, r"Thus $x = \boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
-    ],
-)
-def test_what_is_found_in_a_text(function, text, expected):
-    assert function(text) == expected
-
-
-@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**9), max_value=10**9, places=4))
-def test_plain_number_keeps_the_value(value):
-    number = plain_number(f"{value:,f}")
-    assert number is not None
-    assert float(number) == float(value)
-    assert plain_number(number) == number
-
-
-@pytest.mark.parametrize(
     ("completion", "answer", "strict", "loose"),
     [
         (r"\boxed{\$1,450}", "1450", 1, 1),
         (r"\boxed{4 2}", "42", 1, 1),
         (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1, 1),
         (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1, 1),
+        (r"$\boxed 5$ units", "5", 1, 1),
+        (r"\boxed{−1,234.50}", "-1234.5", 1, 1),
+        (r"\boxed{1} and \boxed{2", "2", 0, 0),
+        (r"\boxedness{3}", "3", 0, 1),
+        ("between 3-5", "5", 0, 1),
         (r"\boxed{12}", "1,2", 0, 0),
         (r"\boxed{41} no: 42", "42", 0, 0),  # the box decides, not what is said after it
         (r"42 \boxed{42", "42", 0, 0),  # truncated in the box

@@ -32,9 +32,6 @@ def grader_of(server: JudgeServer, **keys: Any):
     return build_grader(parse_dict({"reward": JUDGE | {"judge_url": server.url, "criteria": CRITERIA} | keys}).reward)
 
 
-# -- the formula -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("weights", "met", "share"),
     [
@@ -65,9 +62,6 @@ def test_replies_are_read_strictly(text, met):
     else:
         with pytest.raises(ValueError, match=met):
             parse_met(text, two)
-
-
-# -- problems with criteria of their own -------------------------------------------------------------------------------
 
 
 def test_criteria_of_data_sets():
@@ -116,9 +110,6 @@ def test_a_problem_adds_its_own(server):
     assert sorted("4. It is polite." in text for text in asked) == [False, True]
 
 
-# -- the judge ---------------------------------------------------------------------------------------------------------
-
-
 def test_every_criterion_is_recorded_alone_and_in_a_sum(server):
     server.respond = says('{"1": 1, "2": 0, "3": 1}')
     with grader_of(server) as grader:
@@ -149,9 +140,6 @@ def test_implicitly_one_score_counts(server):
         assert "3. It insults the reader. (weight -0.5)" in server.requests[0]["messages"][-1]["content"]
         server.respond = says('{"1": 1}')
         assert grader.grade([(CAPITAL, "Lyon")])[0].total_reward is None
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

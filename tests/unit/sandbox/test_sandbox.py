@@ -78,9 +78,6 @@ def marked(mark):
     return processes
 
 
-# Its reach
-
-
 def test_no_file_of_the_host_and_nothing_installed_is_there(run, tmp_path):
     (tmp_path / "secret.txt").write_text("the secret")
     home = Path.home()
@@ -255,9 +252,6 @@ def test_the_numbers_of_the_system_calls_are_the_kernels():
         assert {name: numbers[column] for name, numbers in calls.items()} == {name: int(known[name]) for name in calls}
 
 
-# Its limits
-
-
 def test_a_fork_bomb_is_bounded(run, mark):
     code = f"""
 import os
@@ -375,9 +369,6 @@ def test_no_descriptors_and_processes_are_left(tool):
     assert not [pid for pid in children.split() if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-# The answers
-
-
 @needs_sandbox
 def test_answers(tool):
     python = tool(timeout_s=30)
@@ -446,9 +437,6 @@ def test_state_is_kept_and_its_loss_is_told(tool):
         assert answer.startswith(ANEW + "[]\n")
         assert "NameError" in answer
     assert python("1") == "1\n"
-
-
-# Where there is no sandbox
 
 
 def test_limits_that_cannot_be():

@@ -128,10 +128,11 @@ def test_the_declared_set_decides_and_all_sets_are_shown(trained):
 
 def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, model, tmp_path):
     path, out = sets_file(tmp_path, model, "sets", steps=3), tmp_path / "out"
-    assert launch(load(path, DECLARED), out, Messages(("heldout", 2))).exit_status == 130
+    loaded = load(path, [*DECLARED, "campaign.seeds=[1]"])
+    assert launch(loaded, out, Messages(("heldout", 2))).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
-    for run in sorted((trained[0] / "runs").iterdir()):
-        again = out / "runs" / run.name
+    for again in (out / "runs").iterdir():
+        run = trained[0] / "runs" / again.name
         assert timeless(run / "evals.jsonl") == timeless(again / "evals.jsonl")
         for name in ("emergence/evaluations.jsonl", "emergence/generations.jsonl"):
             text = (run / name).read_text().replace(str(trained[0].parent), str(tmp_path))

@@ -55,6 +55,12 @@ def forked(path: Path, checkpoint: Path, *sets: str, steps: int = 2) -> dict[str
     return run_fork(plan_fork(Plan.of(load(path, sets)), checkpoint, steps, seeds=2), lambda text: None)
 
 
+@pytest.fixture(scope="module")
+def report(trained) -> dict[str, Any]:
+    """A fork of two steps from that checkpoint."""
+    return forked(*trained)
+
+
 def changes(report: dict[str, Any]) -> dict[str, dict[int, float]]:
     return {each["label"]: each["changes"] for each in report["conditions"]}
 
@@ -98,27 +104,24 @@ def test_the_command_ranks_the_conditions_and_writes_nothing(trained: tuple[Path
     assert report["forecast"] == FORECAST == lines[-1]
 
 
-def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, trained: tuple[Path, Path]):
+def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, trained: tuple[Path, Path], report):
     """Before the end and to the end: the learning rate falls over all steps of the file, and SEPA's λ rises over
     them."""
     path, checkpoint = trained
     resumed = load(path, [f"resume.from={str(checkpoint)!r}", "campaign.seeds=[1001, 1002]"])
     assert launch(resumed, tmp_path / "out", NullObserver()).exit_status == 0
-    for steps in (2, STEPS - AT):
-        report = forked(path, checkpoint, steps=steps)
-        for each in report["conditions"]:
+    to_the_end = forked(path, checkpoint, steps=STEPS - AT)
+    for steps, fork in ((2, report), (STEPS - AT, to_the_end)):
+        for each in fork["conditions"]:
             for seed, change in each["changes"].items():
                 after = rewards(tmp_path / "out/runs" / f"{each['label']}_s{seed}")[AT + steps]
-                assert change == pytest.approx(after - report["before"], abs=1e-12)
-    assert changes(report) != changes(forked(path, checkpoint, f"training.max_steps={STEPS + 6}", steps=STEPS - AT))
+                assert change == pytest.approx(after - fork["before"], abs=1e-12)
+    assert changes(report) != changes(forked(path, checkpoint, f"training.max_steps={STEPS + 6}"))
 
 
-def test_lanes_change_nothing(trained: tuple[Path, Path]):
-    path, checkpoint = trained
-    one, all_lanes = (
-        changes(forked(path, checkpoint, *sets))
-        for sets in (["campaign.lanes=1", "training.keep_last=2", "training.keep_every=2"], [])
-    )
+def test_lanes_change_nothing(trained: tuple[Path, Path], report):
+    sets = ["campaign.lanes=1", "training.keep_last=2", "training.keep_every=2"]
+    one, all_lanes = changes(forked(*trained, *sets)), changes(report)
     assert one.keys() == all_lanes.keys()
     assert all(one[label] == pytest.approx(all_lanes[label], abs=1e-9) for label in one)
 

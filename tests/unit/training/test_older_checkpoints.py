@@ -17,6 +17,7 @@ def test_a_run_of_version_0_4_is_continued_from_its_checkpoint(tmp_path: Path):
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     killed = tmp_path / "killed"
+    (killed / ".lease").unlink()  # of another machine: 20 s are spent on watching whether it is renewed
     (run,) = (killed / "runs").iterdir()
     before = read_jsonl(run / "metrics.jsonl")[:2]
     result = run_cli("resume", killed, "--accept-changes")

@@ -205,9 +205,6 @@ def test_what_cannot_be_measured_cannot_be_declared():
             parse_dict({"campaign": {"primary_metric": metric}})
 
 
-# Several directories
-
-
 def test_other_settings_are_kept_apart_and_other_margins_are_not_applied(tmp_path):
     def made(name: str, margin: float, lr: float = 0.001, seeds: int = 1) -> Path:
         config = {"campaign": {"equivalence_margin": margin}, "training": {"lr": lr}}

@@ -22,9 +22,6 @@ def coverage(intervals, truth: float) -> float:
     return float(np.mean([found.low - 1e-12 <= truth <= found.high + 1e-12 for found in intervals]))
 
 
-# Means over seeds
-
-
 def test_the_ends_of_a_share_lie_as_many_of_their_own_standard_errors_away():
     """What is no share has the t-interval."""
     x = np.array([1.0, 2.0, 3.0, 4.0, 7.0])
@@ -70,9 +67,6 @@ def test_coverage_with_few_seeds_where_t_is_too_narrow_for_shares():
     shares = np.random.default_rng(5).beta(9.0, 1.0, size=(1500, 5))  # crowded against 1
     t, score = (coverage((mean_interval(x, share=share) for x in shares), 0.9) for share in (False, True))
     assert t < 0.925 < score < 0.97
-
-
-# Between bounds
 
 
 def tango_interval(gained: int, lost: int, n: int):
@@ -135,9 +129,6 @@ def test_a_loss_of_two_points_is_excluded_in_at_most_one_case_of_forty():
         assert wrongly_kept(losses) < 0.025 + 3 * (0.025 * 0.975 / 4000) ** 0.5
     assert wrongly_kept(np.zeros((1, 189))) == 1.0  # what lost nothing is kept, given enough of it
     assert wrongly_kept(np.zeros((1, 128))) == 0.0
-
-
-# For new problems, with seeds and problems crossed
 
 
 def paired(d: np.ndarray) -> np.ndarray:

@@ -85,23 +85,6 @@ def test_a_stopped_condition_does_not_see_later_seeds() -> None:
         assert at_the_end.outliers == outliers
 
 
-def test_the_mean_on_the_other_side_gives_no_verdict() -> None:
-    (found,) = judge(np.array([[0.02, 0.03, 0.025, 0.015, 0.035, 0.022, 0.028, 0.019, -0.4, 0.031]]))
-    assert found.p <= 0.05
-    assert found.typical is not None
-    assert found.mean is not None
-    assert found.typical > 0 > found.mean
-    assert found.outcome == "cannot tell"
-
-
-@pytest.mark.parametrize("pairs", [0, 1, 5])
-def test_fewer_than_six_pairs_cannot_tell(pairs: int) -> None:
-    row = np.full(10, MISSING)
-    row[:pairs] = np.linspace(0.02, 0.03, pairs)
-    (found,) = judge(row[None], row[None, :7])
-    assert (found.pairs, found.outcome, found.low) == (pairs, "cannot tell", None)
-
-
 def test_the_interim_analysis_lies_at_half_of_the_seeds() -> None:
     assert [interim_seeds(n) for n in (2, 7, 8, 10, 14, 15, 16, 20)] == [None, None, 7, 7, 7, 8, 8, 10]
 
@@ -161,9 +144,6 @@ def test_conditions_without_pairs() -> None:
     assert alone == [beside]
     assert alone[0].is_final is False
     assert nothing == Analysis(7, 0, False, None, None, 1.0, None, None, (), None)
-
-
-# A second version, without arrays
 
 
 def pulled(values: list[float]) -> list[float]:
