@@ -5,6 +5,7 @@ import pytest
 from helpers.records import config, context, group, step, updated, with_action
 
 from retrain.records.recorder import RunRecorder
+from tests.ui.conftest import retrain
 from tests.ui.hostile import RUNS
 from tests.ui.watch import Watched
 
@@ -90,6 +91,29 @@ def test_pages_of_a_run_read_without_scripts(file, logs):
     assert not page.locator("#toolbar").is_visible(), "what needs the script is not shown"
     page = file(run / "timeline.html", java_script_enabled=False)
     assert page.locator("tbody tr", has_text="rollout").is_visible()
+
+
+UNDRAWN = """() => [...document.querySelectorAll("[data-charts]")].filter((each) =>
+  !each.querySelector("canvas, svg.chart, .legend")).map((each) => each.dataset.charts)"""
+NARROW = {"width": 390, "height": 844}
+
+
+def test_the_charts_of_a_report_are_drawn(file, logs, hostile):
+    """Also from hostile texts, in a narrow window, and for paper in the light theme; the tables need no script."""
+    page = file(logs / "quickstart/report.html", java_script_enabled=False)
+    assert page.locator("#results tbody tr").count() > 2
+    assert page.locator("[data-charts]").count() > 3
+    assert page.locator("canvas").count() == 0
+    retrain("report", str(hostile))
+    for path in (logs / "quickstart", hostile):
+        page = file(path / "report.html", viewport=NARROW, color_scheme="dark")
+        assert page.evaluate(UNDRAWN) == []
+        assert page.evaluate("() => [window.hacked, document.documentElement.scrollWidth]") == [None, NARROW["width"]]
+        inks = []
+        for event in ("beforeprint", "afterprint"):
+            page.evaluate(f"() => dispatchEvent(new Event('{event}'))")
+            inks.append(page.evaluate("() => getComputedStyle(document.body).color"))
+        assert inks == ["rgb(29, 33, 41)", "rgb(228, 230, 234)"]
 
 
 def test_a_timeline_shows_the_spans_of_a_step_and_moves(file, tmp_path):
