@@ -50,11 +50,6 @@ def name_of(measure: Measure) -> str:
     return f"{accuracy[:1].lower()}{accuracy[1:]}" or short_metric(measure.key)
 
 
-def interval_words(shape: str, drawn: bool) -> str:
-    """Return how the intervals over seeds are drawn, or why they are not."""
-    return f"{shape}: 95 % interval" if drawn else f"no {shape} below {MIN_BAND_SEEDS} seeds"
-
-
 def _results(campaign: Campaign) -> list[Chart]:
     comparison = campaign.comparison
     if not any(condition["after_values"] for condition in comparison["conditions"]):
@@ -78,7 +73,9 @@ def _curves(campaign: Campaign) -> list[Chart]:
         curves = [each for each in curves if each["runs"] or each["part"]]
         if not curves:
             continue
-        words = f"mean of the seeds, {interval_words('band', any(each['band'] for each in curves))}, thin: every run"
+        banded = any(each["band"] for each in curves)
+        band = "band: 95 % interval" if banded else f"no band below {MIN_BAND_SEEDS} seeds"
+        words = f"mean of the seeds, {band}, thin: every run"
         if any(each["part"] for each in curves):
             words += f"; faint marks without a line: one of {PART_EVERY} problems, which decides nothing"
         window = window_of(max((len(run["points"]) for each in curves for run in each["runs"]), default=0))

@@ -43,7 +43,8 @@ export function Histograms({rows, edges, name, noun, label, picture}) {
   const tallest = Math.max(...rows.map(({counts}, i) => Math.max(1, ...counts) / totals[i]));
   const [pitch, head] = rows.length > 1 ? [104, 28] : [192, 12];
   const bottom = pitch * rows.length;
-  const ticks = linearTicks(low, high, 6);
+  const isWhole = low % 1 !== 0 && edges[1] - low === 1; // each bin is around a whole number
+  const ticks = linearTicks(low, high, 6, isWhole ? "step" : "");
   const tick = (value) =>
     html`<text x=${x(value)} y=${bottom + 16} text-anchor="middle">${tickText(value, ticks.step, "")}</text>`;
   const row = (each, i) => {
