@@ -54,8 +54,9 @@ def _results(campaign: Campaign) -> list[Chart]:
     comparison = campaign.comparison
     if not any(condition["after_values"] for condition in comparison["conditions"]):
         return []
-    comparison = comparison | {"metric": name_of(campaign.measure), "secondary": [], "note": ""}
-    return [{"kind": "forests", "body": {"comparison": comparison, "summary": {}}}]
+    drawn = ("share", "summary", "baseline", "margin", "conditions")
+    body = {"metric": name_of(campaign.measure), **{key: comparison[key] for key in drawn}}
+    return [{"kind": "forests", "body": {"comparison": body, "summary": {}}}]
 
 
 def _curves(campaign: Campaign) -> list[Chart]:

@@ -101,7 +101,7 @@ def test_the_last_three_decide(trained):
     output = run_cli("compare", trained).output
     assert "by condition, mean of the last three evaluations" in output
     page = write_report(trained, None).read_text()
-    assert len(re.findall(r'"part":\[\[\d+,[^]]*\],\[\d+,[^]]*\]\]', page)) == 2  # two steps of two conditions
+    assert len(re.findall(r'"part": \[\[\d+, [^]]*\], \[\d+, [^]]*\]\]', page)) == 2  # two steps of two conditions
 
 
 @pytest.mark.parametrize("stop", [(PART, 3), ("heldout", 9)])
