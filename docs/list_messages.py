@@ -2,7 +2,7 @@
 
     python docs/list_messages.py docs/records/messages.md
 
-A message is the text given to an error, to ``Finding``, or to one of ``SPEAKERS``, also by a variable that the same
+A message is the text given to an error, to ``ConfigIssue``, or to one of ``SPEAKERS``, also by a variable that the same
 function assigned. Values stand as ``{expression}``.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SPEAKERS = {"Finding", "NotOurs", "RunFailed", "LeaseLost", "DeviceLost", "RankLost", "ServerFailed", "WorkersLost",
+SPEAKERS = {"ConfigIssue", "NotOurs", "RunFailed", "LeaseLost", "DeviceLost", "RankLost", "ServerFailed", "WorkersLost",
             "NonFinite", "Interrupted", "MissingExtra", "PluginMissing", "NotReadable", "BadParameter",
             "warn", "warning", "note", "say", "echo", "print", "line", "no_effect"}  # fmt: skip
 

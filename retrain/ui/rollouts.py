@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from retrain.errors import UsageError
+from retrain.records.histograms import rewards
 from retrain.records.schema.base import Row
 from retrain.records.tokens import RolloutTokens
-from retrain.ui.histograms import rewards
 from retrain.ui.iterations import Index, Iteration, rollouts_of
 from retrain.ui.rates import rate_of
 

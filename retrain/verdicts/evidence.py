@@ -10,7 +10,6 @@ from retrain.config.campaign import condition_name, with_condition_names
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
 from retrain.maths.statistics import cluster_interval
-from retrain.records.charts import Series
 from retrain.records.reader import RunReader, planned_configs, read_manifest
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set
@@ -69,45 +68,50 @@ def read_campaign(directory: Path) -> Campaign:
     return Campaign(directory, manifest, with_condition_names(comparison, labels), runs, configs)
 
 
-def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, share: bool, smooth: bool) -> Series:
-    """The metric ``key`` over steps: its mean over the finished runs with the 95 % interval, and the line of every run,
-    also of one that failed or is unfinished."""
-    lines: list[tuple[RunResult, list[Point]]] = []
+def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> dict[str, Any]:
+    """Return the metric ``key`` of a condition over steps, as the page's charts take it.
+
+    ``mean`` [step, value] is that of the ``n`` finished runs, with the 95 % interval as ``band`` [step, low, high];
+    ``runs`` has the points of every run, also of one that failed or is unfinished, and ``part`` those of evaluations
+    of a part of the problems.
+    """
+    lines: list[tuple[RunResult, Sequence[Point]]] = []
     for run in runs:
-        points = [(float(step), value) for step, value in run.curve(key)]
+        points: Sequence[Point] = run.curve(key)
         if smooth and points:
             points = smoothed(points, window_of(len(points)))
         if points:
             lines.append((run, points))
-    mean: list[Point] = []
-    band: list[tuple[float, float, float]] = []
     values: dict[float, list[float]] = defaultdict(list)
     finished = [points for run, points in lines if run.done]
-    for points in finished:
-        for step, value in points:
-            values[step].append(value)
-    for step in sorted(step for step, each in values.items() if len(each) == len(finished)):
-        mean.append((step, sum(values[step]) / len(values[step])))
-        interval = cluster_interval(values[step], range(len(values[step])))  # mean ± t·SE over the runs
-        if len(values[step]) >= MIN_BAND_SEEDS and interval.low is not None and interval.high is not None:
-            low, high = (max(0.0, interval.low), min(1.0, interval.high)) if share else (interval.low, interval.high)
-            band.append((step, low, high))
-    thin = [points for _, points in lines]
-    # A condition without a finished run still shows what there is of it.
-    shown = mean or (thin[0] if thin else [])
-    return Series(label, index, shown, band, thin, dots=key.startswith("eval/"), loose=_parts(runs, key))
+    for step, value in (point for points in finished for point in points):
+        values[step].append(value)
+    common = [step for step in sorted(values) if len(values[step]) == len(finished)]
+    return {
+        "label": label, "index": index, "n": len(finished),
+        "mean": [(step, sum(values[step]) / len(values[step])) for step in common],
+        "band": [(step, *ends) for step in common if (ends := _ends(values[step], Measure(key=key).is_share))],
+        "runs": [{"seed": run.seed, "points": points} for run, points in lines], "part": _parts(runs, key),
+    }  # fmt: skip
+
+
+def _ends(values: Sequence[float], is_share: bool) -> tuple[float, float] | None:
+    interval = cluster_interval(values, range(len(values)))  # mean ± t·SE over the runs
+    if len(values) < MIN_BAND_SEEDS or interval.low is None or interval.high is None:
+        return None
+    return (max(0.0, interval.low), min(1.0, interval.high)) if is_share else (interval.low, interval.high)
 
 
 def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
-    """The mean over the runs of what the evaluations of a part of the problems say between the others: over finished
-    runs, and over all of them where none is."""
+    """Return the mean over the runs of what the evaluations of a part of the problems say between the others: over
+    finished runs, and over all of them where none is."""
     name = Measure(key=key).held_out
     if name is None:
         return []
     part = key.replace(f"eval/{name}/", f"eval/{name}{PART}/", 1)
     curves = [dict(run.curve(part)) for run in [run for run in runs if run.done] or runs]
     steps = sorted({step for each in curves for step in each if all(step in other for other in curves)})
-    return [(float(step), sum(each[step] for each in curves) / len(curves)) for step in steps]
+    return [(step, sum(each[step] for each in curves) / len(curves)) for step in steps]
 
 
 def window_of(steps: int) -> int:

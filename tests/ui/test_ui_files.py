@@ -5,6 +5,7 @@ import pytest
 from helpers.records import config, context, group, step, updated, with_action
 
 from retrain.records.recorder import RunRecorder
+from tests.ui.conftest import retrain
 from tests.ui.hostile import RUNS
 from tests.ui.watch import Watched
 
@@ -25,11 +26,31 @@ def file(browser):
         watched.fine().page.context.close()
 
 
-def test_of_hostile_rollouts_a_browser_runs_our_script_alone(file, hostile):
+def test_of_hostile_texts_a_browser_runs_our_script_alone(file, hostile):
     page = file(hostile / "runs" / RUNS[0] / "train_iteration_000000.html", "#color=s")
     page.wait_for_selector(".t.su", state="attached")
     assert page.evaluate("() => window.hacked") is None
     assert page.locator("main script, main img, main svg").count() == 0
+    retrain("report", str(hostile))
+    drawn_report(file, hostile)
+
+
+def drawn_report(file, campaign):
+    """A report in a narrow window and the dark theme, with every chart drawn."""
+    page = file(campaign / "report.html", color_scheme="dark")
+    page.set_viewport_size({"width": 390, "height": 844})
+    drawn = "() => [...document.querySelectorAll('[data-charts]')].map((each) => Boolean(each.querySelector('svg')))"
+    assert set(page.evaluate(drawn)) == {True}
+    assert page.evaluate("() => [window.hacked, document.documentElement.scrollWidth]") == [None, 390]
+    return page
+
+
+def test_a_report_is_printed_in_the_light_theme(file, logs):
+    page = drawn_report(file, logs / "quickstart")
+    assert page.locator("canvas").count() == 7  # five curves, energy and accuracy by rank
+    theme = "(name) => { dispatchEvent(new Event(name)); return getComputedStyle(document.body).colorScheme; }"
+    assert page.evaluate(theme, "beforeprint") == "light"
+    assert page.evaluate(theme, "afterprint") == "light dark"
 
 
 def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
@@ -90,6 +111,8 @@ def test_pages_of_a_run_read_without_scripts(file, logs):
     assert not page.locator("#toolbar").is_visible(), "what needs the script is not shown"
     page = file(run / "timeline.html", java_script_enabled=False)
     assert page.locator("tbody tr", has_text="rollout").is_visible()
+    page = file(logs / "quickstart/report.html", java_script_enabled=False)
+    assert page.locator("#results tbody tr", has_text="maxrl+gtpo_sepa").is_visible()
 
 
 def test_a_timeline_shows_the_spans_of_a_step_and_moves(file, tmp_path):

@@ -24,10 +24,12 @@ POLICY = (
 )
 
 
-def document(template: str, *, styles: Sequence[str], script: str, made_by: str = "retrain", **values: Any) -> str:
-    """Return a whole document from a template that extends ``page.html``. ``styles`` and ``script`` are files of the
-    page, the script a module that is joined with those that it imports. ``title`` is among the values."""
-    code = _script(script)
+def document(template: str, *, styles: Sequence[str], script: str, libraries: Sequence[str] = (),
+             made_by: str = "retrain", **values: Any) -> str:  # fmt: skip
+    """Return a whole document from a template that extends ``page.html``. ``styles``, ``script`` and ``libraries`` are
+    files of the page: the script is a module that is joined with those that it imports, and libraries are classic
+    scripts that run before it. ``title`` is among the values."""
+    code = _script(script, tuple(libraries))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     ours = {
         "policy": POLICY.format(digest),
@@ -67,8 +69,9 @@ def _styles(names: tuple[str, ...]) -> str:
 
 
 @cache
-def _script(name: str) -> str:
-    return _inside("script", joined(STATIC, name))
+def _script(name: str, libraries: tuple[str, ...]) -> str:
+    classic = [(STATIC / library).read_text(encoding="utf-8") + "\n" for library in libraries]
+    return _inside("script", "".join(classic) + joined(STATIC, name))
 
 
 def _inside(element: str, text: str) -> str:

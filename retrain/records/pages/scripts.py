@@ -41,7 +41,7 @@ def joined(folder: Path, main: str) -> str:
         parts[name] = _wrapped(name, text)
 
     visit(main, ())
-    return '"use strict";\n(() => {\nconst parts$ = {};\n' + "".join(parts.values()) + "})();\n"
+    return '(() => {\n"use strict";\nconst parts$ = {};\n' + "".join(parts.values()) + "})();\n"
 
 
 def _wrapped(name: str, text: str) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
+from retrain.records.histograms import counted, edges_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.layout import TRAIN
 from retrain.ui.answers import Query, Refusal, json_route, plain
-from retrain.ui.histograms import counted, edges_of
 from retrain.ui.iterations import Index, Iteration
 from retrain.ui.library import Library
 

@@ -7,7 +7,7 @@ import {table} from "./save.js";
  * @typedef {object} Line
  * @property {string} name
  * @property {number} index of its condition: colour, dash and shape
- * @property {"mean" | "run" | "thin" | "shade"} [kind]
+ * @property {"mean" | "run" | "thin" | "shade" | "points"} [kind] points: marks that no line joins
  * @property {number[]} x
  * @property {Values} y null where there is no value
  * @property {Values | null} [low] of its band

@@ -119,7 +119,7 @@ function Ticks({x, y, xKind, unit}) {
 /** @param {{line: Line, x: Axis, y: Axis}} props */
 function LinePicture({line, x, y}) {
   const mean = line.kind === "mean";
-  const opacity = {shade: 0, thin: 0.3, mean: 1, run: 0.8}[line.kind || "run"];
+  const opacity = {shade: 0, points: 0, thin: 0.3, mean: 1, run: 0.8}[line.kind || "run"];
   return html`<path
     d=${linePath(line, x, y)}
     stroke=${ink(line.index)}

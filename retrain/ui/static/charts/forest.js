@@ -16,7 +16,7 @@ import {SaveMenu, painted} from "./save.js";
  * @property {number | null} centre
  * @property {[number, number] | null} interval
  * @property {string} note the numbers in words
- * @property {string} [hint] of the interval
+ * @property {[number, number] | null} [wider] the interval on new problems, drawn as a thin line
  * @property {boolean} [open] nothing may be concluded yet
  * @typedef {{label: string, xTitle: string, unit: string, zero?: boolean, margin?: number | null}} ForestOptions
  */
@@ -75,7 +75,7 @@ function ForestPicture({rows, label, xTitle, unit, zero, margin, width}) {
   const bottom = TOP + pitch * rows.length;
   const numbers = rows.flatMap((row) => [
     ...row.values.map((each) => each.value),
-    ...(row.interval || []),
+    ...[...(row.interval || []), ...(row.wider || [])],
     row.centre,
   ]);
   const known = [...numbers, zero ? 0 : null, ...(margin ? [margin, -margin] : [])].filter(Number.isFinite);
@@ -103,12 +103,12 @@ function ForestPicture({rows, label, xTitle, unit, zero, margin, width}) {
 /** @param {{row: ForestRow, x: any, top: number, width: number, narrow: boolean, unit: string}} props */
 function Row({row, x, top, width, narrow, unit}) {
   const hatch = useId();
-  const {name, index, values, centre, interval, note, hint, open} = row;
+  const {name, index, values, centre, interval, wider, note, open} = row;
   const middle = top + (narrow ? 53 : 37);
   const room = width - 24 - (narrow ? 0 : LETTER * note.length);
   const paint = colour(index);
   const at = narrow ? {x: 12, y: top + 32} : {x: width - 12, y: top + 16, "text-anchor": "end"};
-  const words = interval && `95 % interval from ${tickText(interval[0], 1e-3, unit)} to`;
+  const ends = ([low, high]) => `95 % interval from ${tickText(low, 1e-3, unit)} to ${tickText(high, 1e-3, unit)}`;
   const bar =
     interval &&
     html`<rect
@@ -120,8 +120,9 @@ function Row({row, x, top, width, narrow, unit}) {
       fill=${open ? `url(#${hatch})` : paint}
       fill-opacity=${open ? 1 : 0.3}
     >
-      <title>${[`${words} ${tickText(interval[1], 1e-3, unit)}`, hint].filter(Boolean).join("; ")}</title>
+      <title>${ends(interval)}</title>
     </rect>`;
+  const thin = wider && {x1: x(wider[0]), x2: x(wider[1]), y1: middle, y2: middle};
   const mark = (each, i) => {
     const y = middle + (values.length > 1 ? ((i % 3) - 1) * 4 : 0);
     return html`<${Mark} key=${i} index=${index} x=${x(each.value)} y=${y} hint=${each.hint} />`;
@@ -131,6 +132,7 @@ function Row({row, x, top, width, narrow, unit}) {
     ${open && html`<defs><${Hatch} id=${hatch} paint=${paint} /></defs>`}
     <text class="name" x="12" y=${top + 16}>${shortened(name, Math.max(8, Math.floor(room / (1.1 * LETTER))))}</text>
     <text ...${at}>${note}</text>
+    ${thin && html`<line ...${thin} stroke=${paint} stroke-width="1.5"><title>new problems: ${ends(wider)}</title></line>`}
     ${bar}${values.map(mark)}
     ${line && html`<line ...${line} stroke=${paint} stroke-width="3" />`}
   </g>`;

@@ -30,7 +30,7 @@ import {xSteps, xTexts, yTexts} from "./ticks.js";
  */
 
 const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
-const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0]};
+const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0], points: [0, 0.6]};
 
 // Many lines are drawn thinner and lighter, so that none hides the others.
 function seriesOf(line, many) {

@@ -47,7 +47,8 @@ function levelIntervals({comparison, summary}) {
 export function Forests({body}) {
   const {comparison} = body;
   if (!comparison || !comparison.conditions.some((each) => each.after_values.length)) return null;
-  return html`<div class="two"><${Levels} body=${body} /><${Differences} comparison=${comparison} /></div>`;
+  const apart = comparison.conditions.length > 1 && html`<${Differences} comparison=${comparison} />`;
+  return html`<div class="two"><${Levels} body=${body} />${apart}</div>`;
 }
 
 /** @param {{body: any}} props */
@@ -92,7 +93,7 @@ function Differences({comparison}) {
     open: isOpen(each.verdict),
     values: each.differences.map((value, i) => ({value, hint: `seed ${each.paired_seeds[i]}: ${write(value)}`})),
     note: `${amountOf(each)} · ${plural(each.pairs, "pair")}`,
-    hint: wider(each) ? `for other seeds and new problems${written(wider(each), write)}` : "",
+    wider: wider(each),
   }));
   const csv = () =>
     table(
@@ -109,6 +110,7 @@ function Differences({comparison}) {
     );
   const words = [
     `the same seed in both; line: typical difference${share ? " in points" : ""}, bar: 95 % interval over seeds`,
+    rows.some((row) => row.wider) ? "thin line: the same on new problems" : "",
     margin ? "grey: what does not matter" : "",
     rows.some((row) => row.open && row.interval) ? "hatched: cannot tell yet" : "",
   ];

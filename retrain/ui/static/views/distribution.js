@@ -1,49 +1,21 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
+import {Histograms, WIDTH} from "../charts/histogram.js";
 import {SaveMenu, painted, table} from "../charts/save.js";
-import {linearTicks} from "../charts/ticks.js";
 import {Choice} from "../components/inputs.js";
 import {Answered} from "../components/states.js";
-import {number, plural, tickText} from "../format.js";
+import {number, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useRef} from "../lib/html.js";
 import {nameOf} from "../names.js";
 import {Steps} from "./reading.js";
 
-/** @typedef {{edges: number[], counts: number[], step: number, names: string[]}} AtStep */
-
-const WIDTH = 520;
 const HEIGHT = 230;
 const BOTTOM = HEIGHT - 38;
 const TOP = 12;
 const RIGHT = WIDTH - 10;
 const SIZE = {class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, height: HEIGHT, role: "img"};
-
-/** @param {{at: AtStep, name: string, picture: {current: any}}} props */
-function Histogram({at: {edges, counts, step}, name, picture}) {
-  const left = 34;
-  const [low, high] = edges.length ? [edges[0], edges[edges.length - 1]] : [0, 1];
-  const most = Math.max(1, ...counts);
-  const x = (value) => left + ((value - low) / (high - low || 1)) * (RIGHT - left);
-  const y = (n) => BOTTOM - (n / most) * (BOTTOM - TOP);
-  const total = counts.reduce((sum, n) => sum + n, 0);
-  const row = (n) => html`<line class="grid" x1=${left} x2=${RIGHT} y1=${y(n)} y2=${y(n)} />
-    <text x="28" y=${y(n) + 4} text-anchor="end">${n}</text>`;
-  const bar = (n, i) => {
-    const width = Math.max(1, x(edges[i + 1]) - x(edges[i]) - 1);
-    const words = `${plural(n, "rollout")} from ${number(edges[i])} to ${number(edges[i + 1])}`;
-    const size = {x: x(edges[i]) + 0.5, y: y(n), width, height: BOTTOM - y(n)};
-    return n > 0 && html`<rect ...${size} fill="var(--c1)" rx="1"><title>${words}</title></rect>`;
-  };
-  const ticks = linearTicks(low, high, 6);
-  const tick = (value) =>
-    html`<text x=${x(value)} y=${BOTTOM + 16} text-anchor="middle">${tickText(value, ticks.step, "")}</text>`;
-  return html`<svg ...${SIZE} ref=${picture} aria-label=${`${name} at step ${step} over ${plural(total, "rollout")}`}>
-    ${[...new Set([0, Math.ceil(most / 2), most])].map(row)} ${counts.map(bar)} ${ticks.ticks.map(tick)}
-    <text x=${WIDTH / 2} y=${HEIGHT - 4} text-anchor="middle">${name}</text>
-  </svg>`;
-}
 
 /**
  * Columns of shares: the darker, the larger a share of the step's rollouts. A click goes to the step.
@@ -113,6 +85,8 @@ export function Distribution({place, runs, mover}) {
     const total = at.counts.reduce((sum, n) => sum + n, 0);
     const runOptions = runs.map((each) => [each.place, nameOf(each.place)]);
     const names = at.names.map((each) => [each, each]);
+    const label = `${name} at step ${at.step} over ${plural(total, "rollout")}`;
+    const histogram = {rows: [{counts: at.counts}], edges: at.edges, name, label};
     const slide = (to) => patch({step: to}, {replace: true});
     const chooseRun = (value) => patch({run: value, step: null});
     return html`<div class="tools">
@@ -125,7 +99,7 @@ export function Distribution({place, runs, mover}) {
       <div class="two">
         <div>
           <h3>At step ${at.step}<small>${plural(total, "rollout")}</small></h3>
-          <${Histogram} at=${at} name=${name} picture=${picture} />
+          <${Histograms} ...${histogram} noun="rollout" picture=${picture} />
         </div>
         ${
           over &&

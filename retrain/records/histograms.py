@@ -1,4 +1,4 @@
-"""Bins of the page's histograms, and the values in each."""
+"""Bins of histograms, and the values in each."""
 
 from collections.abc import Sequence
 from typing import Any
