@@ -156,7 +156,7 @@ def _evaluate(
     from retrain.policy.base import workers_for
     from retrain.policy.local import LocalSnapshot
     from retrain.rewards import build_grader
-    from retrain.training.evaluation import Evaluator, Subject
+    from retrain.training.evaluation import EvaluatedPolicy, Evaluator
     from retrain.types import PolicyRef
 
     config = spec.config
@@ -186,7 +186,7 @@ def _evaluate(
             adapter.load(stored.tensors)
             engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
             # The streams of the run's final evaluation: common random numbers with it.
-            subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
+            subject = EvaluatedPolicy(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()
             if record.error is not None:

@@ -232,7 +232,7 @@ def _flatten(turns: Sequence[Turn]) -> Sample:
 
 
 def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sample:
-    """Return the sample of these ``tokens`` of the rollout with their credit."""
+    """Return the sample with the credit of the rollout's action tokens ``tokens``; credit is 0 at other tokens."""
 
     def placed(values_T: np.ndarray | None) -> np.ndarray | None:
         if values_T is None:
@@ -270,5 +270,4 @@ def _joined_support(parts: Sequence[Support | None]) -> Support | None:
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
-    """Return the samples of all rollouts, without credit."""
     return [sample for group in groups for rollout in group.rollouts for sample in samples_of_rollout(rollout)]

@@ -52,14 +52,13 @@ def parse_expression(expression: str) -> tuple[int, list[Operation]]:
     return int(terms[0][1]), [(op, int(number)) for op, number in terms[1:]]
 
 
-def apply_operation(operation: str, left: int, right: int) -> int:
+def apply_operation(operation: str, first: int, second: int) -> int:
     if operation == "+":
-        return left + right
-    return left - right if operation == "-" else left * right
+        return first + second
+    return first - second if operation == "-" else first * second
 
 
 def evaluate_expression(expression: str) -> int:
-    """Return the value of an expression of this source, worked from left to right."""
     value, operations = parse_expression(expression)
     for operation, number in operations:
         value = apply_operation(operation, value, number)
@@ -67,7 +66,6 @@ def evaluate_expression(expression: str) -> int:
 
 
 def problem_of(expression: str, level: str) -> Problem:
-    """Return the problem that asks for the value of ``expression``."""
     return Problem(
         id=f"arithmetic/{expression}",
         prompt=f"{expression}=?",

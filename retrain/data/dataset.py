@@ -28,7 +28,7 @@ minutes."""
 SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
 
-class Wanted(NamedTuple):
+class HeldOutRequest(NamedTuple):
     """A held-out set to load: its name, the number of problems wanted, and the [data] whose ``eval_source`` and
     ``eval_split`` it is from."""
 
@@ -60,7 +60,7 @@ class Dataset:
 
 def load_data(
     data: Data,
-    heldout: int | Sequence[Wanted],
+    heldout: int | Sequence[HeldOutRequest],
     max_examples: int | None = None,
     seed: int = 0,
     base_dir: Path | None = None,
@@ -72,7 +72,7 @@ def load_data(
     keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
     DataError, MissingExtra or PluginError.
     """
-    held_out = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
+    held_out = [HeldOutRequest(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
     if data.source == "arithmetic":
         size = data.size if max_examples is None else min(data.size, max_examples)
         source = arithmetic_problems("train", size, data.levels, seed)
@@ -80,10 +80,10 @@ def load_data(
         source = read_problems(data.source, data.split, data, base_dir)
     train = source
     notes, sets = list[str](), dict[str, list[Problem]]()
-    for each in held_out:
-        if each.problems == 0:
+    for request in held_out:
+        if request.problems == 0:
             continue
-        sets[each.name], train = _hold_out(each, source, train, _pool(each, seed, base_dir, notes), notes)
+        sets[request.name], train = _hold_out(request, source, train, _pool(request, seed, base_dir, notes), notes)
         if not train:
             raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
     train = _at_most(train, max_examples, seed, data.shuffle)
@@ -92,7 +92,7 @@ def load_data(
 
 
 def _hold_out(
-    held_out: Wanted, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
+    held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
     """Return a held-out set and the training problems that are left, those whose prompts are not in the pool.
 
@@ -134,7 +134,7 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
     return [digest.hexdigest()]
 
 
-def _pool(held_out: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
     """Return all problems of the source or split of a held-out set; None where it has neither and is a part of the
     training source."""
     data = held_out.data
@@ -191,14 +191,13 @@ def _key(problem: Problem) -> str:
 
 
 def _position(key: str) -> float:
-    """Return the key's hash as a number in [0, 1)."""
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
 class Room(NamedTuple):
-    """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
-    and ``why``, where that limit comes from."""
+    """Prompt settings of problems: the [data] ``section`` with prompt keys, the most tokens of a prompt (None: no
+    limit), and ``why``, the source of that limit."""
 
     section: Data
     limit: int | None
@@ -206,8 +205,8 @@ class Room(NamedTuple):
 
 
 def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
-    """Return ``data`` with prompts that can be asked: one problem of every form is rendered, and no prompt is longer
-    than the limit of its room, in training and in each held-out set.
+    """Return ``data`` without prompts over the token limit, after rendering one problem of every form; ``training`` and
+    ``heldout`` have the limits of each part.
 
     With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
     first. Raises DataError too when all of a part are left out; else as ``render``.
@@ -221,38 +220,37 @@ def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str,
         return data
     if training.section.long_prompts != "skip":
         raise DataError(_first_too_long(parts))
-    kept = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
-    for part, left in zip(parts, kept, strict=True):
+    remaining = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
+    for part, left in zip(parts, remaining, strict=True):
         if part.problems and not left:
-            use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
+            use = "to train on" if part.problems is data.train else f"that is held out{part.suffix}"
             raise DataError(
                 f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
                 f"({part.room.why}); the shortest has {min(part.longer.values())}"
             )
-    sets = dict(zip(data.sets, kept[1:], strict=True))
+    sets = dict(zip(data.sets, remaining[1:], strict=True))
     return replace(
         data,
-        train=kept[0],
+        train=remaining[0],
         sets=sets,
-        content_hash=content_hash(kept[0], *(sets.values() or [[]])),
+        content_hash=content_hash(remaining[0], *(sets.values() or [[]])),
         notes=(*data.notes, *_left_out(parts)),
         skipped=sum(len(part.longer) for part in parts),
     )
 
 
 class _Part(NamedTuple):
-    """Problems that are asked in one way: their name in counts, what follows the name of one of them, and the lengths
-    of prompts over the limit by the problem's ``id()``."""
+    """Problems with the same prompt settings: their name in messages with counts, the ``suffix`` of a single one, and
+    the lengths of prompts over the limit by the problem's ``id()``."""
 
     name: str
-    place: str
+    suffix: str
     problems: Sequence[Problem]
     room: Room
     longer: Mapping[int, int]
 
     @property
     def first(self) -> Problem:
-        """Return the first problem whose prompt is too long."""
         return next(problem for problem in self.problems if id(problem) in self.longer)
 
 
@@ -279,7 +277,7 @@ def _first_too_long(parts: Sequence[_Part]) -> str:
     more = sum(len(part.longer) for part in parts) - 1
     others = f"; {more} more are too long" if more else ""
     return (
-        f"{part.first.id}  the prompt{part.place} has {part.longer[id(part.first)]} tokens, more than "
+        f"{part.first.id}  the prompt{part.suffix} has {part.longer[id(part.first)]} tokens, more than "
         f"{part.room.limit} ({part.room.why}){others}: shorten it, or leave such problems out with "
         '[data] long_prompts = "skip"'
     )

@@ -121,7 +121,6 @@ class Renderer:
 
 
 def _type_of(about: object) -> str | None:
-    """Return the type that a property's JSON schema names; None where it says it otherwise."""
     kind = about.get("type") if isinstance(about, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -145,14 +144,14 @@ def tools_text(tools: Tools) -> str:
 
 
 class Continuation(NamedTuple):
-    """Tokens that the policy reads next; ``fresh``: the whole conversation, and not only what is new."""
+    """Tokens that the policy reads next; ``fresh``: they are the full conversation, not only its new part."""
 
     token_ids: tuple[int, ...]
     fresh: bool
 
 
 class Conversation:
-    """One rollout's conversation. ``messages`` is all that was said, as text."""
+    """One rollout's conversation; ``messages`` are all its messages so far."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
         self.renderer, self.tools = renderer, tools
@@ -160,14 +159,14 @@ class Conversation:
         self._begin(prompt.text)
 
     def _begin(self, text: str) -> None:
-        """Begin a new sequence: the policy has read the whole conversation as this text."""
-        self._read = [text]  # what it has read before each action since then
-        self._said: list[int] = []  # where its actions stand among the messages
+        """Begin a new sequence with the full conversation as this text."""
+        self._read = [text]  # text that the policy read before each action of the sequence
+        self._action_indices: list[int] = []  # indices of the sequence's actions among the messages
 
     def reply(self, action: Action, messages: Sequence[Message]) -> Continuation:
-        """Return what the policy reads after ``action``, which these messages answer. An end token that the action ends
-        with is not repeated. Raises ModelError when the template refuses the conversation."""
-        self._said.append(len(self.messages))
+        """Add ``action`` and the messages that answer it; return what the policy reads next, without an end token that
+        the action already has. Raises ModelError when the chat template rejects the conversation."""
+        self._action_indices.append(len(self.messages))
         self.messages += [{"role": "assistant", "content": action.text}, *messages]
         if not self.renderer.has_template:
             text = "\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n"
@@ -175,10 +174,10 @@ class Conversation:
             return Continuation(self.renderer.ids(text), False)
         rest = self._rest()
         if rest is None:
-            return self._anew()
+            return self._new_sequence()
         self._read.append(rest)
         end = self.renderer.end_text
-        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates set what was said in spaces
+        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates put spaces around an action
             rest = rest.lstrip(" ")
         token_ids = self.renderer.ids(rest)
         if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
@@ -186,37 +185,37 @@ class Conversation:
         return Continuation(token_ids, False)
 
     def replace(self, messages: Sequence[Message]) -> Continuation:
-        """Return what the policy reads after the environment has rewritten the conversation to these messages."""
+        """Replace the conversation by these messages; return the new sequence that the policy reads."""
         self.messages = list(messages)
-        return self._anew()
+        return self._new_sequence()
 
-    def _anew(self) -> Continuation:
+    def _new_sequence(self) -> Continuation:
         text = self.renderer.text(self.messages, self.tools)
         self._begin(text)
         return Continuation(self.renderer.ids(text), True)
 
     def _rest(self) -> str | None:
-        """Return what the template writes behind the last action; None where it does not write what was read before."""
+        """Return the template's text after the last action; None if its text before differs from what was read."""
         salt = secrets.token_hex(6)
-        marks = [f"@said{index}x{salt}@" for index in range(len(self._said))]
+        marks = [f"@said{index}x{salt}@" for index in range(len(self._action_indices))]
         marked = list(self.messages)
-        for place, mark in zip(self._said, marks, strict=True):
-            thinks = THINK_END in marked[place]["content"]
+        for index, mark in zip(self._action_indices, marks, strict=True):
+            thinks = THINK_END in marked[index]["content"]
             content = f"<think>\n{_thought(mark)}\n{THINK_END}\n\n{mark}" if thinks else mark
-            marked[place] = {"role": "assistant", "content": content}
+            marked[index] = {"role": "assistant", "content": content}
         try:
             text, end = self.renderer.text(marked, self.tools), ""
-        except ModelError:  # a template that allows a tool's answer only to a call that it wrote itself
-            text, end = self.renderer.text(_as_calls(marked, self._said), self.tools), self.renderer.end_text
+        except ModelError:  # the template allows a tool's answer only after a structured call
+            text, end = self.renderer.text(_as_calls(marked, self._action_indices), self.tools), self.renderer.end_text
         at = 0
-        for read, place, mark in zip(self._read, self._said, marks, strict=True):
+        for read, index, mark in zip(self._read, self._action_indices, marks, strict=True):
             begin = text.find(mark, at)
             if begin < 0 or not text.startswith(read, at):
                 return None
-            if THINK_END in self.messages[place]["content"] and _thought(mark) not in text[at:begin]:
+            if THINK_END in self.messages[index]["content"] and _thought(mark) not in text[at:begin]:
                 return None
             at = begin + len(mark)
-            if end and text[at:].lstrip()[:1] == '"':  # the mark was a name in a call, which the end token ends
+            if end and text[at:].lstrip()[:1] == '"':  # the mark was the name in a call, which ends with the end token
                 at = text.find(end, at)
                 if at < 0:
                     return None
@@ -227,16 +226,16 @@ def _thought(mark: str) -> str:
     return mark.replace("said", "thought")
 
 
-def _as_calls(messages: Sequence[Message], said: Sequence[int]) -> list[Mapping[str, object]]:
-    """Return the messages with actions that a tool answers as calls of a tool whose name is what they say."""
-    made: list[Mapping[str, object]] = [dict(message) for message in messages]
-    for place in said:
-        answers = place + 1
-        while answers < len(made) and made[answers]["role"] == "tool":
-            made[answers] = {"tool_call_id": CALL_ID, **made[answers]}
+def _as_calls(messages: Sequence[Message], action_indices: Sequence[int]) -> list[Mapping[str, object]]:
+    """Return the messages with each action that a tool answers replaced by a call of a tool with that text as name."""
+    rewritten: list[Mapping[str, object]] = [dict(message) for message in messages]
+    for index in action_indices:
+        answers = index + 1
+        while answers < len(rewritten) and rewritten[answers]["role"] == "tool":
+            rewritten[answers] = {"tool_call_id": CALL_ID, **rewritten[answers]}
             answers += 1
-        if answers > place + 1:
-            name = messages[place]["content"].rpartition("\n")[2]
+        if answers > index + 1:
+            name = messages[index]["content"].rpartition("\n")[2]
             calls = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}]
-            made[place] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - place - 1)}
-    return made
+            rewritten[index] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - index - 1)}
+    return rewritten

@@ -33,7 +33,7 @@ ANSWER_COLUMNS = ("answer", "solution")
 
 
 @dataclass(frozen=True)
-class Columns:
+class ProblemColumns:
     """Names of the columns of a data set; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several
     tags are joined."""
 
@@ -41,7 +41,7 @@ class Columns:
     answer: str | None
     tags: tuple[str, ...] = ()
 
-    def of(self, row: Mapping[str, object]) -> Columns:
+    def of(self, row: Mapping[str, object]) -> ProblemColumns:
         """Return the columns with the names that this row has in place of None."""
         prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
         answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
@@ -54,7 +54,7 @@ class HubSource:
 
     repository: str
     configurations: tuple[str, ...]
-    columns: Columns
+    columns: ProblemColumns
 
 
 SUBJECTS = (
@@ -62,8 +62,8 @@ SUBJECTS = (
     "precalculus",
 )  # fmt: skip
 HUB: dict[str, HubSource] = {
-    "gsm8k": HubSource("openai/gsm8k", ("main",), Columns("question", "answer")),
-    "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, Columns("problem", "solution", ("type", "level"))),
+    "gsm8k": HubSource("openai/gsm8k", ("main",), ProblemColumns("question", "answer")),
+    "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, ProblemColumns("problem", "solution", ("type", "level"))),
 }
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -75,7 +75,7 @@ class NoSplit(DataError):
 def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
     """Return all problems of one split of a source, with the columns that ``data`` names. Raises DataError,
     MissingExtra or PluginError, and NoSplit where the source has other splits."""
-    columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
+    columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
     if is_plugin(source):
@@ -97,7 +97,7 @@ def has_splits(source: str, base_dir: Path | None) -> bool:
     return not source.endswith(FILE_ENDINGS) and (not is_plugin(source) or takes_split(source, base_dir))
 
 
-def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
+def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
     """Return the problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current
     directory.
 
@@ -131,7 +131,6 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def _texts(path: Path, label: str) -> Iterator[str]:
-    """Yield the lines of a file. Raises DataError where the file cannot be read or is not UTF-8."""
     number = 0
     try:
         with open(path, "rb") as file:
@@ -205,7 +204,12 @@ def directory_of(source: str, base_dir: Path | None) -> Path | None:
 
 
 def table_problems(
-    source: str, split: str, columns: Columns, subset: str | None = None, name: str = "", directory: Path | None = None
+    source: str,
+    split: str,
+    columns: ProblemColumns,
+    subset: str | None = None,
+    name: str = "",
+    directory: Path | None = None,
 ) -> list[Problem]:
     """Return the problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache,
     else downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
@@ -234,32 +238,31 @@ def table_problems(
     return problems_of_rows(rows, columns, f"{source}, split {split!r}")
 
 
-def _table(datasets: Any, place: str, subset: str | None, split: str) -> Any:
+def _table(datasets: Any, location: str, subset: str | None, split: str) -> Any:
     """Return one split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
     tables = None
-    if (Path(place) / "dataset_dict.json").is_file():
-        tables = datasets.load_from_disk(place)
-    elif (Path(place) / "state.json").is_file():
-        tables = {"train": datasets.load_from_disk(place)}
+    if (Path(location) / "dataset_dict.json").is_file():
+        tables = datasets.load_from_disk(location)
+    elif (Path(location) / "state.json").is_file():
+        tables = {"train": datasets.load_from_disk(location)}
     if tables is not None:
         if split not in tables:
-            raise NoSplit(_no_split(place, split, list(tables)))
+            raise NoSplit(_no_split(location, split, list(tables)))
         return tables[split]
     try:
-        return datasets.load_dataset(place, subset, split=split)
+        return datasets.load_dataset(location, subset, split=split)
     except ValueError as error:
-        known = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
-        if known is None:
+        splits = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
+        if splits is None:
             raise
-        raise NoSplit(_no_split(place, split, re.findall(r"'([^']+)'", known[1]))) from None
+        raise NoSplit(_no_split(location, split, re.findall(r"'([^']+)'", splits[1]))) from None
 
 
-def _no_split(place: str, split: str, splits: list[str]) -> str:
-    return f'data source {place!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
+def _no_split(location: str, split: str, splits: list[str]) -> str:
+    return f'data source {location!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
 
 
-def _no_table(source: str, split: str, columns: Columns, error: Exception, directory: Path | None) -> str:
-    """Return why a data set cannot be loaded, in one line, and what to type."""
+def _no_table(source: str, split: str, columns: ProblemColumns, error: Exception, directory: Path | None) -> str:
     text = str(error.__cause__ or error)
     several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
     if several:
@@ -281,7 +284,7 @@ def takes_split(source: str, base_dir: Path | None = None) -> bool:
     return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
-def function_problems(source: str, split: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
+def function_problems(source: str, split: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
     """Return the problems of ``module:function``, called with the split if it takes a parameter.
 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
@@ -312,16 +315,16 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
     return problems
 
 
-def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[Problem]:
-    """Return rows as problems. Raises DataError where there is none, where only some have an answer, and where no row
-    has a column of tags."""
+def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) -> list[Problem]:
+    """Return rows as problems. Raises DataError without rows, when only some have an answer, or when no row has a
+    column of tags."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
-        columns = columns.of(row)  # the first row decides what is not named
+        columns = columns.of(row)  # the first row decides source is not named
         problems.append(problem_of_row(where, row, columns))
         seen |= dict.fromkeys(row)
     if not problems:
-        raise DataError(f"{what} holds no problems")
+        raise DataError(f"{source} holds no problems")
     if any(problem.answer for problem in problems):  # no answers at all is a data set for a judge
         for problem in problems:
             if not problem.answer:
@@ -329,11 +332,11 @@ def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[P
     for column in columns.tags:
         if column not in seen:
             names = ", ".join(seen)
-            raise DataError(f'{what} has no column "{column}": set [data] tags_column to one that it has ({names})')
+            raise DataError(f'{source} has no column "{column}": set [data] tags_column to one that it has ({names})')
     return problems
 
 
-def problem_of_row(where: str, row: Mapping[str, object], columns: Columns) -> Problem:
+def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumns) -> Problem:
     """Return one row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to
     type."""
     prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)

@@ -29,7 +29,7 @@ VOCABULARIES = (
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
-"""What a model is for, as transformers writes it in the names of its tables."""
+"""The task of a model, as in the names of transformers' tables of model types."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
 CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
@@ -168,8 +168,8 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         raise ModelError(f"it has no {CONFIG}: a model directory is what save_pretrained writes")
     config = _json(directory / CONFIG)
     kind, own_code = config.get("model_type"), bool(config.get("auto_map"))
-    known = model_types(task)
-    if isinstance(kind, str) and (known is None or kind in known):
+    supported = model_types(task)
+    if isinstance(kind, str) and (supported is None or kind in supported):
         return
     if own_code and task != "CAUSAL_LM":
         raise ModelError("it comes with its own code, which is run for [model] alone")
@@ -179,10 +179,10 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         return
     if not isinstance(kind, str):
         raise ModelError(f"its {CONFIG} has no model_type")
-    close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(kind, supported or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
-    what = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
-    raise ModelError(f'its {CONFIG} has model_type "{kind}", {what}')
+    reason = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
+    raise ModelError(f'its {CONFIG} has model_type "{kind}", {reason}')
 
 
 @cache
@@ -259,7 +259,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class LightTokenizer:
-    """As much of a transformers tokenizer as ``data.prompts.render`` asks for, to measure prompts without torch.
+    """The part of a transformers tokenizer that ``data.prompts.render`` uses, to measure prompts without torch.
 
     ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
     whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.

@@ -23,8 +23,7 @@ from retrain.plugins import check_backend_class, load_function
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.catalogue import BY_KEY, SECTIONS
-from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, Support, UpdateResult, Want
-from retrain.types import TrainBatch as StepBatch
+from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, StepBatch, Support, UpdateResult, Want
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
@@ -206,10 +205,10 @@ def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, ob
     Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for a loss that
     is not finite.
     """
-    known: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
-    known |= dict.fromkeys(RATIO_METRICS)
+    metrics_here: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
+    metrics_here |= dict.fromkeys(RATIO_METRICS)
     if not batch.sequences:  # no group had signal: nothing to train on
-        return known | {"loss": None, "reported_loss": None}
+        return metrics_here | {"loss": None, "reported_loss": None}
     returned = backend.train_step(batch)
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
@@ -226,4 +225,4 @@ def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, ob
     loss = metrics.pop("loss", None)
     if isinstance(loss, float) and not math.isfinite(loss):
         raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
-    return known | {"reported_loss": loss} | metrics | {"loss": loss}
+    return metrics_here | {"reported_loss": loss} | metrics | {"loss": loss}

@@ -74,7 +74,6 @@ class Reward:
 
 
 def failed(error: str) -> RewardResult:
-    """Return the record of a completion that could not be graded, with the reason in words."""
     return RewardResult(total_reward=None, error=printable(error))
 
 
@@ -127,28 +126,38 @@ def _number(value: object) -> float | None:
 
 
 def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
-    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component; a number whose name
-    is taken gets the part's name in front.
+    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component.
 
-    A part without a total and without an error does not apply to this completion and is left out. One that failed
-    leaves no total, nor do parts of which none applies.
+    A part without total and error does not apply to this completion. There is no total when a part has failed, or when
+    no part applies.
     """
     results = [part for *_, part in parts]
-    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
-    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
-    total = failed("; ".join(errors)) if errors else checked(sum(values)) if values else RewardResult(None)
+    total = _total(parts)
     total.components = {name: part.total_reward for name, _, _, part in parts}
     # The first part that grades correctness decides it, and the first that grades the format decides that.
     total.correct = next((part.correct for part in results if part.correct is not None), None)
     total.format_ok = next((part.format_ok for part in results if part.format_ok is not None), None)
     for name, _, _, part in parts:
-        inner = {key: value for key, value in part.components.items() if key != name}
-        for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
-            for key, value in numbers.items():
-                is_taken = key in total.sample_metrics or key in total.components
-                into[f"{name}/{key}" if is_taken else key] = value
+        _add_numbers(total, name, part)
     total.tags = tuple(dict.fromkeys(tag for part in results for tag in part.tags))
     return total
+
+
+def _total(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
+    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
+    if errors:
+        return failed("; ".join(errors))
+    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
+    return checked(sum(values)) if values else RewardResult(None)
+
+
+def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
+    """Add a part's components and sample metrics; a key that is taken gets the part's name as prefix."""
+    inner = {key: value for key, value in part.components.items() if key != name}
+    for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
+        for key, value in numbers.items():
+            is_taken = key in total.sample_metrics or key in total.components
+            into[f"{name}/{key}" if is_taken else key] = value
 
 
 @dataclass(eq=False)

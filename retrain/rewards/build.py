@@ -146,7 +146,6 @@ def _reward(
     device: Callable[[], object],
     table: str,
 ) -> Reward:
-    """Build a reward that is not ``weighted``; ``table`` is what the file calls it."""
     workers, timeout_s = section.workers, section.timeout_s
     if part.type == "format":
         return FormatReward()

@@ -29,7 +29,7 @@ from retrain.errors import PluginError, PluginMissing, RetrainError
 from retrain.files import existing_file, search_folders
 from retrain.plugins import declared_ranges, described, load_file, load_module
 from retrain.rewards.base import Item, Reward, checked, failed, prompt_text, weighted_sum
-from retrain.rewards.workers import WorkerPool
+from retrain.rewards.workers import WorkerLimits, WorkerPool
 from retrain.types import Problem, RewardResult
 
 MEMORY_BYTES = 8 << 30
@@ -79,8 +79,7 @@ class CustomReward(Reward):
             "retrain.rewards.custom:Scorer",
             {"module": module, "functions": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
             workers=workers,
-            timeout_s=timeout_s,
-            memory_bytes=MEMORY_BYTES,
+            limits=WorkerLimits(timeout_s, MEMORY_BYTES),
         )
         try:
             self.pool.start()
@@ -200,7 +199,6 @@ def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunc
 
 
 def _named(loaded: ModuleType, name: str) -> Iterator[tuple[str, object]]:
-    """Yield what an attribute of the module holds by its name: itself, or each of a list. Raises PluginError."""
     value = getattr(loaded, name, None)
     if isinstance(value, list | tuple) and value:
         yield from ((getattr(item, "__name__", None) or type(item).__name__, item) for item in value)
@@ -354,7 +352,6 @@ def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> obje
 
 
 async def _settled(returned: Sequence[Sequence[object]]) -> list[list[object]]:
-    """Await all awaitables at once; one that raises is replaced by its exception."""
     waiting = [value for values in returned for value in values if inspect.isawaitable(value)]
     awaited = iter(await asyncio.gather(*waiting, return_exceptions=True))
     return [[next(awaited) if inspect.isawaitable(value) else value for value in values] for values in returned]
@@ -363,7 +360,6 @@ async def _settled(returned: Sequence[Sequence[object]]) -> list[list[object]]:
 def _results(
     function: RewardFunction, values: Sequence[object], logged: LoggedValues, count: int
 ) -> list[RewardResult]:
-    """Return one result for each completion, with what the function has logged."""
     results = _batch_results(values[0], count) if function.by_batch else [_result(value) for value in values]
     for index, result in enumerate(results):
         result.sample_metrics = {**result.sample_metrics, **logged.numbers(index)}

@@ -142,7 +142,6 @@ class JudgeEndpoint:
 
 
 def _content(body: str) -> str:
-    """Return the first choice's text. Raises ValueError if the body is no chat completion, or the text was cut."""
     try:
         choice = json.loads(body)["choices"][0]
         content, ended = choice["message"]["content"], choice.get("finish_reason")

@@ -79,7 +79,6 @@ class RecentWeights:
         self._retire(engine, self.note(newest))
 
     def withdraw_from(self, engine: Engine) -> None:
-        """Retire all weights that the engine has."""
         self._retire(engine, list(self.published))
 
     def _retire(self, engine: Engine, refs: Sequence[PolicyRef]) -> None:
@@ -301,7 +300,6 @@ class CollectResult:
 
 
 def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
-    """Return the groups. Raises RunFailed with what environment, chat template or grader raised first."""
     groups = []
     for group in results:
         if isinstance(group, RetrainError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from retrain.config.evaluation import Backpressure
 from retrain.errors import ModelError
-from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
+from retrain.maths.backpressure import Decision, DecodeWork, PressureLimits, decide
 from retrain.policy.base import BaseModel, architecture_of
 
 
@@ -41,7 +41,7 @@ class Pressure:
     def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, costs: DecodeWork | None = None):
         self.samples, self.costs = max(1, samples), costs
         most = max(1, min(settings.max_batch_size, prompts_per_step))
-        self.limits = Limits(
+        self.limits = PressureLimits(
             min_load=min(settings.min_batch_size, most),
             max_load=most,
             warmup_steps=settings.warmup_steps,

@@ -196,7 +196,6 @@ class RolloutQueue(Generic[Owner]):
                     return
 
     def _waiting(self) -> list[StepRollouts]:
-        """Return the offers of the earliest step that is not sampled."""
         missing = [offer for offer in self._offers.values() if not offer.rounds]
         first = min((offer.step for offer in missing), default=0)
         return [offer for offer in missing if offer.step == first]

@@ -271,7 +271,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class TrainBatch:
+class StepBatch:
     """The samples with signal of one optimizer step; ``denominators`` also count groups without signal.
 
     ``step`` counts from 0, as does ``update`` within it; ``stream`` is the prefix of the run's random streams. Where

@@ -58,7 +58,7 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedRollouts:
     """Rollouts that are compared by their ``returns``, as a whole or (``turns``) one turn of each; a rollout may be
     there with several turns. ``weight`` is the factor of the advantage."""
 
@@ -95,11 +95,11 @@ class TurnCredit:
     state_weight: float | None = None
 
 
-def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[Comparison]:
+def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[ComparedRollouts]:
     """Yield the comparisons of a group's rollouts that have a reward; those of whole episodes first."""
     rewarded = [rollout for rollout in group.rollouts if rollout.has_reward and rollout.turns]
     if by is None or by.state_weight is not None:
-        yield Comparison(group, rewarded, [rollout.reward.total_reward or 0.0 for rollout in rewarded])
+        yield ComparedRollouts(group, rewarded, [rollout.reward.total_reward or 0.0 for rollout in rewarded])
     if by is None:
         return
     alike: dict[object, list[tuple[CreditedRollout, int, float]]] = {}
@@ -109,7 +109,7 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
             alike.setdefault(place, []).append((rollout, turn, value))
     for here in alike.values():
         rollouts, turns, values = (list(part) for part in zip(*here, strict=True))
-        yield Comparison(group, rollouts, values, turns, by.state_weight or 1.0)
+        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
@@ -167,7 +167,7 @@ class GroupAdvantage(CreditStep):
     reward_name: str = "reward"
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        facts, rated = self.facts, list[tuple[Comparison, list[float]]]()
+        facts, rated = self.facts, list[tuple[ComparedRollouts, list[float]]]()
         for group in batch.groups:
             for comparison in comparisons(group, self.turn_credit):
                 smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
@@ -183,7 +183,7 @@ class GroupAdvantage(CreditStep):
                 credited[rollout] = add_advantage(credited[rollout], turn, comparison.weight * value)
         return discard_without_signal(batch.with_rollouts(credited.values()))
 
-    def _advantages(self, comparison: Comparison) -> list[float]:
+    def _advantages(self, comparison: ComparedRollouts) -> list[float]:
         """Return the advantage of each rollout that is compared."""
         returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
         outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
@@ -224,7 +224,7 @@ def _is_rated(rollouts: Sequence[CreditedRollout]) -> bool:
     return any(math.isfinite(rollout.advantage) for rollout in rollouts)
 
 
-def _whitened(rated: Sequence[tuple[Comparison, list[float]]]) -> list[tuple[Comparison, list[float]]]:
+def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tuple[ComparedRollouts, list[float]]]:
     """Return the comparisons with their values whitened over all of them."""
     values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
     tokens_N = torch.tensor([tokens for comparison, _ in rated for tokens in comparison.tokens])
