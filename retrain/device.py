@@ -52,7 +52,7 @@ call on the context fails and its memory may be corrupt."""
 GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
 NOTABLE_GAIN = 1.5  # From this speed-up of matrix products a whole training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
-"""Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
+"""Growing segments: compacting and refilling decode batches fragments segments of fixed size."""
 
 OUT_OF_MEMORY = (
     "can't allocate memory",

@@ -1,7 +1,7 @@
-"""The problems of an experiment: what is trained on, and what is held out and never trained on.
+"""Loads the training problems and held-out sets of an experiment.
 
-Which problems of a data set are held out is a function of their texts alone (a keyed hash), not of seeds, order or
-counts asked for: all runs of a campaign, and all campaigns on the same data, are evaluated on the same problems.
+A keyed hash of their texts decides which problems are held out, independent of seeds, order and counts: all runs of a
+campaign, and all campaigns on the same data, are evaluated on the same problems.
 """
 
 import hashlib
@@ -23,14 +23,13 @@ from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
 LONGEST_BY_CHARACTERS = 8
-"""Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
-minutes."""
+"""Number of prompts with most characters that are rendered to find the longest in tokens: rendering all of a large data
+set takes minutes."""
 SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
 
 class HeldOutRequest(NamedTuple):
-    """A held-out set to load: its name, the number of problems wanted, and the [data] whose ``eval_source`` and
-    ``eval_split`` it is from."""
+    """A held-out set to load: name, number of problems, and the [data] with its ``eval_source`` and ``eval_split``."""
 
     name: str
     problems: int
@@ -41,9 +40,8 @@ class HeldOutRequest(NamedTuple):
 class Dataset:
     """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
-    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as how
-    many training problems are left out because they are held out. ``skipped`` counts problems that are left out because
-    their prompts are too long.
+    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as the
+    number of training problems removed because they are held out. ``skipped`` counts problems with too long prompts.
     """
 
     name: str
@@ -67,10 +65,10 @@ def load_data(
 ) -> Dataset:
     """Return the data set of a ``[data]`` section.
 
-    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none). At most
-    ``max_examples`` problems are trained on. ``seed`` decides which problems are generated, and which ``max_examples``
-    keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
-    DataError, MissingExtra or PluginError.
+    ``heldout`` are the held-out sets to load, or the number of problems of a single one (0: none). ``max_examples``
+    limits the training problems. ``seed`` decides which problems are generated and which ``max_examples`` keeps.
+    Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises DataError,
+    MissingExtra or PluginError.
     """
     held_out = [HeldOutRequest(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
     if data.source == "arithmetic":
@@ -94,10 +92,9 @@ def load_data(
 def _hold_out(
     held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return a held-out set and the training problems that are left, those whose prompts are not in the pool.
+    """Return a held-out set and the remaining training problems, whose prompts are not in the pool.
 
-    ``pool`` None stands for a part of ``source``, the training problems before any set is held out: sets may share the
-    part.
+    Without a ``pool`` the set is a part of ``source``, all training problems; several sets may share this part.
     """
     where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
     chosen_from = _fraction(source, held_out.data) if pool is None else pool
@@ -123,8 +120,8 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """Return the SHA-256 (hex) of what these columns say of the problems of all parts, in order, by which they are
-    graded; nothing where there are no columns. Unlike other metadata, a change of these is another task."""
+    """Return the SHA-256 (hex) of these columns of all problems, in order; [] without columns. Grading uses them, so a
+    change of their values makes another task, unlike a change of other metadata."""
     if not columns:
         return []
     digest = hashlib.sha256()
@@ -135,8 +132,7 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
 
 
 def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
-    """Return all problems of the source or split of a held-out set; None where it has neither and is a part of the
-    training source."""
+    """Return all problems of a held-out set's source or split; None if it is a part of the training source."""
     data = held_out.data
     eval_source = data.eval_source
     source = eval_source or data.source
@@ -157,7 +153,7 @@ def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: lis
 
 
 def _fraction(problems: list[Problem], data: Data) -> list[Problem]:
-    """Return the part ``eval_fraction`` of the problems, by the hash of the prompt: exactly that share of the different
+    """Return the share ``eval_fraction`` of the problems with the smallest prompt hashes: that share of the distinct
     prompts, rounded, at least one and not all."""
     positions = sorted({_position(_key(problem)) for problem in problems})
     if len(positions) < 2:
@@ -185,7 +181,7 @@ def _plain(problem: Problem) -> str | list[dict[str, str]]:
 
 
 def _key(problem: Problem) -> str:
-    """Return what makes two problems the same: the prompt up to white space."""
+    """Return the identity of a problem: its prompt with normalised white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 
@@ -272,7 +268,7 @@ def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[i
 
 
 def _first_too_long(parts: Sequence[_Part]) -> str:
-    """Return a message on the first prompt that is too long, with what to type."""
+    """Return a message on the first prompt that is too long, with the fix."""
     part = next(part for part in parts if part.longer)
     more = sum(len(part.longer) for part in parts) - 1
     others = f"; {more} more are too long" if more else ""
@@ -284,7 +280,7 @@ def _first_too_long(parts: Sequence[_Part]) -> str:
 
 
 def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
-    """Yield a sentence for every limit: how many problems of each part are left out."""
+    """Yield a note per limit with the number of problems left out of each part."""
     long = [part for part in parts if part.longer]
     for limit in dict.fromkeys(part.room.limit for part in long):
         here = [part for part in long if part.room.limit == limit]
@@ -297,7 +293,7 @@ def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
 
 
 def _bytes(problem: Problem, section: Data) -> int:
-    """Return the bytes of what the model is asked, without chat markup."""
+    """Return the bytes of a problem's prompt without chat markup."""
     return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 

@@ -1,12 +1,10 @@
-"""From a problem to the tokens that the model sees, and a conversation of several turns, token for token.
+"""Renders problems and multi-turn conversations to tokens.
 
-What the policy sampled is never tokenised again. Of what follows an action only that is tokenised which the template
-writes behind it, up to where the next action begins. To find that part, the conversation is rendered with a mark in
-place of every action; what stands between the marks must be what the policy has read so far. Where it is not (the
-template drops the thinking of earlier turns, moves a system prompt, leaves out an empty ``<think></think>``), the
-policy reads the whole conversation anew: a new sequence, so that every sample is one that the policy has really seen.
-
-Between the marks nothing depends on what the policy said, which may hold any text at all.
+Sampled tokens are never tokenised again: after an action, only the template's text up to the next action is tokenised.
+To find that text, the conversation is rendered with a unique mark in place of every action, so that actions may contain
+any text. The text between marks must equal what the policy has read so far. If it does not (templates drop the thinking
+of earlier turns, move a system prompt, omit an empty ``<think></think>``), the policy reads the full conversation as a
+new sequence, so that every sample is one that the policy has really seen.
 """
 
 import json
@@ -26,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templa
 
 
 def conversation(problem: Problem, data: Data) -> list[Message]:
-    """Return the chat messages: a system prompt that is set, then the problem with the template in its last message."""
+    """Return the chat messages: the system prompt, if set, then the problem, with the template in its last message."""
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
@@ -46,10 +44,10 @@ def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
 
 
 class Renderer:
-    """Conversations through a tokenizer's chat template, as ``[data]`` says.
+    """Renders conversations with a tokenizer's chat template and the keys of ``[data]``.
 
-    ``tools_prompt`` tells the model of its tools where its template knows none: None is the list of them with the way
-    to call one, "" is nothing.
+    ``tools_prompt`` describes the tools if the template cannot: None is a list of them with the form of a call, "" is
+    nothing.
     """
 
     def __init__(self, tokenizer: Any, data: Data, tools_prompt: str | None = None):
@@ -62,15 +60,15 @@ class Renderer:
 
     @property
     def end_text(self) -> str:
-        """Return the token that ends what the assistant says, as text; "" where it is not known."""
+        """Return the text of the token that ends an assistant message; "" if unknown."""
         return str(getattr(self.tokenizer, "eos_token", None) or "")
 
     def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
-        """Return what the model reads first.
+        """Return the first prompt of a conversation.
 
         Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
-        Raises ModelError when the template refuses the conversation (some know no system role), DataError when no
-        token comes out.
+        Raises ModelError when the template rejects the conversation (some have no system role), DataError for an
+        empty prompt.
         """
         if tools:
             messages = self._with_tools(messages, tools)
@@ -91,8 +89,7 @@ class Renderer:
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
     def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
-        """Return the conversation as the template writes it, up to where the model's answer begins. Raises ModelError
-        when the template refuses it."""
+        """Return the rendered conversation up to the model's answer. Raises ModelError when the template rejects it."""
         extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
@@ -104,11 +101,11 @@ class Renderer:
             raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of the conversation, and none that a tokenizer adds."""
+        """Return the tokens of a text without special tokens that the tokenizer would add."""
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """Add a system message about the tools, where the template does not show them itself."""
+        """Add a system message about the tools unless the template renders them."""
         if self._shows_tools is None:
             self._shows_tools = self.has_template and self.text(messages, tools) != self.text(messages)
         about = tools_text(tools) if self.tools_prompt is None else self.tools_prompt
@@ -126,8 +123,8 @@ def _type_of(about: object) -> str | None:
 
 
 def tools_text(tools: Tools) -> str:
-    """Describe the tools, and how one is called. Of a tool with arguments that are more than a text, number or boolean
-    the whole JSON schema is given, with its definitions."""
+    """Describe the tools and the form of a call. Arguments other than texts, numbers and booleans are described by
+    their full JSON schema with its definitions."""
     lines = ["You can call these tools:"]
     for tool in tools:
         function = tool["function"]

@@ -1,4 +1,4 @@
-r"""Sources of problems: a local file or directory, a hub data set, or a function of the user's.
+r"""Reads problems from a local file or directory, a hub data set, or a user's function.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
 sources (``answers.reference_answer``); the full text stays in ``metadata["solution"]``.
@@ -29,20 +29,20 @@ Row = tuple[str, Mapping[str, object]]  # Location (`file:line`, also the proble
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution")
-"""Looked for in this order where no column is named. GSM8K has question and answer, MATH problem and solution."""
+"""Default columns in order of preference. GSM8K has question and answer, MATH problem and solution."""
 
 
 @dataclass(frozen=True)
 class ProblemColumns:
-    """Names of the columns of a data set; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several
-    tags are joined."""
+    """Column names of a data set; None: the first of PROMPT_COLUMNS or ANSWER_COLUMNS that exists; several tags are
+    joined."""
 
     prompt: str | None
     answer: str | None
     tags: tuple[str, ...] = ()
 
     def of(self, row: Mapping[str, object]) -> ProblemColumns:
-        """Return the columns with the names that this row has in place of None."""
+        """Return the columns with None replaced by the row's names."""
         prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
         answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
         return replace(self, prompt=prompt, answer=answer)
@@ -73,8 +73,8 @@ class NoSplit(DataError):
 
 
 def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
-    """Return all problems of one split of a source, with the columns that ``data`` names. Raises DataError,
-    MissingExtra or PluginError, and NoSplit where the source has other splits."""
+    """Return all problems of one split of a source, with the columns of ``data``. Raises DataError, MissingExtra,
+    PluginError, or NoSplit when the source has only other splits."""
     columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
@@ -144,8 +144,8 @@ def _texts(path: Path, label: str) -> Iterator[str]:
 
 
 def csv_rows(path: Path, label: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file whose first line names the columns; every value is text, as it is written. Raises
-    DataError at a line with too many or too few values, and where the file is no CSV."""
+    """Yield the rows of a CSV file whose first line names the columns; all values are text. Raises DataError for a line
+    with too many or too few values, or an invalid file."""
     reader, header, begin = csv.reader(_texts(path, label), strict=True), list[str](), 1
     try:
         for values in reader:
@@ -188,7 +188,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
 
 
 def on_hub(source: str, base_dir: Path | None) -> bool:
-    """Return whether this is a data set of the hub: a name of ``HUB``, or ``owner/name`` where no such directory is."""
+    """Return whether the source is a hub data set: a name of ``HUB``, or ``owner/name`` that is no local directory."""
     if source in HUB:
         return True
     local = source.endswith(FILE_ENDINGS) or directory_of(source, base_dir) is not None
@@ -196,7 +196,7 @@ def on_hub(source: str, base_dir: Path | None) -> bool:
 
 
 def directory_of(source: str, base_dir: Path | None) -> Path | None:
-    """Return the directory that ``source`` names, in one of the ``search_folders``, or None."""
+    """Return the directory ``source`` in one of the ``search_folders``, or None."""
     if ":" in source or "\0" in source:
         return None
     folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
@@ -211,12 +211,11 @@ def table_problems(
     name: str = "",
     directory: Path | None = None,
 ) -> list[Problem]:
-    """Return the problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache,
-    else downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
+    """Return the problems of one split, read by ``datasets``: a hub repository (cached or downloaded), or a local
+    ``directory`` in the hub's layout or that of ``save_to_disk``.
 
-    ``subset`` is the configuration, ``name`` what the problems are called. Raises MissingExtra without ``datasets``,
-    NoSplit with the splits that there are, DataError when it cannot be read or the hub is out of reach (at once if
-    HF_HUB_OFFLINE is set), with the way around it.
+    ``subset`` is the configuration, ``name`` the prefix of problem ids. Raises MissingExtra without ``datasets``,
+    NoSplit with the existing splits, DataError when it cannot be read or downloaded.
     """
     name = name or (directory.name if directory else source)
     try:
@@ -239,7 +238,7 @@ def table_problems(
 
 
 def _table(datasets: Any, location: str, subset: str | None, split: str) -> Any:
-    """Return one split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
+    """Return one split of a repository or directory. Raises NoSplit, or errors of ``datasets``."""
     tables = None
     if (Path(location) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(location)
@@ -279,8 +278,7 @@ def _no_table(source: str, split: str, columns: ProblemColumns, error: Exception
 
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
-    """Return whether a ``module:function`` source has a parameter, the split. Raises PluginError when it cannot be
-    loaded."""
+    """Return whether a ``module:function`` source takes the split as argument. Raises PluginError."""
     return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
@@ -288,7 +286,7 @@ def function_problems(source: str, split: str, columns: ProblemColumns, base_dir
     """Return the problems of ``module:function``, called with the split if it takes a parameter.
 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
-    returns something else, DataError for more than MAX_PROBLEMS; what it raises itself passes through.
+    returns something else, DataError for more than MAX_PROBLEMS; its own exceptions propagate.
     """
     function = load_function(source, base_dir, "data source")
     items = function(split) if takes_split(source, base_dir) else function()
@@ -337,8 +335,7 @@ def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) 
 
 
 def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumns) -> Problem:
-    """Return one row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to
-    type."""
+    """Return one row as a problem with the id ``where``. Raises DataError with ``where``, the column and the fix."""
     prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)
     answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
     text = _answer(where, answered, row[answered])
@@ -351,7 +348,7 @@ def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumn
 
 
 def _column(where: str, row: Mapping[str, object], column: str | None, key: str, usual: tuple[str, ...]) -> str:
-    """Return ``column``, which the row must have; ``usual`` are those that were looked for where it is not named."""
+    """Return the name of the required ``column``; ``usual`` are the defaults if None. Raises DataError."""
     if column is not None and column in row:
         return column
     missing = f'column "{column}"' if column else f"column {' or '.join(usual)}"
@@ -393,7 +390,7 @@ def _tags(where: str, column: str, value: object) -> list[str]:
 
 
 def _encodable(where: str, column: str, text: str) -> str:
-    """Return ``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
+    """Return ``text``. Raises DataError when it has half a surrogate pair (``"\\ud800"``), which cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text

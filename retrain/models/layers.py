@@ -60,8 +60,8 @@ def dense_layers(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: str) -> list[tuple[str, str]]:
-    """Return for every target that means none of the ``layers`` what it is, and the line to type instead. ``head`` is
-    the path of the output layer, which gets no adapter."""
+    """Return, for each target that matches none of the ``layers``, the fault and the corrected line. ``head``: path of
+    the output layer, which gets no adapter."""
     if targets == "all-linear":
         return []
     right = [target for target in targets if any(targeted(layer, [target]) for layer in layers)]
@@ -137,7 +137,7 @@ def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
 
 
 def critic_bytes(weights: int) -> int:
-    """Return the bytes of a critic with this many trained weights, which is neither published nor decoded with."""
+    """Return the bytes of a critic with this many trained weights, which has no copies for engines or decoding."""
     return weights * TRAINED_BYTES
 
 

@@ -286,16 +286,16 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
 def check_memory(
     base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
 ) -> None:
-    """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
-    exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
-    of the longest prompt, and as many more as may be sampled; there are no caches unless this process ``decodes``."""
-    # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
+    """Raise DoesNotFit, with the number of runs that do fit, when these runs exceed the free memory: adapters and
+    optimizers, with either the least KV caches or one update. ``prompt_tokens``: tokens of the longest prompt. There
+    are no caches unless this process ``decodes``."""
+    # At least the update of one sequence must fit; caches are freed then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
     usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.gathered_bytes))
     weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
     copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
-    copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
+    copy = max(0, copy - copied_bytes(base.model))  # copies of earlier cohorts exist already
     sizes = [lane_bytes(base, lanes, [spec]) for spec in specs]
     caches = [decodes * least_cached_tokens(spec.config, prompt_tokens) * cache_bytes(base) for spec in specs]
     fitting = fitting_lanes(usable, copy, update, zip(sizes, caches, strict=True))

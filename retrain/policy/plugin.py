@@ -159,7 +159,7 @@ class PluginPolicy(Policy):
         return Scores()
 
     def read(self, directory: Path) -> PolicySnapshot:
-        """Raises PluginError: a backend samples with the weights that it holds."""
+        """Raise PluginError: a backend samples with the weights that it holds."""
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
@@ -171,7 +171,7 @@ class PluginPolicy(Policy):
         return UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:
-        """Raises CheckpointError when the backend saves nothing."""
+        """Return a snapshot. Raises CheckpointError when the backend saves nothing."""
         if not resumable:
             return PluginSnapshot(self.backend)
         files = aside_of(self.aside / f"{FILES}_{self.version:06d}")
@@ -183,13 +183,13 @@ class PluginPolicy(Policy):
         return PluginSnapshot(self.backend, files)
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError when the checkpoint is another policy's."""
+        """Load a checkpoint. Raises CheckpointError when it is another policy's."""
         if not (directory / FILES).is_dir():
             raise CheckpointError(f"{directory} is of another backend than {self.plugin}")
         self.backend.load(directory / FILES)
 
     def begin_with(self, directory: Path) -> None:
-        """Raises UsageError: a backend loads checkpoints only."""
+        """Raise UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
     def state(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The interface of a reward, checks of what rewards return, and the rewards by text alone, ``match`` and ``format``.
+"""The interface of rewards, checks of their results, and the text rewards ``match`` and ``format``.
 
-A reward never ends a run: whatever it raises, returns or waits for becomes a record with ``total_reward=None``
-and the reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
+A reward never ends a run: its errors, wrong results and timeouts become a record with ``total_reward=None`` and the
+reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
 grader is built, before anything is sampled.
 """
 
@@ -32,7 +32,7 @@ class CompletionText(str):
 
 
 def marked_answer(problem: Problem, completion: str, strict: bool = True) -> str | None:
-    """Return what ``completion`` answers to ``problem``; ``strict`` as in ``answer_text``."""
+    """Return the answer in ``completion`` to ``problem``; ``strict`` as in ``answer_text``."""
     return answer_text(completion, problem.answer, str(problem.metadata.get("solution", "")), strict)
 
 
@@ -44,7 +44,7 @@ def prompt_text(problem: Problem) -> str:
 
 
 LARGEST_REWARD = 1e30
-"""A reward beyond this is a mistake; up to here its square fits in a float64, its advantage in a float32."""
+"""Largest reward: larger ones are mistakes. Its square fits in a float64, its advantage in a float32."""
 
 
 class Reward:
@@ -78,7 +78,7 @@ def failed(error: str) -> RewardResult:
 
 
 def checked(value: object) -> RewardResult:
-    """Return what a reward returned as a RewardResult with a finite total.
+    """Return the result of a reward as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
     numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
@@ -102,7 +102,7 @@ def checked(value: object) -> RewardResult:
 
 
 def _faulty_numbers(result: RewardResult) -> str:
-    """Make sample metrics and components floats or None, and return what is wrong with one that is neither, or ""."""
+    """Convert sample metrics and components to floats or None; return the fault of one that is neither, or ""."""
     for key, label in (("sample_metrics", "sample metric"), ("components", "component")):
         values = getattr(result, key)
         if not isinstance(values, Mapping):
@@ -162,9 +162,9 @@ def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
 
 @dataclass(eq=False)
 class MatchReward(Reward):
-    """1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
+    """Grades 1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
 
-    ``strict`` as in ``answer_text``: only an answer that is marked as one counts.
+    ``strict``: only a marked answer counts (``answer_text``).
     """
 
     name = "match"
@@ -177,8 +177,8 @@ class MatchReward(Reward):
 
 
 class FormatReward(Reward):
-    r"""1 when the completion marks its answer by a closed ``\boxed{…}`` (or the data set's ``####``) with something in
-    it, else 0.
+    r"""Grades 1 when the completion marks a non-empty answer by a closed ``\boxed{…}`` (or the data set's ``####``),
+    else 0.
 
     It does not grade correctness (``correct`` stays None) and is meant as one of several components.
     """

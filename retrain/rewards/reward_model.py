@@ -75,8 +75,8 @@ class RewardModelReward(Reward):
         self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
-        """Return the conversation as the reward model reads it. Raises ModelError when it is longer than the model's
-        context, or has tokens that the model does not know; else what the chat template raises."""
+        """Return the conversation's tokens for the reward model. Raises ModelError when they exceed its context or its
+        vocabulary, and errors of the chat template."""
         text, has_template = _encodable(f"{prompt_text(problem)}\n\n{completion}"), bool(self.tokenizer.chat_template)
         if has_template:
             messages = conversation(problem, completion)

@@ -214,7 +214,7 @@ class WorkerPool:
         return Reply(reply.get("value"), None if error is None else str(error), kind)
 
     def _ready_worker(self) -> _Worker:
-        """Return an idle worker or start one. Raises PluginError if no more jobs of this batch are to be given out."""
+        """Return an idle worker or start one. Raises PluginError when the batch was given up."""
         while True:
             with self._starting:
                 if self._fatal is not None:
@@ -246,7 +246,7 @@ class WorkerPool:
                 self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
-        """Discard a worker after a fault; return the fault, and how the process had ended by itself."""
+        """Discard a worker after a fault; return the fault with the process's exit status, if it has ended."""
         fault = "ended" if isinstance(error, EOFError) else f"sent an invalid reply ({error})"
         with contextlib.suppress(subprocess.TimeoutExpired):  # let it finish dying, to learn how
             worker.process.wait(0.1)

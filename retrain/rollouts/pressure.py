@@ -36,7 +36,7 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
 
 
 class Pressure:
-    """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
+    """The controller of a cohort's decode batch; a load is the number of prompts decoded at once, over all runs."""
 
     def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, costs: DecodeWork | None = None):
         self.samples, self.costs = max(1, samples), costs
@@ -57,12 +57,12 @@ class Pressure:
 
     @property
     def max_rows(self) -> int:
-        """Sequences that may decode at once."""
+        """Return the limit of sequences that are decoded at once."""
         return self.load * self.samples
 
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
-        """Add one step's decoding and set the load of the next step. ``context`` is how many tokens came before a
-        sampled one on average, for the roofline."""
+        """Add one step's measurement and set the load of the next step. ``context``: mean tokens before a sampled one,
+        for the roofline."""
         intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))

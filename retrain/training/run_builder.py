@@ -1,4 +1,4 @@
-"""Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
+"""Builds the runs of a cohort: finds their checkpoints, compares their records, and restores them."""
 
 import hashlib
 import json

@@ -165,10 +165,10 @@ class EvalRecord:
 class StepRecord:
     """One optimizer step of one run; the recorder makes all metrics from it.
 
-    ``groups`` are all groups of the batch, before any filtering, ``dropped`` those that others were sampled in place
-    of: they count in what the run has sampled, and nowhere else. ``update`` holds the policy's numbers of this step
-    under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
-    ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
+    ``groups`` are all groups of the batch before filtering; ``dropped`` were replaced by dynamic sampling and count
+    only as sampled. ``update`` holds the policy's numbers of this step under their catalogue keys (loss,
+    optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …), ``spans`` the wall-clock parts: (name,
+    start, end) in seconds since the epoch, names as in ``time/<name>``.
     """
 
     step: int
@@ -195,9 +195,9 @@ class Sample:
     - ``advantages`` 0 0 0.5 0.5 0 0.5 (float64)
 
     ``support`` is that of the sampled tokens, one after the other; None when sampling was not truncated.
-    ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
-    of a critic, ``policy_weights`` factors of the policy loss (0: rejected); None where there is no such thing.
-    ``teacher_prompt`` is as in ``CreditedRollout``.
+    ``old_logprobs`` are the trainer's before the first of several updates, ``values`` and ``value_targets`` the
+    critic's, ``policy_weights`` factors of the policy loss (0: rejected); each is None if unused. ``teacher_prompt`` is
+    as in ``CreditedRollout``.
     """
 
     token_ids: np.ndarray

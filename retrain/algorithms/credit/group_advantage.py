@@ -74,12 +74,12 @@ class ComparedRollouts:
 
     @property
     def actions(self) -> list[Action]:
-        """The action of each in that turn, or its last."""
+        """Return each rollout's action in its turn, or its last action."""
         return [rollout.turns[-1 if turn is None else turn].action for rollout, turn in self._pairs()]
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens that the advantage of each is for."""
+        """Return the number of tokens that each advantage applies to."""
         return [len(rollout if turn is None else rollout.turns[turn].action) for rollout, turn in self._pairs()]
 
     def _pairs(self) -> Iterator[tuple[CreditedRollout, int | None]]:
@@ -88,8 +88,8 @@ class ComparedRollouts:
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Credit of turns, with a ``discount`` for rewards one turn later: compared by turns of the same number or, with a
-    ``state_weight``, by turns in the same state and whole episodes."""
+    """Turn-level credit with a ``discount`` per turn: compares turns of equal number or, with a ``state_weight``, turns
+    in the same state and whole episodes."""
 
     discount: float
     state_weight: float | None = None
@@ -121,15 +121,15 @@ def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
 
 
 def own_rewards(rollout: Rollout) -> list[float]:
-    """Return the reward of each turn. The part of the total reward that no turn was given comes with the last."""
+    """Return the reward of each turn; the part of the total that no turn received is added to the last turn."""
     rewards = [turn.reward or 0.0 for turn in rollout.turns]
     rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
     return rewards
 
 
 def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
-    """Return the rollout with an advantage: its own, or that of one of its turns, added to the rollout's where it has
-    one; the rollout's is then the mean over its tokens."""
+    """Return the rollout with an advantage of its own, or of one turn, which is added to its token advantages; the
+    rollout's is then their mean."""
     if turn is None:
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages
