@@ -24,7 +24,7 @@ def dtype_name(tensor: object) -> str:
 
 
 def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the tensors, and where each tensor begins behind them, in the order of the file.
+    """Return the file's header bytes, and each tensor's offset after them, in file order.
 
     Wide types come first, so that all tensors are aligned.
     """

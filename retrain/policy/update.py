@@ -1,4 +1,4 @@
-"""One optimizer step of one lane: gradients of micro-batches, accumulated and timed, and the step that they give."""
+"""Takes one optimizer step of one lane: accumulates and times the gradients of micro-batches, then steps."""
 
 from __future__ import annotations
 

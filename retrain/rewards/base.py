@@ -57,7 +57,7 @@ class Reward:
     columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
-        """Return the reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
+        """Return the reward of one completion, a number or a RewardResult. An exception is recorded as null."""
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:

@@ -134,8 +134,8 @@ def _programs() -> list[str]:
 
 
 def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]:
-    """Return the command line: what the code sees, and the Python that serves it. bubblewrap reads the filter of
-    system calls from the descriptor ``calls_filter``."""
+    """Return bubblewrap's command line: the mounted files and the Python that runs ``inside.py``. ``calls_filter`` is
+    the descriptor of the system-call filter."""
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
@@ -174,10 +174,10 @@ def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]
 
 
 class Sandbox:
-    """Runs pieces of code, one at a time, each in an interpreter of its own or, with ``keep_state``, all in one.
+    """Runs code, one call at a time, each in a new interpreter or, with ``keep_state``, all in one.
 
-    It starts with the first call and after a call that left something behind: one that was stopped, files, or with
-    ``keep_state`` an interpreter that ended. To be used by one thread, which outlives it.
+    A new sandbox starts with the first call, and after a call that was stopped, left files, or, with ``keep_state``,
+    ended its interpreter. Not thread-safe; the thread must outlive it.
     """
 
     def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
@@ -211,7 +211,7 @@ class Sandbox:
         self._process = self._finalizer = None
 
     def _start(self) -> None:
-        """Start bubblewrap and wait for the Python in it. Raises SandboxFailed with what either says."""
+        """Start bubblewrap and wait for the Python inside. Raises SandboxFailed with their error output."""
         readable, writable = os.pipe()
         with open(writable, "wb") as file:
             file.write(seccomp_program(platform.machine()))
@@ -245,7 +245,7 @@ class Sandbox:
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
     def _ask(self, value: Any, seconds: float) -> Any:
-        """Send a frame and return the reply, None where none comes in time."""
+        """Send a frame and return the reply, or None after the timeout."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -280,7 +280,7 @@ class Sandbox:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill bubblewrap, with which the kernel kills the first process inside, and with that all others there."""
+    """Kill bubblewrap; the kernel then kills the first process inside, and with it the namespace."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):

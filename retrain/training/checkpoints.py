@@ -268,7 +268,7 @@ class Checkpoints:
         return bool(checkpoint_directories(self.directory))
 
     def write(self, saved: Snapshot) -> None:
-        """Write the checkpoint, unless the run was restored from that very one."""
+        """Write the checkpoint, unless the run was restored from it."""
         try:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost

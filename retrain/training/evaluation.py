@@ -1,8 +1,8 @@
-"""Held-out evaluation, for the loop, for the untrained model, and for the verification of ranks.
+"""Evaluates policies on held-out sets, for the loop and for the verification of ranks.
 
-An answer is a function of the weights, the problem and its random stream, whose prefix is the subject's: whoever
-evaluates the same weights after the same number of updates gets the same answers. Sets are sampled one after another,
-so that no set changes the numbers of the others.
+An answer is a function of the weights, the problem and its random stream: evaluating equal weights after the same
+number of updates gives equal answers. Sets are sampled one after another, so that no set affects the results of
+another.
 """
 
 import time

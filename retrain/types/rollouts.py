@@ -27,7 +27,7 @@ MAX_PROBLEMS = 1_000_000
 
 @dataclass(frozen=True)
 class Problem:
-    """One task with its verifiable answer, as a data source yields it."""
+    """One task with its reference answer."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -221,7 +221,7 @@ class Rollout:
 
     @property
     def sequences(self) -> int:
-        """Number of samples that it trains as: one, and one more for every time that the conversation was rewritten."""
+        """Return the number of its samples: one, and one more per rewrite of the conversation."""
         return len(split_sequences(self.turns))
 
     @property

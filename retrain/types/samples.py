@@ -56,8 +56,8 @@ class CreditedRollout(Rollout):
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
     old_logprobs_T: np.ndarray | None = None
-    """float64 [T]: the trainer's own before the first of several updates; float32 those of a single update's forward
-    pass, which are there after it alone."""
+    """Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
+    of its forward pass (float32)."""
     counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
     counted_sequences: int | None = None  # Sequences that count in it; None is all of them
 
@@ -127,7 +127,7 @@ class CreditedBatch:
     def with_fields(
         self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
     ) -> CreditedBatch:
-        """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
+        """Return the batch with fields of ``rollouts`` replaced by the mapping (name to value) of each."""
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
 

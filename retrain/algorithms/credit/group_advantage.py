@@ -150,14 +150,13 @@ def has_signal(group: CreditedGroup) -> bool:
 
 @dataclass(frozen=True)
 class GroupAdvantage(CreditStep):
-    """Compares the rollouts of each group, whole or (``turn_credit``) turn by turn, by the ``formula`` of a built-in
-    ``mode`` or by a ``mode`` that is a function of the user's; ``facts`` is the mode's row in ``config.modes``,
-    ``reward_name`` stands in messages.
+    """Computes advantages from the rewards of each group, by rollout or (``turn_credit``) by turn, with the ``formula``
+    of a built-in ``mode`` or a user's function ``mode``. ``facts``: the mode's row in ``config.modes``;
+    ``reward_name``: the reward in messages.
 
-    Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among itself.
-    Some modes are whitened over the batch. A group whose advantages are all 0 carries no signal and is discarded as
-    ``zero_advantage``, one without any reward as ``no_reward``. Raises RunFailed where the mode is not defined for a
-    reward.
+    Rollouts without a reward are excluded and get NaN. Some modes are whitened over the batch. A group with only zero
+    advantages is discarded as ``zero_advantage``, one without rewards as ``no_reward``. Raises RunFailed when the mode
+    is not defined for a reward.
     """
 
     mode: Named
