@@ -122,7 +122,6 @@ class CustomReward(Reward):
 
 
 def columns_of(problem: Problem) -> dict[str, object]:
-    """Return a problem's columns that a function in TRL's form can receive by name."""
     columns = {"answer": problem.answer, "tags": list(problem.tags), **problem.metadata}
     return {name: value for name, value in columns.items() if name not in NO_COLUMNS}
 
@@ -209,7 +208,6 @@ def _named(loaded: ModuleType, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _instance(value: object, name: str) -> Callable[..., object]:
-    """Return the function, or an instance if it is a class. Raises PluginError when it cannot be called."""
     if inspect.isclass(value):
         try:
             value = value()
@@ -325,7 +323,6 @@ def _call(function: RewardFunction, job: Sequence[GradedCompletion], logged: Log
 def _batch_arguments(
     function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues
 ) -> dict[str, object]:
-    """Return the arguments of a function in TRL's form; a missing column becomes a list of None."""
     rows = [columns_of(problem) for problem, _, _ in job]
     columns = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
     prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _, _ in job]

@@ -88,7 +88,6 @@ def parse_score(text: str) -> float | None:
 
 
 def without_thinking(text: str) -> str:
-    """Return a reply without a leading ``<think>…</think>`` and without blanks around."""
     return _THINKING.sub("", text, count=1).strip()
 
 
