@@ -41,7 +41,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
     from retrain.policy.objective import Objective, PolicyTerm
-    from retrain.types import Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
+    from retrain.types import Denominators, PolicyRef, Sample, SampleRequest, StepBatch
 
     torch.set_num_threads(threads)
     config = parse_dict({"model": {"model": model, "quantize": kind, "lora_rank": RANK}})
@@ -67,7 +67,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
         for r, group in zip(asked, answers, strict=True)
         for c in group
     ]
-    batch = TrainBatch(samples, Denominators(sum(len(c) for g in answers for c in g), len(samples)), 0, ())
+    batch = StepBatch(samples, Denominators(sum(len(c) for g in answers for c in g), len(samples)), 0, ())
 
     objective = Objective((PolicyTerm(PPO()),), "tokens", 1.0, TOKENS)
 

@@ -28,7 +28,7 @@ from retrain.policy.lora import Lanes, new_optimizer
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.policy.packing import Budget
 from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
-from retrain.types import Denominators, Sample, TrainBatch
+from retrain.types import Denominators, Sample, StepBatch
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def ours(directory: Path, setting: Setting, rows: list[list[int]], variant: Vari
         )
         for i, ids in enumerate(rows)
     ]
-    batch = TrainBatch(samples, Denominators(sum(len(ids) for ids in rows), len(rows)), 0, ("benchmark",))
+    batch = StepBatch(samples, Denominators(sum(len(ids) for ids in rows), len(rows)), 0, ("benchmark",))
     objective = Objective((PolicyTerm(PPO()),))
     context = UpdateContext(lanes, Budget(micro or MemoryPlan.of(base).micro_batch_tokens), bfloat16=variant.rounded)
 

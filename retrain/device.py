@@ -48,12 +48,12 @@ LOST = (
     "driver shutting down",
     "context is destroyed",
 )
-"""What the messages of sticky CUDA errors have in common (the CUDA driver's list of results): after one of them every
-later call on the context fails too, and what lies in its memory may be wrong."""
+"""Parts of the messages of sticky CUDA errors (from the CUDA driver's list of results): after one of them, every later
+call on the context fails and its memory may be corrupt."""
 GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
 NOTABLE_GAIN = 1.5  # From this speed-up of matrix products a whole training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
-"""Segments that grow: batches that are compacted and admitted again leave holes in those of fixed size."""
+"""Growing segments: compacting and refilling decode batches fragments segments of fixed size."""
 
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -77,7 +77,7 @@ class Gpu:
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """Return the GPUs that this process may see, as the driver's own tool lists them; none where it fails."""
+    """Return the GPUs that ``nvidia-smi`` lists; [] when it fails or CUDA_VISIBLE_DEVICES hides them."""
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return []
@@ -150,10 +150,10 @@ def lost(error: BaseException | None) -> DeviceLost | None:
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        words = str(error).lower()
+        text = str(error).lower()
         if isinstance(error, DeviceLost):
             return error
-        if isinstance(error, RuntimeError) and "cuda" in words and any(sign in words for sign in LOST):
+        if isinstance(error, RuntimeError) and "cuda" in text and any(sign in text for sign in LOST):
             return DeviceLost(str(error).strip().splitlines()[0])
         error = error.__cause__ or error.__context__
     return None
@@ -169,29 +169,29 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 
 def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the GPUs that [backend] ``devices`` means, of which ``names`` are named there, as ``visible_gpus`` does;
-    none for a CPU. In a process that has been given its GPUs, these are all that it sees."""
-    own = bool(os.environ.get(OWN_GPU))
+    """Return the GPUs of [backend] ``devices`` (``names``: those it lists) in the form of ``visible_gpus``; [] for a
+    CPU. A worker with assigned GPUs sees only these and uses all of them. Raises UsageError for one that is missing."""
+    is_assigned = bool(os.environ.get(OWN_GPU))
     if devices == "cpu":
         return []
     there = visible_gpus()
     count = len(there)
-    if not count and (own or not names):
+    if not count and (is_assigned or not names):
         if devices == "all":
             raise UsageError('devices = "all": this machine shows no GPU; type devices = "auto" or "cpu"')
         resolve_device("auto")  # says why, where there is one that cannot be used
         return []
-    meant = (not own and names) or [name for name, _ in there]
+    meant = (not is_assigned and names) or [name for name, _ in there]
     if missing := [name for name in meant if int(name.removeprefix("gpu:")) >= count]:
         raise UsageError(f"devices has {missing[0]}: this machine shows {plural(count, 'GPU')}")
     return [there[int(name.removeprefix("gpu:"))] for name in meant]
 
 
 def resolve_device(devices: str) -> torch.device:
-    """``auto`` | ``cpu`` | ``gpu:N`` → torch device. A process that has been given its GPUs uses the first.
+    """Return the torch device of ``auto``, ``cpu`` or ``gpu:N``. A worker with assigned GPUs uses the first.
 
-    Raises UsageError when that GPU is not there, or when a torch that was built for GPUs cannot use the machine's and
-    nobody asked for the CPU.
+    Raises UsageError when that GPU is missing, or with ``auto`` when a CUDA build of torch cannot use the machine's
+    GPU.
     """
     import torch
 
@@ -214,7 +214,7 @@ def resolve_device(devices: str) -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of memory that the device has for this process, used or not."""
+    """Return the bytes of the device's memory, or of this process's share of it."""
     import torch
 
     if device.type == "cuda":
@@ -225,8 +225,8 @@ def total_memory(device: torch.device) -> int:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU that computes in it, else float32. Raises UsageError for bfloat16 on a GPU that
-    would emulate it."""
+    """Return the torch dtype; ``auto`` is bfloat16 on a GPU with bfloat16 arithmetic, else float32. Raises UsageError
+    for bfloat16 on a GPU that would emulate it."""
     import torch
 
     native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -281,10 +281,10 @@ def update_advice(update_dtype: str) -> str | None:
 
 
 def set_up(device: torch.device) -> None:
-    """Make a GPU the one that this thread works on, before anything is allocated on it.
+    """Make a GPU the current device of this thread, before anything is allocated on it.
 
     Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894).
-    A process that shares the GPU runs out of memory at the end of its own share, and not where another one needs it.
+    A process that shares the GPU is limited to its share of the memory.
     """
     import torch
 
@@ -298,7 +298,7 @@ def set_up(device: torch.device) -> None:
 
 
 def described(device: torch.device) -> str:
-    """Return the device's name in records, which does not depend on its index."""
+    """Return the device's name for records, without its index."""
     import torch
 
     if device.type != "cuda":
@@ -308,7 +308,7 @@ def described(device: torch.device) -> str:
 
 
 def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return which of torchrun's processes this is; None for a process that torchrun has not started."""
+    """Return this process's rank under torchrun; None without torchrun."""
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
@@ -350,7 +350,7 @@ def available_memory(device: torch.device | None = None) -> int:
 
 
 def peak_memory_gib() -> float:
-    """Highest memory use so far: of the GPU's allocator where one is in use, else of the process."""
+    """Return the peak memory of the GPU's allocator, or of the process on a CPU."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -1,8 +1,8 @@
-"""Ranks: processes that train one run together, each with its share of the prompts and of the micro-batches (SPMD).
+"""Connects the ranks of a run: processes that each compute a share of its prompts and micro-batches (SPMD).
 
-All ranks run the same program on the same state and meet at the same points, where they exchange what each has
-computed or add up their gradients. What could differ between them (clocks, free memory, files, a request to stop) is
-decided on rank 0. An error of one rank is raised on all of them, so that they handle it alike.
+All ranks run the same program on the same state and meet at the same points, where they exchange results or all-reduce
+gradients. Whatever could differ between them (clocks, free memory, files, a request to stop) is decided on rank 0. An
+error of one rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +23,11 @@ from retrain.device import is_out_of_memory
 from retrain.errors import RankLost, first_line
 
 T = TypeVar("T")
-JOIN_SECONDS = 600.0  # How long the ranks may take to find each other: they import torch first
+JOIN_SECONDS = 600.0  # Timeout for connecting, which includes the import of torch on every rank
 IDLE_SECONDS = 7 * 86400.0
-"""Timeout of an exchange in seconds: graders, servers and a person may take long in between. A rank that dies closes
-its connections, which ends the wait at once."""
-DEVICE_SECONDS = 1800.0  # How long ranks wait for each other on their GPUs, which they reach at about the same time
+"""Timeout of an exchange: graders, servers or a person may take long in between. The death of a rank closes its
+connections, which ends the wait at once."""
+DEVICE_SECONDS = 1800.0  # Timeout of GPU collectives, which ranks reach at about the same time
 END = "end"  # The point at which rank 0 tells the others to end
 
 
@@ -45,21 +46,21 @@ class _Share:
 
 
 class RankGroup:
-    """The connection of this rank to the others; not for several threads at once.
+    """The connection of this rank to the others; not thread-safe.
 
-    ``device_group`` moves gradients and shards, ``needs_group`` says which shards are needed.
-    ``in_use`` surrounds whatever reads the weights of a base that is sharded over the ranks. ``blame`` returns a
-    sentence about a rank whose process has ended, "" if none is known. ``is_lost``: a collective has failed;
-    ``is_broken``: an exchange is under way, or was interrupted. After either nothing can be exchanged any more.
+    ``device_group`` moves gradients and shards, ``needs_group`` exchanges which shards are needed. ``in_use()`` is the
+    context in which sharded weights may be read. ``blame`` returns a sentence about a rank whose process has ended, or
+    "". ``is_lost``: a collective has failed; ``is_broken``: an exchange was interrupted. After either, no exchange is
+    possible.
     """
 
     def __init__(self, rank: int, count: int, store: dist.Store | None = None, blame: Callable[[], str] = str):
-        """Meet the other ranks, through ``store`` or as the environment says that torchrun sets. Raises RankLost when
-        they do not come."""
+        """Connect through ``store`` or the environment variables of torchrun. Raises RankLost when a rank is
+        missing."""
         self.rank, self.count, self.blame = rank, count, blame
         self.in_use: Callable[[], AbstractContextManager[None]] = nullcontext
         self.is_broken = self.is_lost = False
-        self.note = ""  # Why this rank is where it is, for the message when the ranks have parted
+        self.note = ""  # Appended to this rank's point in the message of diverged ranks
         met: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
         try:
             dist.init_process_group("gloo", rank=rank, world_size=count, timeout=timedelta(seconds=JOIN_SECONDS), **met)
@@ -74,36 +75,37 @@ class RankGroup:
         return self.rank == 0
 
     def use_gpus(self) -> None:
-        """Add up and gather on GPUs from now on; every rank calls this."""
+        """Use NCCL for ``add_up`` and gathers from now on; every rank calls this."""
         self.device_group = dist.new_group(timeout=timedelta(seconds=DEVICE_SECONDS), backend="nccl")
 
     def gather(self, point: str, compute: Callable[[], T]) -> list[T]:
-        """Return what ``compute`` returns on every rank, copied by pickling. Raises what the lowest rank raised.
+        """Return the results of ``compute`` on every rank, copied by pickling. Raises the error of the lowest rank.
 
-        ``point`` names the place in the program; RankLost is raised where another rank is elsewhere, or gone.
+        ``point`` names the place in the program; raises RankLost when another rank is at another point, or gone.
         """
         return [pickle.loads(share.result) for share in self._meet(point, compute, pickle.dumps)]
 
     def agree(self, point: str, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns on this rank, once it has succeeded on all of them; see ``gather``."""
+        """Return the result of ``compute`` on this rank after it has succeeded on all of them. Raises as ``gather``."""
         results = list[T]()
         self._meet(point, lambda: results.append(compute()), lambda result: b"")
         return results[0]
 
     def from_first(self, point: str, compute: Callable[[], T]) -> T:
-        """Return what ``compute`` returns on rank 0, which alone calls it; see ``gather``."""
+        """Return the result of ``compute`` on rank 0, the only rank that calls it. Raises as ``gather``."""
         return pickle.loads(self._meet(point, lambda: compute() if self.is_first else None, pickle.dumps)[0].result)
 
     def share(self, point: str, sizes: Sequence[int], compute: Callable[[list[int]], Sequence[T]]) -> list[T]:
-        """Return the results of all pieces of work of these sizes, each computed by one rank: ``compute`` returns those
-        of the indices that it gets, in their order."""
+        """Distribute items of these sizes over the ranks and return the results of all; ``compute`` gets indices and
+        returns one result for each, in order."""
         shares = deal(sizes, self.count)
         parts = self.gather(point, lambda: list(compute(shares[self.rank])))
-        results = {i: each for own, part in zip(shares, parts, strict=True) for i, each in zip(own, part, strict=True)}
+        pairs = (zip(indices, part, strict=True) for indices, part in zip(shares, parts, strict=True))
+        results = dict(chain.from_iterable(pairs))
         return [results[i] for i in range(len(sizes))]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace each tensor by its sum over all ranks, on this process's device."""
+        """Sum the tensors over all ranks, in place."""
         self.is_broken = True
         try:
             for tensor in tensors:
@@ -113,18 +115,18 @@ class RankGroup:
         self.is_broken = False
 
     def end(self) -> None:
-        """Tell the other ranks to end, from rank 0, unless they cannot hear it any more."""
+        """End the other ranks from rank 0, if they can still be reached."""
         if not self.is_broken:
             with suppress(RankLost):
                 self._exchange(_Share(END, b""))
 
     def leave(self) -> None:
-        """Part from the other ranks, whether they are still there or not."""
+        """Disconnect, even if other ranks are gone."""
         with suppress(RuntimeError, AssertionError, ValueError):
             dist.destroy_process_group()
 
     def lost(self, error: Exception) -> RankLost:
-        """Return the error to raise where a collective has failed."""
+        """Mark the connection as lost and return the error to raise after a failed collective."""
         self.is_broken = self.is_lost = True
         return RankLost(self.blame() or f"another rank is gone ({first_line(error)})")
 
@@ -134,16 +136,16 @@ class RankGroup:
             self._exchange(_Share(point, b""))  # sharded weights are gathered only when all are at the same point
         try:
             with self.in_use():
-                own = _Share(point, dump(compute()))
+                mine = _Share(point, dump(compute()))
         except RankLost:
             raise
         except Exception as error:
-            own, raised = _Share(point, b"", _portable(error)), error
+            mine, raised = _Share(point, b"", _portable(error)), error
             if is_out_of_memory(error):
                 traceback.clear_frames(error.__traceback__)  # what they hold would be missing when it is tried again
         else:
             raised = None
-        shares = self._exchange(own)
+        shares = self._exchange(mine)
         self.is_broken = False
         first = next((share for share in shares if share.error is not None), None)
         if first is None or first.error is None:
@@ -152,14 +154,14 @@ class RankGroup:
             raise raised
         raise first.error
 
-    def _exchange(self, own: _Share) -> list[_Share]:
+    def _exchange(self, mine: _Share) -> list[_Share]:
         shares: list[Any] = [None] * self.count
         self.is_broken = True
         try:
-            dist.all_gather_object(shares, replace(own, note=self.note), group=self._exchanges)
+            dist.all_gather_object(shares, replace(mine, note=self.note), group=self._exchanges)
         except RuntimeError as error:
             raise self.lost(error) from error
-        other = next((rank for rank, share in enumerate(shares) if share.point != own.point), None)
+        other = next((rank for rank, share in enumerate(shares) if share.point != mine.point), None)
         if other is None:
             self.is_broken = False
             return shares
@@ -171,8 +173,8 @@ class RankGroup:
 
 
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Return the indices of pieces of work in ``count`` shares of about the same size: the largest first, each to the
-    share that has least. Every share is in order; of equal sizes, piece i goes to share i modulo ``count``."""
+    """Distribute indices to ``count`` shares of about equal total size, the largest item first, each to the smallest
+    share. Shares are sorted; with equal sizes, item i goes to share i modulo ``count``."""
     shares: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -183,7 +185,7 @@ def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return a copy of the error that can be sent, with its traceback as a note; one with its words where it cannot."""
+    """Return a picklable copy of the error, with its traceback as a note; a RuntimeError if it cannot be pickled."""
     text = "on another rank:\n" + "".join(traceback.format_exception(error))
     try:
         copy = pickle.loads(pickle.dumps(error))

@@ -1,4 +1,4 @@
-"""Random numbers as a function of what they are for, and of nothing else.
+"""Makes random numbers that depend only on the name of their stream.
 
 Every stream is named by (campaign seed, run seed, stream name, step, prompt, sample). No generator object lives
 longer than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two
@@ -11,21 +11,22 @@ import numpy as np
 
 
 def stream_key(*name: int | str) -> int:
-    """128-bit key of the stream with this name. Order, type and boundaries of the parts all count."""
+    """Return the 128-bit key of a stream; order, type and boundaries of the name's parts all count."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in name)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def generator(*name: int | str) -> np.random.Generator:
-    """A fresh counter-based (Philox) generator at the start of the named stream."""
+    """Return a new counter-based (Philox) generator at the start of the named stream."""
     return np.random.Generator(np.random.Philox(key=stream_key(*name)))
 
 
 def uniforms(count: int, *name: int | str) -> np.ndarray:
-    """The first ``count`` uniforms in [0, 1) of the named stream, float64 [count]; a larger count extends them."""
+    """Return the first ``count`` uniforms in [0, 1) of the named stream, float64 [count]; a larger count extends
+    them."""
     return generator(*name).random(count)
 
 
 def torch_seed(*name: int | str) -> int:
-    """A 63-bit seed for ``torch.Generator.manual_seed``."""
+    """Return a 63-bit seed for ``torch.Generator.manual_seed``."""
     return stream_key(*name) & (2**63 - 1)

@@ -24,7 +24,7 @@ def dtype_name(tensor: object) -> str:
 
 
 def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the tensors, and where each tensor begins behind them, in the order of the file.
+    """Return the file's header bytes, and each tensor's offset after them, in file order.
 
     Wide types come first, so that all tensors are aligned.
     """
@@ -52,7 +52,7 @@ def data_of(tensor: Any) -> memoryview:
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the safetensors file of numpy arrays or torch tensors.
 
-    Bytes and not a file, because safetensors' own errors on a full disk are no OSError.
+    Callers write the bytes themselves, because safetensors raises no OSError on a full disk.
     """
     head, begins = header({name: (dtype_name(each), each.shape) for name, each in tensors.items()}, metadata)
     return b"".join([head, *(data_of(tensors[name]) for name in begins)])

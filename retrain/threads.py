@@ -1,8 +1,8 @@
 """Work in threads: in parallel, or in order behind the thread that hands it over.
 
-Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one
-independent piece of work (a part of the decode batch, one run's update) per core. Larger models keep torch's split of
-every operation. The pieces never depend on timing, so results do not either.
+Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one task
+(a part of the decode batch, one run's update) per core; larger models keep torch's split of every operation. Tasks
+never depend on timing, so results do not either.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Work = Callable[[], object]
 
 
 class Workers:
-    """Threads that run independent pieces of work in parallel; within a worker ``count`` is 1."""
+    """Threads that run independent tasks in parallel; inside a worker ``count`` is 1."""
 
     def __init__(self, count: int = 1, threads_after: int | None = None):
         self._count, self._threads_after = count, threads_after
@@ -37,11 +37,11 @@ class Workers:
         self._inside.a_worker = True
         torch.set_num_threads(1)
 
-    def map(self, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return ``[work(item) for item in items]``. Raises the first exception after all pieces have ended."""
+    def map(self, task: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """Return ``[task(item) for item in items]``. Raises the first exception after all tasks have ended."""
         if self._pool is None or self.count == 1:
-            return [work(item) for item in items]
-        futures = [self._pool.submit(work, item) for item in items]
+            return [task(item) for item in items]
+        futures = [self._pool.submit(task, item) for item in items]
         return [future.result() for future in futures]
 
     def close(self) -> None:

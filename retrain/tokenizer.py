@@ -15,33 +15,34 @@ Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [s
 
 @dataclass(eq=False)
 class Tokenizer:
-    """What the loop, algorithms and pages need of a transformers tokenizer, or of anything like one: callable, with
-    ``decode`` and perhaps a chat template."""
+    """A tokenizer for the loop, algorithms and pages; ``source`` is transformers' or a similar one: callable, with
+    ``decode`` and possibly a chat template."""
 
     source: Any
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """UTF-8 bytes of every token id (special tokens: none), for tokenizers that work on bytes; else None."""
+        """Return the UTF-8 bytes of every token id (b"" for special tokens); None unless the tokenizer is
+        byte-level."""
         return byte_table(self.source)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, special tokens left out."""
+        """Return the text without special tokens."""
         return self.source.decode(token_ids, skip_special_tokens=True)
 
     def offsets(self, token_ids: Sequence[int]) -> tuple[str, Offsets]:
-        """Text of sampled tokens and, for each of them, the characters [start, end) it stands for.
+        """Return the text of sampled tokens and each token's character range [start, end).
 
-        Sampled ids need not be the tokenizer's own way of writing the text, so it is the tokens as sampled that are
-        decoded: by their bytes where the tokenizer works on bytes, otherwise as a stream in which characters that
-        need several tokens belong to the last of them. Special tokens stand for nothing.
+        Encoding the text again may split it differently, so the sampled tokens themselves are decoded: by their bytes
+        if the tokenizer is byte-level, else as a stream, in which a character of several tokens belongs to the last
+        one. Special tokens have empty ranges.
         """
         table = self.token_bytes
         if table is not None:
             return text_and_offsets([table[i] if i < len(table) else b"" for i in token_ids])
         backend = getattr(self.source, "backend_tokenizer", None)
         offsets: list[tuple[int, int]] = []
-        if backend is None:  # a tokenizer without a fast backend: lengths of the decoded prefixes
+        if backend is None:  # without a fast backend: use the lengths of decoded prefixes
             text = ""
             for end in range(1, len(token_ids) + 1):
                 longer = self.decode(token_ids[:end])
@@ -65,18 +66,17 @@ class ByteTokenizer:
     chat_template = None
 
     def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        """``{"input_ids": bytes}``."""
         return {"input_ids": list(text.encode("utf-8", errors="surrogateescape"))}
 
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
-        """The text of the ids below 256; others have none."""
+        """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
 
 
 def byte_table(tokenizer: Any) -> list[bytes] | None:
-    """What each token of a byte-level tokenizer stands for; None for tokenizers of another kind.
+    """Return the bytes of each token of a byte-level tokenizer; None for other tokenizers.
 
-    Byte-level BPE writes each byte as one printable character (GPT-2's table); this is that table backwards.
+    Byte-level BPE writes each byte as one printable character (GPT-2's table); this inverts that table.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or '"type":"ByteLevel"' not in json.dumps(
@@ -101,7 +101,7 @@ def byte_table(tokenizer: Any) -> list[bytes] | None:
 
 
 def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, OffsetArray]:
-    """The text of a token sequence and each token's character range, int64 [T, 2], from the tokens' own bytes.
+    """Return the text of tokens, given as bytes, and each token's character range, int64 [T, 2].
 
     Exact for the tokens as sampled, where encoding the decoded text again may split it differently. A character
     split over several tokens belongs to all of them; a byte that is not UTF-8 becomes one lone surrogate.

@@ -28,7 +28,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rewards.base import MatchReward
-from retrain.types import Denominators, Sample, TrainBatch
+from retrain.types import Denominators, Sample, StepBatch
 
 PROMPTS, SAMPLES, MAX_TOKENS, LR, SEED = 8, 8, 80, 2e-3, 0
 
@@ -72,7 +72,7 @@ def main(steps: int = 20, directory: str = "logs/minimal_loop") -> list[float]:
 
         # Update: one optimizer step over the whole batch, the loss a mean over all of its tokens.
         count = Denominators(tokens=sum(len(a) for group in groups for a in group), sequences=len(samples))
-        metrics = policy.update(TrainBatch(samples, count, step, (SEED,)), objective, LR).metrics
+        metrics = policy.update(StepBatch(samples, count, step, (SEED,)), objective, LR).metrics
         history.append(float(np.mean(rewards)))
         row = {
             "step": step, "progress/batch": step, "progress/done_frac": (step + 1) / steps, "optim/lr": LR,

@@ -34,7 +34,7 @@ from retrain.records.reader import RunReader, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
 from retrain.rewards import build_grader
 from retrain.training.bases import Bases
-from retrain.training.evaluation import Evaluator, Subject
+from retrain.training.evaluation import EvaluatedPolicy, Evaluator
 from retrain.types import PolicyRef, Problem
 from retrain.util.text import percent, points
 
@@ -187,7 +187,7 @@ def _evaluate(
             adapter.load(stored.tensors)
             engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
             # The streams of the run's final evaluation: common random numbers with it.
-            subject = Subject(ref, {held_out.name: environment}, stream, config.training.max_steps)
+            subject = EvaluatedPolicy(ref, {held_out.name: environment}, stream, config.training.max_steps)
             (record,) = evaluator.evaluate(held_out, [subject])
             engine.forget()
             if record.error is not None:

@@ -1,4 +1,4 @@
-"""An algorithm: the list of credit steps that turn graded rollouts into what each token is trained with.
+"""Algorithms: lists of credit steps that assign advantages, masks and denominators to graded rollouts.
 
 Credit steps compute in padded tables of the rollouts; what trains are samples, flat sequences.
 """
@@ -41,16 +41,16 @@ class CreditStep(Protocol):
 
     @property
     def requires(self) -> frozenset[Want]:
-        """Scores of the rollouts that it reads."""
+        """Return the kinds of scores that the step reads."""
         return frozenset()
 
     def measure(self, scores: Scores) -> Mapping[str, float]:
-        """Return metrics of the scores alone, which are recorded also where all groups are too stale to train."""
+        """Return metrics of the scores, recorded even if all groups are too stale to train."""
         return {}
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        """Return a new batch; the given one, which has at least one group, is not changed. Raises RunFailed when the
-        run has to end."""
+        """Return a new batch; the input, which has at least one group, is not modified. Raises RunFailed to end the
+        run."""
         ...
 
 
@@ -68,12 +68,12 @@ class TokenCreditStep(CreditStep, Protocol):
 
 @runtime_checkable
 class StatefulStep(Protocol):
-    """A credit step that remembers something from batch to batch, under ``name`` in every checkpoint."""
+    """A credit step with state between batches, saved as ``name`` in checkpoints."""
 
     name: str
 
     def state(self) -> dict[str, object]:
-        """Return what it remembers, strict JSON."""
+        """Return the state as strict JSON."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -101,8 +101,7 @@ class Algorithm:
         return batch
 
     def with_stale_groups(self, batch: CreditedBatch, groups: Sequence[CreditedGroup]) -> CreditedBatch:
-        """Return the batch with all ``groups`` of the step in their order: those that are too stale to train stand
-        between the credited ones."""
+        """Return the batch with all ``groups`` of the step in order, including those that are too stale to train."""
         stale = CreditedBatch(tuple(group for group in groups if group.discarded == MAX_STALENESS))
         if not stale.groups:
             return batch
@@ -111,11 +110,11 @@ class Algorithm:
         return replace(batch, groups=tuple(merged))
 
     def state(self) -> dict[str, dict[str, object]]:
-        """Return what its steps remember, strict JSON; only ``credit`` changes it."""
+        """Return the state of all steps as strict JSON; only ``credit`` changes it."""
         return {step.name: step.state() for step in self._stateful}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a ``state()``, maybe of another algorithm: a step that it does not name starts anew."""
+        """Restore a ``state()``, possibly of another algorithm; steps that it does not name start anew."""
         for step in self._stateful:
             if step.name in state:
                 step.restore(state[step.name])
@@ -140,7 +139,7 @@ def pad_if_all(arrays: Sequence[np.ndarray | None], dtype: type = np.float64) ->
 
 
 def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
-    """Return which entries of the padded table of these rollouts or arrays are not padding."""
+    """Return the mask [B, T] of entries that are not padding."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max()))[None] < lengths[:, None]
 
@@ -148,7 +147,7 @@ def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
 def with_rows(
     batch: CreditedBatch, rollouts: Sequence[CreditedRollout], **tables_BT: Floats_BT | Mask_BT
 ) -> CreditedBatch:
-    """Return the batch with a row of each table, without its padding, as the field of that name of each rollout."""
+    """Return the batch with each rollout's row of each table, without padding, as the field of that name."""
     arrays = {name: table_BT.numpy() for name, table_BT in tables_BT.items()}
     changes = [
         {name: rows_BT[row][: len(rollout)] for name, rows_BT in arrays.items()} for row, rollout in enumerate(rollouts)
@@ -162,8 +161,8 @@ def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.f
 
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Discard the groups in which no token has an advantage, and no others: for token credit that starts from the
-    rewards, so that the episode advantage does not say which groups have signal."""
+    """Discard exactly the groups without any token advantage, for token credit that does not use the episode
+    advantage."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
@@ -173,10 +172,10 @@ def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
 
 
 def samples_of_rollout(rollout: Rollout) -> list[Sample]:
-    """Return the rollout as the policy saw it, token for token; nothing is tokenised again.
+    """Return the rollout's token sequences as the policy saw them, without tokenising again.
 
-    One sample, and one more for every time that the conversation was rewritten; none where the policy never acted. No
-    token has an advantage or trains.
+    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. No token has an
+    advantage or trains.
     """
     return [_flatten(turns) for turns in split_sequences(rollout.turns)]
 
@@ -202,7 +201,7 @@ def join_by_rollout(rows_by_sample: Iterable[np.ndarray], rollouts: Sequence[Rol
 
 
 def sequence_slices(rollout: Rollout) -> list[slice]:
-    """Return which of the rollout's sampled tokens [T] each of its samples holds."""
+    """Return for each sample of the rollout the slice of its sampled tokens [T]."""
     lengths = [sum(len(turn.action) for turn in turns) for turns in split_sequences(rollout.turns)]
     ends = np.cumsum([0, *lengths]).tolist()
     return [slice(begin, end) for begin, end in pairwise(ends)]
@@ -232,7 +231,7 @@ def _flatten(turns: Sequence[Turn]) -> Sample:
 
 
 def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sample:
-    """Return the sample of these ``tokens`` of the rollout with their credit."""
+    """Return the sample with the credit of the rollout's action tokens ``tokens``; credit is 0 at other tokens."""
 
     def placed(values_T: np.ndarray | None) -> np.ndarray | None:
         if values_T is None:
@@ -260,7 +259,7 @@ def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sam
 
 
 def _joined_support(parts: Sequence[Support | None]) -> Support | None:
-    """Return the support of several actions as that of one; all of them have one, or none has."""
+    """Return the concatenated support of several actions, of which all or none have one."""
     supports = [part for part in parts if part is not None]
     if len(supports) < len(parts) or len(supports) < 2:
         return supports[0] if len(supports) == len(parts) else None
@@ -270,5 +269,4 @@ def _joined_support(parts: Sequence[Support | None]) -> Support | None:
 
 
 def samples_of(groups: Sequence[Group]) -> list[Sample]:
-    """Return the samples of all rollouts, without credit."""
     return [sample for group in groups for rollout in group.rollouts for sample in samples_of_rollout(rollout)]

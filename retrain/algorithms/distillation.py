@@ -25,7 +25,7 @@ from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.types import Group, Rollout, Sample, Want
 
 
-class Context:
+class TeacherContext:
     """Builds the prompts of a teacher, of at most ``longest`` tokens together with the answer that follows.
 
     The additional text stands at the end of the last message, in the same chat template.
@@ -67,7 +67,7 @@ class Teacher(Protocol):
 
 
 def taught(
-    teacher: Teacher, policy: Policy, groups: Sequence[Group], context: Context | None = None
+    teacher: Teacher, policy: Policy, groups: Sequence[Group], context: TeacherContext | None = None
 ) -> list[np.ndarray]:
     """Return the teacher's log-probabilities of every rollout's sampled tokens [T]; with a ``context`` after prompts of
     its own, and [0] for a rollout to whose prompt there is nothing to add."""
@@ -84,7 +84,7 @@ def taught(
     return [np.zeros(0) if prompt is None else next(rows) for prompt in prompts]
 
 
-def teacher_prompts(groups: Sequence[Group], context: Context | None) -> list[tuple[int, ...] | None]:
+def teacher_prompts(groups: Sequence[Group], context: TeacherContext | None) -> list[tuple[int, ...] | None]:
     """Return the prompt that each rollout's teacher reads: () for the rollout's, None where it has no teacher."""
     if context is None:
         return [()] * sum(len(group.rollouts) for group in groups)

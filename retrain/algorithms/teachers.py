@@ -1,4 +1,4 @@
-"""The teachers of a cohort's runs: adapters of the base in memory, further models beside it, or servers."""
+"""Builds the teachers of a cohort's runs: adapters of its base, further models in memory, or servers."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from retrain.policy.base import BaseModel, MemoryPlan
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.protocol import Policy
-from retrain.policy.teaching import Place, place_of, recorded_base, vocabulary_fault
+from retrain.policy.teaching import TeacherSource, recorded_base, teacher_source, vocabulary_fault
 from retrain.ranks import RankGroup
 from retrain.types import Sample
 
@@ -26,26 +26,25 @@ Loader = Callable[[Config, str], BaseModel]  # Loads a further model of a config
 
 
 def teachers_of(
-    specs: Sequence[RunSpec], folder: Path, base: BaseModel, lanes: Lanes, beside: Loader, ranks: RankGroup | None,
+    specs: Sequence[RunSpec], folder: Path, base: BaseModel, lanes: Lanes, load_model: Loader, ranks: RankGroup | None,
     notify: Callable[[str], None],
 ) -> tuple[dict[str, Teacher], int]:  # fmt: skip
-    """Return by a run's id who teaches it, one for all of these runs that want the same; and the bytes of further
-    models in memory, of which ``notify`` hears.
+    """Return the teachers by run id, shared by runs with the same teacher, and the bytes of further models in memory.
 
-    Raises ModelError when one cannot be had or has other tokens, UsageError when an adapter does not fit the base or a
-    server does not answer.
+    Raises ModelError when a teacher cannot be loaded or has another vocabulary, UsageError when an adapter does not fit
+    the base or a server does not answer.
     """
-    made: dict[tuple[Place, str], Teacher] = {}
+    made: dict[tuple[TeacherSource, str], Teacher] = {}
     teachers: dict[str, Teacher] = {}
     for spec in specs:
-        own = spec.config.distillation
+        section = spec.config.distillation
         try:
-            place = place_of(spec.config, folder)
+            source = teacher_source(spec.config, folder)
         except ModelError as error:
-            raise ModelError(f'[distillation] teacher = "{own.teacher}": {error}') from error
-        key = place, repr((own.url, own.server, own.api_key_env))
+            raise ModelError(f'[distillation] teacher = "{section.teacher}": {error}') from error
+        key = source, repr((section.url, section.server, section.api_key_env))
         if key not in made:
-            made[key] = _teacher(spec.config, place, base, lanes, beside)
+            made[key] = _teacher(spec.config, source, base, lanes, load_model)
         teachers[spec.run_id] = made[key]
     copies = 0
     for teacher in made.values():
@@ -58,13 +57,13 @@ def teachers_of(
     if ranks is not None:
         for run_id, teacher in teachers.items():
             if isinstance(teacher, ServerTeacher):
-                teachers[run_id] = _AskedByFirst(teacher, ranks, teacher.identity)
+                teachers[run_id] = _FirstRankTeacher(teacher, ranks, teacher.identity)
     return teachers, copies
 
 
 @dataclass
-class _AskedByFirst:
-    """A server that rank 0 alone asks: its answers may differ in their last bits."""
+class _FirstRankTeacher:
+    """A server that only rank 0 asks, because repeated answers may differ in their last bits."""
 
     server: ServerTeacher
     ranks: RankGroup
@@ -78,27 +77,27 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**28 else f"{count / 2**20:.0f} MiB"
 
 
-def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, beside: Loader) -> Teacher:
-    own = config.distillation
-    what = f'[distillation] teacher = "{own.teacher}"'
-    if place.kind == "base":
+def _teacher(config: Config, source: TeacherSource, base: BaseModel, lanes: Lanes, load_model: Loader) -> Teacher:
+    section = config.distillation
+    subject = f'[distillation] teacher = "{section.teacher}"'
+    if source.kind == "base":
         return BaseTeacher(base.fingerprint)
-    if place.kind == "policy":
+    if source.kind == "policy":
         return PolicyTeacher()
-    if place.kind == "server":
+    if source.kind == "server":
         return server_teacher(config)
-    if place.kind == "adapter":
-        return _adapter(Path(place.name), what, base, lanes)
+    if source.kind == "adapter":
+        return _adapter(Path(source.name), subject, base, lanes)
     try:
-        other = beside(config, place.name)
+        other = load_model(config, source.name)
     except ModelError as error:
-        nowhere = "" if Path(place.name).is_dir() else "no directory of this name is here, nor below the file's; "
-        raise ModelError(f"{what}: {nowhere}{error}") from error
+        nowhere = "" if Path(source.name).is_dir() else "no directory of this name is here, nor below the file's; "
+        raise ModelError(f"{subject}: {nowhere}{error}") from error
     if fault := vocabulary_fault(base.tokenizer.get_vocab(), other.tokenizer.get_vocab(), base.name):
-        raise ModelError(f"{what}: {fault}")
+        raise ModelError(f"{subject}: {fault}")
     if other.vocab_size < base.vocab_size:
         raise ModelError(
-            f"{what}: its output layer has {other.vocab_size} tokens, fewer than the {base.vocab_size} that "
+            f"{subject}: its output layer has {other.vocab_size} tokens, fewer than the {base.vocab_size} that "
             f"{base.name} may sample"
         )
     tokens = config.training.micro_batch_tokens
@@ -106,24 +105,26 @@ def _teacher(config: Config, place: Place, base: BaseModel, lanes: Lanes, beside
     return ModelTeacher(other, plan.micro_batch_tokens if tokens == "auto" else tokens, config.training.temperature)
 
 
-def _adapter(directory: Path, what: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
-    """The adapter as weights of these lanes; layers that it leaves alone have zeros. Raises UsageError where it does
+def _adapter(directory: Path, subject: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
+    """Return the adapter as weights of these lanes, with zeros for layers that it lacks. Raises UsageError when it does
     not fit."""
     fingerprint, dtype = recorded_base(directory)
     if fingerprint and fingerprint != base.fingerprint and dtype == str(base.dtype).removeprefix("torch."):
-        raise UsageError(f"{what}: it was trained on other weights than those of {base.name}")
+        raise UsageError(f"{subject}: it was trained on other weights than those of {base.name}")
     stored = read_adapter(directory)
     shapes = {shape.name: shape for shape in lanes.shapes}
     for name, (a, b) in stored.tensors.items():
         shape = shapes.get(name)
         if shape is None:
             raise UsageError(
-                f"{what}: it changes the layer {name}, which has no adapter here: set [lora] target_modules to its own "
-                'layers, or "all-linear"'
+                f"{subject}: it changes the layer {name}, which has no adapter here: set [lora] target_modules to "
+                'its own layers, or "all-linear"'
             )
         if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
-            raise UsageError(f"{what}: its layer {name} is not one of {base.name}: it is an adapter of another model")
-    # An adapter of any ranks and scales as one with scale 1: each B is multiplied by its own.
+            raise UsageError(
+                f"{subject}: its layer {name} is not one of {base.name}: it is an adapter of another model"
+            )
+    # Ranks and scales may differ by layer: use scale 1 and multiply each B by its scale.
     rank = max((a.shape[0] for a, _ in stored.tensors.values()), default=1)
     adapter = lanes.new_adapter(rank, float(rank))
     with torch.no_grad():

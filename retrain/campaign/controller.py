@@ -206,7 +206,7 @@ class CohortWork:
         return self.controller.plan.job(
             specs,
             failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
-            together=not self.again,
+            same_step=not self.again,
             accepted=list(self.controller.approval.accepted),
         )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from retrain.config import Config
     from retrain.config.runs import RunSpec
     from retrain.models.layers import Architecture
-    from retrain.training.estimate import Device, Memory, Work
+    from retrain.training.estimate import Device, Memory, RunSize
 
 CONDITION_COLUMNS = (
     "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
@@ -61,7 +61,7 @@ def explain(
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print the conditions and seeds of a plan, detectable effects, and costs."""
     from retrain.commands import formulas
-    from retrain.training.estimate import work_of
+    from retrain.training.estimate import run_size
 
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
@@ -84,7 +84,7 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config, problems)
     print_design(plan, pilot, detect)
-    works = [work_of(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
+    works = [run_size(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
     print_work(specs, works, problems)
     print_costs(plan, works, problems.prompt_tokens)
     print(f"writes        {plan.directory}/ (--files lists what)")
@@ -159,11 +159,11 @@ def print_design(plan: Plan, pilot: Path | None, detect: float | None) -> None:
             print(f"{'' if i and name == 'verdict' else name:<14}{line}")
 
 
-def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> None:
-    from retrain.training.estimate import sampled_evaluations, work_of
+def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -> None:
+    from retrain.training.estimate import run_size, sampled_evaluations
 
     def training_words(config: Config) -> str:
-        training, workload = config.training, work_of(config)
+        training, workload = config.training, run_size(config)
         text = (
             f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
             f" = {workload.completions:,} completions, at most {count(workload.completions * workload.tokens)} tokens;"
@@ -187,10 +187,10 @@ def print_work(specs: list[RunSpec], works: list[Work], problems: Problems) -> N
 
 def evaluation_words(config: Config, problems: Problems) -> str:
     from retrain.config.evaluation import part_evaluations, whole_evaluations
-    from retrain.training.estimate import held_out_sets, work_of
+    from retrain.training.estimate import held_out_sets, run_size
 
     training, evaluation = config.training, config.evaluation
-    workload, sets = work_of(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
+    workload, sets = run_size(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
     if not sets:
         return "never ([evaluation] problems = 0)"
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
@@ -222,7 +222,7 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
     print(f"squeeze       {text}")
 
 
-def print_costs(plan: Plan, works: list[Work], prompt_tokens: int | None) -> None:
+def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> None:
     """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
     from retrain.campaign.planning.plan import cut, seeds_before_interim
     from retrain.models.layers import architecture_of
@@ -356,7 +356,7 @@ def memory_words(
     return text
 
 
-def time_words(plan: Plan, works: Sequence[Work], device: Device, cohorts: int, workers: int) -> str:
+def time_words(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
     from retrain.commands.pace import recorded_pace
     from retrain.training.estimate import sampled_evaluations

@@ -1,4 +1,4 @@
-"""Problems: where they come from, which of them are held out, and their prompts as tokens."""
+"""Problems: sources, held-out sets, and prompts as tokens."""
 
 from retrain.data.dataset import Dataset, content_hash, load_data
 

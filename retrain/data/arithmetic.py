@@ -1,14 +1,14 @@
 """Generated arithmetic problems of three difficulties, the data source named ``arithmetic``.
 
-A problem is an expression such as ``47+38-19`` that is worked from left to right; a product stands only in front,
-so that order is also the order of precedence. Its level is its tag:
+A problem is an expression such as ``47+38-19``, evaluated from left to right; a product can only come first, so that
+this is also the order of precedence. Its tag is its level:
 
 - ``easy``: one addition or subtraction (``147-38``)
 - ``medium``: an addition and a subtraction of two-digit numbers (``47+38-19``)
 - ``hard``: a one-digit times a two-digit number, then an addition and a subtraction (``7*46-58+23``)
 
-No intermediate result is negative. The side of a problem, train or held-out, is a function of its expression
-alone: no seed, count or choice of levels can bring a held-out problem into training.
+No intermediate result is negative. Whether a problem is held out depends only on its expression: no seed, count or
+choice of levels can bring a held-out problem into training.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ LARGEST_COUNTS = {
     "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
     "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
 }
-"""Most problems of a level that one call gives. The finite spaces are a little larger."""
+"""Most problems of a level per call; slightly fewer than there are."""
 
 _SIDE_KEY = b"retrain arithmetic: train or held-out"
 _BLOCK = 4096
@@ -45,21 +45,20 @@ def split_of_expression(expression: str) -> Split:
 
 
 def parse_expression(expression: str) -> tuple[int, list[Operation]]:
-    """Return the first number of ``"7*46-58"`` and the operations on it: ``(7, [("*", 46), ("-", 58)])``."""
+    """Return the first number and the operations of an expression: ``"7*46-58"`` → ``(7, [("*", 46), ("-", 58)])``."""
     terms = _TERM.findall(expression)
     if not terms or "".join(op + number for op, number in terms) != expression or terms[0][0]:
         raise DataError(f"{expression!r} is not an arithmetic expression of this source, such as 47+38-19")
     return int(terms[0][1]), [(op, int(number)) for op, number in terms[1:]]
 
 
-def apply_operation(operation: str, left: int, right: int) -> int:
+def apply_operation(operation: str, first: int, second: int) -> int:
     if operation == "+":
-        return left + right
-    return left - right if operation == "-" else left * right
+        return first + second
+    return first - second if operation == "-" else first * second
 
 
 def evaluate_expression(expression: str) -> int:
-    """Return the value of an expression of this source, worked from left to right."""
     value, operations = parse_expression(expression)
     for operation, number in operations:
         value = apply_operation(operation, value, number)
@@ -67,7 +66,6 @@ def evaluate_expression(expression: str) -> int:
 
 
 def problem_of(expression: str, level: str) -> Problem:
-    """Return the problem that asks for the value of ``expression``."""
     return Problem(
         id=f"arithmetic/{expression}",
         prompt=f"{expression}=?",
@@ -78,10 +76,10 @@ def problem_of(expression: str, level: str) -> Problem:
 
 
 def arithmetic_problems(split: Split, count: int, levels: Sequence[str] | None = None, seed: int = 0) -> list[Problem]:
-    """Return ``count`` different problems of one side, the levels taking turns.
+    """Return ``count`` different problems of one split, alternating between levels.
 
     A longer list with the same seed begins with the shorter one. ``levels`` None means all three. Raises DataError
-    for an unknown split or level, and when a level has not that many problems.
+    for an unknown split or level, and when a level has too few problems.
     """
     chosen = tuple(ARITHMETIC_LEVELS if levels is None else dict.fromkeys(levels))
     unknown = [level for level in chosen if level not in ARITHMETIC_LEVELS]

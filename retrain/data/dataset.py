@@ -1,7 +1,7 @@
-"""The problems of an experiment: what is trained on, and what is held out and never trained on.
+"""Loads the training problems and held-out sets of an experiment.
 
-Which problems of a data set are held out is a function of their texts alone (a keyed hash), not of seeds, order or
-counts asked for: all runs of a campaign, and all campaigns on the same data, are evaluated on the same problems.
+A keyed hash of their texts decides which problems are held out, independent of seeds, order and counts: all runs of a
+campaign, and all campaigns on the same data, are evaluated on the same problems.
 """
 
 import hashlib
@@ -23,14 +23,13 @@ from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
 LONGEST_BY_CHARACTERS = 8
-"""Prompts of most characters that are rendered to find the one of most tokens; rendering all of a large data set takes
-minutes."""
+"""Number of prompts with most characters that are rendered to find the longest in tokens: rendering all of a large data
+set takes minutes."""
 SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
 
-class Wanted(NamedTuple):
-    """A held-out set to load: its name, the number of problems wanted, and the [data] whose ``eval_source`` and
-    ``eval_split`` it is from."""
+class HeldOutRequest(NamedTuple):
+    """A held-out set to load: name, number of problems, and the [data] with its ``eval_source`` and ``eval_split``."""
 
     name: str
     problems: int
@@ -41,9 +40,8 @@ class Wanted(NamedTuple):
 class Dataset:
     """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
-    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as how
-    many training problems are left out because they are held out. ``skipped`` counts problems that are left out because
-    their prompts are too long.
+    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as the
+    number of training problems removed because they are held out. ``skipped`` counts problems with too long prompts.
     """
 
     name: str
@@ -60,19 +58,19 @@ class Dataset:
 
 def load_data(
     data: Data,
-    heldout: int | Sequence[Wanted],
+    heldout: int | Sequence[HeldOutRequest],
     max_examples: int | None = None,
     seed: int = 0,
     base_dir: Path | None = None,
 ) -> Dataset:
     """Return the data set of a ``[data]`` section.
 
-    ``heldout`` are the held-out sets wanted, or the number of problems of a single one (0: none). At most
-    ``max_examples`` problems are trained on. ``seed`` decides which problems are generated, and which ``max_examples``
-    keeps. Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises
-    DataError, MissingExtra or PluginError.
+    ``heldout`` are the held-out sets to load, or the number of problems of a single one (0: none). ``max_examples``
+    limits the training problems. ``seed`` decides which problems are generated and which ``max_examples`` keeps.
+    Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises DataError,
+    MissingExtra or PluginError.
     """
-    held_out = [Wanted(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
+    held_out = [HeldOutRequest(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
     if data.source == "arithmetic":
         size = data.size if max_examples is None else min(data.size, max_examples)
         source = arithmetic_problems("train", size, data.levels, seed)
@@ -80,10 +78,10 @@ def load_data(
         source = read_problems(data.source, data.split, data, base_dir)
     train = source
     notes, sets = list[str](), dict[str, list[Problem]]()
-    for each in held_out:
-        if each.problems == 0:
+    for request in held_out:
+        if request.problems == 0:
             continue
-        sets[each.name], train = _hold_out(each, source, train, _pool(each, seed, base_dir, notes), notes)
+        sets[request.name], train = _hold_out(request, source, train, _pool(request, seed, base_dir, notes), notes)
         if not train:
             raise DataError(f"data source {data.source!r}: every training problem is also held out; nothing is left")
     train = _at_most(train, max_examples, seed, data.shuffle)
@@ -92,12 +90,11 @@ def load_data(
 
 
 def _hold_out(
-    held_out: Wanted, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
+    held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return a held-out set and the training problems that are left, those whose prompts are not in the pool.
+    """Return a held-out set and the remaining training problems, whose prompts are not in the pool.
 
-    ``pool`` None stands for a part of ``source``, the training problems before any set is held out: sets may share the
-    part.
+    Without a ``pool`` the set is a part of ``source``, all training problems; several sets may share this part.
     """
     where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
     chosen_from = _fraction(source, held_out.data) if pool is None else pool
@@ -123,8 +120,8 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """Return the SHA-256 (hex) of what these columns say of the problems of all parts, in order, by which they are
-    graded; nothing where there are no columns. Unlike other metadata, a change of these is another task."""
+    """Return the SHA-256 (hex) of these columns of all problems, in order; [] without columns. Grading uses them, so a
+    change of their values makes another task, unlike a change of other metadata."""
     if not columns:
         return []
     digest = hashlib.sha256()
@@ -134,9 +131,8 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
     return [digest.hexdigest()]
 
 
-def _pool(held_out: Wanted, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
-    """Return all problems of the source or split of a held-out set; None where it has neither and is a part of the
-    training source."""
+def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
+    """Return all problems of a held-out set's source or split; None if it is a part of the training source."""
     data = held_out.data
     eval_source = data.eval_source
     source = eval_source or data.source
@@ -157,7 +153,7 @@ def _pool(held_out: Wanted, seed: int, base_dir: Path | None, notes: list[str]) 
 
 
 def _fraction(problems: list[Problem], data: Data) -> list[Problem]:
-    """Return the part ``eval_fraction`` of the problems, by the hash of the prompt: exactly that share of the different
+    """Return the share ``eval_fraction`` of the problems with the smallest prompt hashes: that share of the distinct
     prompts, rounded, at least one and not all."""
     positions = sorted({_position(_key(problem)) for problem in problems})
     if len(positions) < 2:
@@ -185,20 +181,19 @@ def _plain(problem: Problem) -> str | list[dict[str, str]]:
 
 
 def _key(problem: Problem) -> str:
-    """Return what makes two problems the same: the prompt up to white space."""
+    """Return the identity of a problem: its prompt with normalised white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 
 
 def _position(key: str) -> float:
-    """Return the key's hash as a number in [0, 1)."""
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
 class Room(NamedTuple):
-    """How problems are asked: [data] with their prompt keys, the most tokens that a prompt may have (None: any number),
-    and ``why``, where that limit comes from."""
+    """Prompt settings of problems: the [data] ``section`` with prompt keys, the most tokens of a prompt (None: no
+    limit), and ``why``, the source of that limit."""
 
     section: Data
     limit: int | None
@@ -206,8 +201,8 @@ class Room(NamedTuple):
 
 
 def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
-    """Return ``data`` with prompts that can be asked: one problem of every form is rendered, and no prompt is longer
-    than the limit of its room, in training and in each held-out set.
+    """Return ``data`` without prompts over the token limit, after rendering one problem of every form; ``training`` and
+    ``heldout`` have the limits of each part.
 
     With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
     first. Raises DataError too when all of a part are left out; else as ``render``.
@@ -221,38 +216,37 @@ def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str,
         return data
     if training.section.long_prompts != "skip":
         raise DataError(_first_too_long(parts))
-    kept = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
-    for part, left in zip(parts, kept, strict=True):
+    remaining = [[problem for problem in part.problems if id(problem) not in part.longer] for part in parts]
+    for part, left in zip(parts, remaining, strict=True):
         if part.problems and not left:
-            use = "to train on" if part.problems is data.train else f"that is held out{part.place}"
+            use = "to train on" if part.problems is data.train else f"that is held out{part.suffix}"
             raise DataError(
                 f"data source {data.name!r}: every prompt {use} is longer than {part.room.limit} tokens "
                 f"({part.room.why}); the shortest has {min(part.longer.values())}"
             )
-    sets = dict(zip(data.sets, kept[1:], strict=True))
+    sets = dict(zip(data.sets, remaining[1:], strict=True))
     return replace(
         data,
-        train=kept[0],
+        train=remaining[0],
         sets=sets,
-        content_hash=content_hash(kept[0], *(sets.values() or [[]])),
+        content_hash=content_hash(remaining[0], *(sets.values() or [[]])),
         notes=(*data.notes, *_left_out(parts)),
         skipped=sum(len(part.longer) for part in parts),
     )
 
 
 class _Part(NamedTuple):
-    """Problems that are asked in one way: their name in counts, what follows the name of one of them, and the lengths
-    of prompts over the limit by the problem's ``id()``."""
+    """Problems with the same prompt settings: their name in messages with counts, the ``suffix`` of a single one, and
+    the lengths of prompts over the limit by the problem's ``id()``."""
 
     name: str
-    place: str
+    suffix: str
     problems: Sequence[Problem]
     room: Room
     longer: Mapping[int, int]
 
     @property
     def first(self) -> Problem:
-        """Return the first problem whose prompt is too long."""
         return next(problem for problem in self.problems if id(problem) in self.longer)
 
 
@@ -274,19 +268,19 @@ def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[i
 
 
 def _first_too_long(parts: Sequence[_Part]) -> str:
-    """Return a message on the first prompt that is too long, with what to type."""
+    """Return a message on the first prompt that is too long, with the fix."""
     part = next(part for part in parts if part.longer)
     more = sum(len(part.longer) for part in parts) - 1
     others = f"; {more} more are too long" if more else ""
     return (
-        f"{part.first.id}  the prompt{part.place} has {part.longer[id(part.first)]} tokens, more than "
+        f"{part.first.id}  the prompt{part.suffix} has {part.longer[id(part.first)]} tokens, more than "
         f"{part.room.limit} ({part.room.why}){others}: shorten it, or leave such problems out with "
         '[data] long_prompts = "skip"'
     )
 
 
 def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
-    """Yield a sentence for every limit: how many problems of each part are left out."""
+    """Yield a note per limit with the number of problems left out of each part."""
     long = [part for part in parts if part.longer]
     for limit in dict.fromkeys(part.room.limit for part in long):
         here = [part for part in long if part.room.limit == limit]
@@ -299,7 +293,7 @@ def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
 
 
 def _bytes(problem: Problem, section: Data) -> int:
-    """Return the bytes of what the model is asked, without chat markup."""
+    """Return the bytes of a problem's prompt without chat markup."""
     return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 

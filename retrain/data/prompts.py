@@ -1,12 +1,10 @@
-"""From a problem to the tokens that the model sees, and a conversation of several turns, token for token.
+"""Renders problems and multi-turn conversations to tokens.
 
-What the policy sampled is never tokenised again. Of what follows an action only that is tokenised which the template
-writes behind it, up to where the next action begins. To find that part, the conversation is rendered with a mark in
-place of every action; what stands between the marks must be what the policy has read so far. Where it is not (the
-template drops the thinking of earlier turns, moves a system prompt, leaves out an empty ``<think></think>``), the
-policy reads the whole conversation anew: a new sequence, so that every sample is one that the policy has really seen.
-
-Between the marks nothing depends on what the policy said, which may hold any text at all.
+Sampled tokens are never tokenised again: after an action, only the template's text up to the next action is tokenised.
+To find that text, the conversation is rendered with a unique mark in place of every action, so that actions may contain
+any text. The text between marks must equal what the policy has read so far. If it does not (templates drop the thinking
+of earlier turns, move a system prompt, omit an empty ``<think></think>``), the policy reads the full conversation as a
+new sequence, so that every sample is one that the policy has really seen.
 """
 
 import json
@@ -26,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templa
 
 
 def conversation(problem: Problem, data: Data) -> list[Message]:
-    """Return the chat messages: a system prompt that is set, then the problem with the template in its last message."""
+    """Return the chat messages: the system prompt, if set, then the problem, with the template in its last message."""
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
@@ -46,10 +44,10 @@ def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
 
 
 class Renderer:
-    """Conversations through a tokenizer's chat template, as ``[data]`` says.
+    """Renders conversations with a tokenizer's chat template and the keys of ``[data]``.
 
-    ``tools_prompt`` tells the model of its tools where its template knows none: None is the list of them with the way
-    to call one, "" is nothing.
+    ``tools_prompt`` describes the tools if the template cannot: None is a list of them with the form of a call, "" is
+    nothing.
     """
 
     def __init__(self, tokenizer: Any, data: Data, tools_prompt: str | None = None):
@@ -62,15 +60,15 @@ class Renderer:
 
     @property
     def end_text(self) -> str:
-        """Return the token that ends what the assistant says, as text; "" where it is not known."""
+        """Return the text of the token that ends an assistant message; "" if unknown."""
         return str(getattr(self.tokenizer, "eos_token", None) or "")
 
     def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
-        """Return what the model reads first.
+        """Return the first prompt of a conversation.
 
         Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
-        Raises ModelError when the template refuses the conversation (some know no system role), DataError when no
-        token comes out.
+        Raises ModelError when the template rejects the conversation (some have no system role), DataError for an
+        empty prompt.
         """
         if tools:
             messages = self._with_tools(messages, tools)
@@ -91,8 +89,7 @@ class Renderer:
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
     def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
-        """Return the conversation as the template writes it, up to where the model's answer begins. Raises ModelError
-        when the template refuses it."""
+        """Return the rendered conversation up to the model's answer. Raises ModelError when the template rejects it."""
         extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
@@ -104,11 +101,11 @@ class Renderer:
             raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a part of the conversation, and none that a tokenizer adds."""
+        """Return the tokens of a text without special tokens that the tokenizer would add."""
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """Add a system message about the tools, where the template does not show them itself."""
+        """Add a system message about the tools unless the template renders them."""
         if self._shows_tools is None:
             self._shows_tools = self.has_template and self.text(messages, tools) != self.text(messages)
         about = tools_text(tools) if self.tools_prompt is None else self.tools_prompt
@@ -121,14 +118,13 @@ class Renderer:
 
 
 def _type_of(about: object) -> str | None:
-    """Return the type that a property's JSON schema names; None where it says it otherwise."""
     kind = about.get("type") if isinstance(about, Mapping) else None
     return kind if isinstance(kind, str) else None
 
 
 def tools_text(tools: Tools) -> str:
-    """Describe the tools, and how one is called. Of a tool with arguments that are more than a text, number or boolean
-    the whole JSON schema is given, with its definitions."""
+    """Describe the tools and the form of a call. Arguments other than texts, numbers and booleans are described by
+    their full JSON schema with its definitions."""
     lines = ["You can call these tools:"]
     for tool in tools:
         function = tool["function"]
@@ -145,14 +141,14 @@ def tools_text(tools: Tools) -> str:
 
 
 class Continuation(NamedTuple):
-    """Tokens that the policy reads next; ``fresh``: the whole conversation, and not only what is new."""
+    """Tokens that the policy reads next; ``fresh``: they are the full conversation, not only its new part."""
 
     token_ids: tuple[int, ...]
     fresh: bool
 
 
 class Conversation:
-    """One rollout's conversation. ``messages`` is all that was said, as text."""
+    """One rollout's conversation; ``messages`` are all its messages so far."""
 
     def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
         self.renderer, self.tools = renderer, tools
@@ -160,14 +156,14 @@ class Conversation:
         self._begin(prompt.text)
 
     def _begin(self, text: str) -> None:
-        """Begin a new sequence: the policy has read the whole conversation as this text."""
-        self._read = [text]  # what it has read before each action since then
-        self._said: list[int] = []  # where its actions stand among the messages
+        """Begin a new sequence with the full conversation as this text."""
+        self._read = [text]  # text that the policy read before each action of the sequence
+        self._action_indices: list[int] = []  # indices of the sequence's actions among the messages
 
     def reply(self, action: Action, messages: Sequence[Message]) -> Continuation:
-        """Return what the policy reads after ``action``, which these messages answer. An end token that the action ends
-        with is not repeated. Raises ModelError when the template refuses the conversation."""
-        self._said.append(len(self.messages))
+        """Add ``action`` and the messages that answer it; return what the policy reads next, without an end token that
+        the action already has. Raises ModelError when the chat template rejects the conversation."""
+        self._action_indices.append(len(self.messages))
         self.messages += [{"role": "assistant", "content": action.text}, *messages]
         if not self.renderer.has_template:
             text = "\n\n" + "\n\n".join(message["content"] for message in messages) + "\n\n"
@@ -175,10 +171,10 @@ class Conversation:
             return Continuation(self.renderer.ids(text), False)
         rest = self._rest()
         if rest is None:
-            return self._anew()
+            return self._new_sequence()
         self._read.append(rest)
         end = self.renderer.end_text
-        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates set what was said in spaces
+        if end and rest.lstrip(" ").startswith(end):  # Mistral's templates put spaces around an action
             rest = rest.lstrip(" ")
         token_ids = self.renderer.ids(rest)
         if action.stop_reason == "stop" and token_ids[:1] == tuple(action.token_ids[-1:]):
@@ -186,37 +182,37 @@ class Conversation:
         return Continuation(token_ids, False)
 
     def replace(self, messages: Sequence[Message]) -> Continuation:
-        """Return what the policy reads after the environment has rewritten the conversation to these messages."""
+        """Replace the conversation by these messages; return the new sequence that the policy reads."""
         self.messages = list(messages)
-        return self._anew()
+        return self._new_sequence()
 
-    def _anew(self) -> Continuation:
+    def _new_sequence(self) -> Continuation:
         text = self.renderer.text(self.messages, self.tools)
         self._begin(text)
         return Continuation(self.renderer.ids(text), True)
 
     def _rest(self) -> str | None:
-        """Return what the template writes behind the last action; None where it does not write what was read before."""
+        """Return the template's text after the last action; None if its text before differs from what was read."""
         salt = secrets.token_hex(6)
-        marks = [f"@said{index}x{salt}@" for index in range(len(self._said))]
+        marks = [f"@said{index}x{salt}@" for index in range(len(self._action_indices))]
         marked = list(self.messages)
-        for place, mark in zip(self._said, marks, strict=True):
-            thinks = THINK_END in marked[place]["content"]
+        for index, mark in zip(self._action_indices, marks, strict=True):
+            thinks = THINK_END in marked[index]["content"]
             content = f"<think>\n{_thought(mark)}\n{THINK_END}\n\n{mark}" if thinks else mark
-            marked[place] = {"role": "assistant", "content": content}
+            marked[index] = {"role": "assistant", "content": content}
         try:
             text, end = self.renderer.text(marked, self.tools), ""
-        except ModelError:  # a template that allows a tool's answer only to a call that it wrote itself
-            text, end = self.renderer.text(_as_calls(marked, self._said), self.tools), self.renderer.end_text
+        except ModelError:  # the template allows a tool's answer only after a structured call
+            text, end = self.renderer.text(_as_calls(marked, self._action_indices), self.tools), self.renderer.end_text
         at = 0
-        for read, place, mark in zip(self._read, self._said, marks, strict=True):
+        for read, index, mark in zip(self._read, self._action_indices, marks, strict=True):
             begin = text.find(mark, at)
             if begin < 0 or not text.startswith(read, at):
                 return None
-            if THINK_END in self.messages[place]["content"] and _thought(mark) not in text[at:begin]:
+            if THINK_END in self.messages[index]["content"] and _thought(mark) not in text[at:begin]:
                 return None
             at = begin + len(mark)
-            if end and text[at:].lstrip()[:1] == '"':  # the mark was a name in a call, which the end token ends
+            if end and text[at:].lstrip()[:1] == '"':  # the mark was the name in a call, which ends with the end token
                 at = text.find(end, at)
                 if at < 0:
                     return None
@@ -227,16 +223,16 @@ def _thought(mark: str) -> str:
     return mark.replace("said", "thought")
 
 
-def _as_calls(messages: Sequence[Message], said: Sequence[int]) -> list[Mapping[str, object]]:
-    """Return the messages with actions that a tool answers as calls of a tool whose name is what they say."""
-    made: list[Mapping[str, object]] = [dict(message) for message in messages]
-    for place in said:
-        answers = place + 1
-        while answers < len(made) and made[answers]["role"] == "tool":
-            made[answers] = {"tool_call_id": CALL_ID, **made[answers]}
+def _as_calls(messages: Sequence[Message], action_indices: Sequence[int]) -> list[Mapping[str, object]]:
+    """Return the messages with each action that a tool answers replaced by a call of a tool with that text as name."""
+    rewritten: list[Mapping[str, object]] = [dict(message) for message in messages]
+    for index in action_indices:
+        answers = index + 1
+        while answers < len(rewritten) and rewritten[answers]["role"] == "tool":
+            rewritten[answers] = {"tool_call_id": CALL_ID, **rewritten[answers]}
             answers += 1
-        if answers > place + 1:
-            name = messages[place]["content"].rpartition("\n")[2]
+        if answers > index + 1:
+            name = messages[index]["content"].rpartition("\n")[2]
             calls = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": {}}}]
-            made[place] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - place - 1)}
-    return made
+            rewritten[index] = {"role": "assistant", "content": "", "tool_calls": calls * (answers - index - 1)}
+    return rewritten

@@ -1,4 +1,4 @@
-r"""Sources of problems: a local file or directory, a hub data set, or a function of the user's.
+r"""Reads problems from a local file or directory, a hub data set, or a user's function.
 
 Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
 sources (``answers.reference_answer``); the full text stays in ``metadata["solution"]``.
@@ -29,20 +29,20 @@ Row = tuple[str, Mapping[str, object]]  # Location (`file:line`, also the proble
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution")
-"""Looked for in this order where no column is named. GSM8K has question and answer, MATH problem and solution."""
+"""Default columns in order of preference. GSM8K has question and answer, MATH problem and solution."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Names of the columns of a data set; None is the first of PROMPT_COLUMNS or ANSWER_COLUMNS that there is; several
-    tags are joined."""
+class ProblemColumns:
+    """Column names of a data set; None: the first of PROMPT_COLUMNS or ANSWER_COLUMNS that exists; several tags are
+    joined."""
 
     prompt: str | None
     answer: str | None
     tags: tuple[str, ...] = ()
 
-    def of(self, row: Mapping[str, object]) -> Columns:
-        """Return the columns with the names that this row has in place of None."""
+    def of(self, row: Mapping[str, object]) -> ProblemColumns:
+        """Return the columns with None replaced by the row's names."""
         prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
         answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
         return replace(self, prompt=prompt, answer=answer)
@@ -54,7 +54,7 @@ class HubSource:
 
     repository: str
     configurations: tuple[str, ...]
-    columns: Columns
+    columns: ProblemColumns
 
 
 SUBJECTS = (
@@ -62,8 +62,8 @@ SUBJECTS = (
     "precalculus",
 )  # fmt: skip
 HUB: dict[str, HubSource] = {
-    "gsm8k": HubSource("openai/gsm8k", ("main",), Columns("question", "answer")),
-    "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, Columns("problem", "solution", ("type", "level"))),
+    "gsm8k": HubSource("openai/gsm8k", ("main",), ProblemColumns("question", "answer")),
+    "math": HubSource("EleutherAI/hendrycks_math", SUBJECTS, ProblemColumns("problem", "solution", ("type", "level"))),
 }
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -73,9 +73,9 @@ class NoSplit(DataError):
 
 
 def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
-    """Return all problems of one split of a source, with the columns that ``data`` names. Raises DataError,
-    MissingExtra or PluginError, and NoSplit where the source has other splits."""
-    columns = Columns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
+    """Return all problems of one split of a source, with the columns of ``data``. Raises DataError, MissingExtra,
+    PluginError, or NoSplit when the source has only other splits."""
+    columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
     if is_plugin(source):
@@ -97,7 +97,7 @@ def has_splits(source: str, base_dir: Path | None) -> bool:
     return not source.endswith(FILE_ENDINGS) and (not is_plugin(source) or takes_split(source, base_dir))
 
 
-def file_problems(source: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
+def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
     """Return the problems of a ``.jsonl``, ``.csv`` or ``.parquet`` file, looked up in ``base_dir``, then the current
     directory.
 
@@ -131,7 +131,6 @@ def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def _texts(path: Path, label: str) -> Iterator[str]:
-    """Yield the lines of a file. Raises DataError where the file cannot be read or is not UTF-8."""
     number = 0
     try:
         with open(path, "rb") as file:
@@ -145,8 +144,8 @@ def _texts(path: Path, label: str) -> Iterator[str]:
 
 
 def csv_rows(path: Path, label: str) -> Iterator[Row]:
-    """Yield the rows of a CSV file whose first line names the columns; every value is text, as it is written. Raises
-    DataError at a line with too many or too few values, and where the file is no CSV."""
+    """Yield the rows of a CSV file whose first line names the columns; all values are text. Raises DataError for a line
+    with too many or too few values, or an invalid file."""
     reader, header, begin = csv.reader(_texts(path, label), strict=True), list[str](), 1
     try:
         for values in reader:
@@ -189,7 +188,7 @@ def hub_problems(name: str, split: str) -> list[Problem]:
 
 
 def on_hub(source: str, base_dir: Path | None) -> bool:
-    """Return whether this is a data set of the hub: a name of ``HUB``, or ``owner/name`` where no such directory is."""
+    """Return whether the source is a hub data set: a name of ``HUB``, or ``owner/name`` that is no local directory."""
     if source in HUB:
         return True
     local = source.endswith(FILE_ENDINGS) or directory_of(source, base_dir) is not None
@@ -197,7 +196,7 @@ def on_hub(source: str, base_dir: Path | None) -> bool:
 
 
 def directory_of(source: str, base_dir: Path | None) -> Path | None:
-    """Return the directory that ``source`` names, in one of the ``search_folders``, or None."""
+    """Return the directory ``source`` in one of the ``search_folders``, or None."""
     if ":" in source or "\0" in source:
         return None
     folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
@@ -205,14 +204,18 @@ def directory_of(source: str, base_dir: Path | None) -> Path | None:
 
 
 def table_problems(
-    source: str, split: str, columns: Columns, subset: str | None = None, name: str = "", directory: Path | None = None
+    source: str,
+    split: str,
+    columns: ProblemColumns,
+    subset: str | None = None,
+    name: str = "",
+    directory: Path | None = None,
 ) -> list[Problem]:
-    """Return the problems of one split of a data set as ``datasets`` reads it: a repository of the hub (from the cache,
-    else downloaded), or a local ``directory`` in any layout that the hub takes or ``save_to_disk`` writes.
+    """Return the problems of one split, read by ``datasets``: a hub repository (cached or downloaded), or a local
+    ``directory`` in the hub's layout or that of ``save_to_disk``.
 
-    ``subset`` is the configuration, ``name`` what the problems are called. Raises MissingExtra without ``datasets``,
-    NoSplit with the splits that there are, DataError when it cannot be read or the hub is out of reach (at once if
-    HF_HUB_OFFLINE is set), with the way around it.
+    ``subset`` is the configuration, ``name`` the prefix of problem ids. Raises MissingExtra without ``datasets``,
+    NoSplit with the existing splits, DataError when it cannot be read or downloaded.
     """
     name = name or (directory.name if directory else source)
     try:
@@ -234,32 +237,31 @@ def table_problems(
     return problems_of_rows(rows, columns, f"{source}, split {split!r}")
 
 
-def _table(datasets: Any, place: str, subset: str | None, split: str) -> Any:
-    """Return one split of a repository or directory. Raises NoSplit, or what ``datasets`` raises."""
+def _table(datasets: Any, location: str, subset: str | None, split: str) -> Any:
+    """Return one split of a repository or directory. Raises NoSplit, or errors of ``datasets``."""
     tables = None
-    if (Path(place) / "dataset_dict.json").is_file():
-        tables = datasets.load_from_disk(place)
-    elif (Path(place) / "state.json").is_file():
-        tables = {"train": datasets.load_from_disk(place)}
+    if (Path(location) / "dataset_dict.json").is_file():
+        tables = datasets.load_from_disk(location)
+    elif (Path(location) / "state.json").is_file():
+        tables = {"train": datasets.load_from_disk(location)}
     if tables is not None:
         if split not in tables:
-            raise NoSplit(_no_split(place, split, list(tables)))
+            raise NoSplit(_no_split(location, split, list(tables)))
         return tables[split]
     try:
-        return datasets.load_dataset(place, subset, split=split)
+        return datasets.load_dataset(location, subset, split=split)
     except ValueError as error:
-        known = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
-        if known is None:
+        splits = re.match(r"Unknown split .*?Should be one of (\[.*\])", str(error), re.DOTALL)
+        if splits is None:
             raise
-        raise NoSplit(_no_split(place, split, re.findall(r"'([^']+)'", known[1]))) from None
+        raise NoSplit(_no_split(location, split, re.findall(r"'([^']+)'", splits[1]))) from None
 
 
-def _no_split(place: str, split: str, splits: list[str]) -> str:
-    return f'data source {place!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
+def _no_split(location: str, split: str, splits: list[str]) -> str:
+    return f'data source {location!r} has no split "{split}": set [data] split and eval_split to some of {splits}'
 
 
-def _no_table(source: str, split: str, columns: Columns, error: Exception, directory: Path | None) -> str:
-    """Return why a data set cannot be loaded, in one line, and what to type."""
+def _no_table(source: str, split: str, columns: ProblemColumns, error: Exception, directory: Path | None) -> str:
     text = str(error.__cause__ or error)
     several = re.search(r"(?:available configs|Available): (\[.*?\])", text)
     if several:
@@ -276,16 +278,15 @@ def _no_table(source: str, split: str, columns: Columns, error: Exception, direc
 
 
 def takes_split(source: str, base_dir: Path | None = None) -> bool:
-    """Return whether a ``module:function`` source has a parameter, the split. Raises PluginError when it cannot be
-    loaded."""
+    """Return whether a ``module:function`` source takes the split as argument. Raises PluginError."""
     return bool(inspect.signature(load_function(source, base_dir, "data source")).parameters)
 
 
-def function_problems(source: str, split: str, columns: Columns, base_dir: Path | None = None) -> list[Problem]:
+def function_problems(source: str, split: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
     """Return the problems of ``module:function``, called with the split if it takes a parameter.
 
     It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
-    returns something else, DataError for more than MAX_PROBLEMS; what it raises itself passes through.
+    returns something else, DataError for more than MAX_PROBLEMS; its own exceptions propagate.
     """
     function = load_function(source, base_dir, "data source")
     items = function(split) if takes_split(source, base_dir) else function()
@@ -312,16 +313,16 @@ def function_problems(source: str, split: str, columns: Columns, base_dir: Path 
     return problems
 
 
-def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[Problem]:
-    """Return rows as problems. Raises DataError where there is none, where only some have an answer, and where no row
-    has a column of tags."""
+def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) -> list[Problem]:
+    """Return rows as problems. Raises DataError without rows, when only some have an answer, or when no row has a
+    column of tags."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
-        columns = columns.of(row)  # the first row decides what is not named
+        columns = columns.of(row)  # the first row decides source is not named
         problems.append(problem_of_row(where, row, columns))
         seen |= dict.fromkeys(row)
     if not problems:
-        raise DataError(f"{what} holds no problems")
+        raise DataError(f"{source} holds no problems")
     if any(problem.answer for problem in problems):  # no answers at all is a data set for a judge
         for problem in problems:
             if not problem.answer:
@@ -329,13 +330,12 @@ def problems_of_rows(rows: Iterable[Row], columns: Columns, what: str) -> list[P
     for column in columns.tags:
         if column not in seen:
             names = ", ".join(seen)
-            raise DataError(f'{what} has no column "{column}": set [data] tags_column to one that it has ({names})')
+            raise DataError(f'{source} has no column "{column}": set [data] tags_column to one that it has ({names})')
     return problems
 
 
-def problem_of_row(where: str, row: Mapping[str, object], columns: Columns) -> Problem:
-    """Return one row as a problem with ``where`` as its id. Raises DataError naming ``where``, the column and what to
-    type."""
+def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumns) -> Problem:
+    """Return one row as a problem with the id ``where``. Raises DataError with ``where``, the column and the fix."""
     prompt = _column(where, row, columns.prompt, "prompt_column", PROMPT_COLUMNS)
     answered = _column(where, row, columns.answer, "answer_column", ANSWER_COLUMNS)
     text = _answer(where, answered, row[answered])
@@ -348,7 +348,7 @@ def problem_of_row(where: str, row: Mapping[str, object], columns: Columns) -> P
 
 
 def _column(where: str, row: Mapping[str, object], column: str | None, key: str, usual: tuple[str, ...]) -> str:
-    """Return ``column``, which the row must have; ``usual`` are those that were looked for where it is not named."""
+    """Return the name of the required ``column``; ``usual`` are the defaults if None. Raises DataError."""
     if column is not None and column in row:
         return column
     missing = f'column "{column}"' if column else f"column {' or '.join(usual)}"
@@ -390,7 +390,7 @@ def _tags(where: str, column: str, value: object) -> list[str]:
 
 
 def _encodable(where: str, column: str, text: str) -> str:
-    """Return ``text``, which a tokenizer must be able to encode: half a surrogate pair (``"\\ud800"``) is an error."""
+    """Return ``text``. Raises DataError when it has half a surrogate pair (``"\\ud800"``), which cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text

@@ -37,7 +37,7 @@ from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.tokenizer import ByteTokenizer
 from retrain.training.bases import Bases
-from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
+from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, StepBatch
 
 LAYERS = 4  # Layers of a model of random weights: all do the same, and errors grow visibly over four
 GPU_SHAPES = "Qwen/Qwen3-8B"  # Model whose shapes are checked on a GPU if no file names one
@@ -261,9 +261,9 @@ class DoctorModel:
                 )
         return samples
 
-    def batch(self, samples: Sequence[Sample], step: int = 0) -> TrainBatch:
+    def batch(self, samples: Sequence[Sample], step: int = 0) -> StepBatch:
         tokens = sum(int(sample.action_mask.sum()) for sample in samples)
-        return TrainBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
+        return StepBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
     def sampled(self, policy: LocalPolicy, sizes: Sizes | None = None) -> list[Sample]:
         requests = self.requests(self.publish([policy]), sizes=sizes)

@@ -21,7 +21,7 @@ from retrain.environments.providers import PROVIDERS
 from retrain.errors import DataError, PluginError, PluginMissing
 from retrain.files import existing_file, search_folders
 from retrain.rewards.base import failed
-from retrain.rewards.workers import Reply, WorkerPool
+from retrain.rewards.workers import Reply, WorkerLimits, WorkerPool
 from retrain.types import Action, Problem, RewardResult
 
 START_SECONDS = 180.0  # Time limit for loading an environment, which may import much
@@ -49,12 +49,10 @@ class HostedEnvironment:
                 "retrain.environments.hosting:serve",
                 {"target": target, "arguments": arguments, "folders": folders},
                 workers=1,
-                timeout_s=section.timeout_s,
-                memory_bytes=int(section.memory_gb * 2**30),
+                limits=WorkerLimits(section.timeout_s, int(section.memory_gb * 2**30), START_SECONDS),
                 subject="the environment" if section.provider else "the tool",
                 python=python,
                 folders=folders,
-                start_s=START_SECONDS,
             )
             for _ in range(section.workers)
         ]

@@ -1,4 +1,4 @@
-"""As ``shapes``, of numpy's arrays, and the name of a plug-in: what is imported where torch is not."""
+"""Types of numpy arrays, as ``shapes`` has them of tensors, and the name of a plug-in. Does not import torch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,5 +21,5 @@ Marks = Bool[np.ndarray, "..."]  # Boolean array of any shape
 
 
 def plugin_name(function: Callable[..., Any]) -> str:
-    """A user's function as errors name it: ``module:function``."""
+    """Return a user's function as ``module:function`` for error messages."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

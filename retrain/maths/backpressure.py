@@ -30,24 +30,24 @@ class UslFit:
 
     @property
     def kappa_is_positive(self) -> bool:
-        """Whether κ̂ − 2·SE > 0: the data show a peak."""
+        """Return whether κ̂ − 2·SE > 0: the data show a peak."""
         return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0
 
 
 def usl(n: float | Table, lam: float, sigma: float, kappa: float) -> float | Table:
-    """Throughput at load ``n``, in the unit of ``lam``."""
+    """Return the throughput at load ``n``, in the unit of ``lam``."""
     return lam * n / (1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0))
 
 
 def _jacobian(n: np.ndarray, lam: float, sigma: float, kappa: float) -> np.ndarray:
-    """∂X/∂(λ, σ, κ), [points, 3]."""
+    """Return ∂X/∂(λ, σ, κ) [points, 3]."""
     below = 1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0)
     x = lam * n / below
     return np.stack([n / below, -x * (n - 1.0) / below, -x * n * (n - 1.0) / below], axis=1)
 
 
 def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
-    """Bounded non-linear least squares on (load, throughput) pairs, λ > 0, 0 ≤ σ ≤ 1, κ ≥ 0.
+    """Fit (load, throughput) pairs by bounded non-linear least squares, λ > 0, 0 ≤ σ ≤ 1, κ ≥ 0.
 
     The covariance of the parameters is s²(JᵀJ)⁻¹ at the optimum with s² = RSS/(points − 3). Raises ValueError for
     fewer than 4 pairs, fewer than 3 different loads, loads below 1 and non-positive or non-finite throughputs.
@@ -87,9 +87,9 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What the controller may do. Margins are fractions of n*: the load aims at ``throttle_margin``·n* and grows only
-    when it is below ``increase_margin`` of that aim. Peaks of 0 mean that the roofline is not known.
+class PressureLimits:
+    """Limits of the controller. The target load is ``throttle_margin``·n*; a load is increased only below
+    ``increase_margin``·target. Peaks of 0: the roofline is unknown.
     """
 
     min_load: int = 1
@@ -112,9 +112,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with the load.
+    """The next load.
 
-    ``action``: hold, increase or throttle, toward ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the
+    ``action``: hold, increase or throttle, to ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the
     data do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or
     ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``n_star`` is None unless the basis
     is ``fit``: only then it is acted on. As soon as there is a fit at all, ``best_load`` is the allowed load with the
@@ -134,12 +134,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """What one decoding step of a dense transformer costs, from its shapes.
+    """The cost of one decode step of a dense transformer, from its shapes.
 
-    ``parameters`` that every token is multiplied with (the embedding table, of which one row is read, left out);
-    ``operations_per_position`` of attention, for each earlier token of one sequence; ``cache_bytes`` of keys and
-    values of one token; ``parameter_bytes`` of one number. Adapters and activations are small beside these and are
-    not counted, nor is what a cache in the processor saves: the model's weights are read once per step.
+    ``parameters``: multiplied with every token (without the embedding table); ``operations_per_position``: of
+    attention, per earlier token of a sequence; ``cache_bytes``: keys and values of one token; ``parameter_bytes``: of
+    one number. Adapters, activations and processor caches are neglected: all weights are read once per step.
     """
 
     parameters: int
@@ -148,13 +147,15 @@ class DecodeWork:
     cache_bytes: int
 
     def intensity(self, rows: float, context: float) -> float:
-        """Floating-point operations per byte read when ``rows`` sequences of ``context`` tokens advance by one."""
+        """Return the floating-point operations per byte read of one step of ``rows`` sequences of ``context``
+        tokens."""
         operations = rows * (2.0 * self.parameters + self.operations_per_position * context)
         return operations / (self.parameters * self.parameter_bytes + rows * context * self.cache_bytes)
 
 
-def roofline_regime(limits: Limits, flops_per_byte: float | None) -> str | None:
-    """``memory_bound`` below the ridge point peak FLOP/s ÷ peak bytes/s, else ``compute_bound``; or None."""
+def roofline_regime(limits: PressureLimits, flops_per_byte: float | None) -> str | None:
+    """Return ``memory_bound`` below the ridge point peak FLOP/s ÷ peak bytes/s, else ``compute_bound``; None if
+    unknown."""
     if flops_per_byte is None or limits.peak_gflops <= 0.0 or limits.peak_bw_gb_s <= 0.0:
         return None
     return "memory_bound" if flops_per_byte < limits.peak_gflops / limits.peak_bw_gb_s else "compute_bound"
@@ -164,16 +165,16 @@ def decide(
     loads: Sequence[float],
     throughputs: Sequence[float],
     current_load: int,
-    limits: Limits,
+    limits: PressureLimits,
     flops_per_byte: float | None = None,
 ) -> Decision:
-    """The next load from all (load, throughput) pairs so far, the latest last.
+    """Return the next load from all (load, throughput) pairs so far, the latest last.
 
-    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. Before there are three different loads to fit,
-    it doubles the load, or halves it where that was measured already. Then it explores: toward the far side of
-    a peak that the fit places outside the observed loads, else upward by doubling; once the maximum itself was
-    measured without sign of a peak, it stays there. ``flops_per_byte`` is the arithmetic intensity of the work, for
-    the roofline. Raises ValueError for impossible measurements.
+    Acts on n* only when κ̂ − 2·SE > 0 and the observed loads bracket n*. With fewer than three different loads it
+    doubles the load, or halves it if the double was measured. Then it explores: towards a peak that the fit places
+    outside the observed loads, else upwards by doubling; once the maximum was measured without a peak, it stays there.
+    ``flops_per_byte``: arithmetic intensity of decoding, for the roofline. Raises ValueError for impossible
+    measurements.
     """
     load = int(limits.allowed(int(current_load)))
     roofline = roofline_regime(limits, flops_per_byte)
@@ -183,7 +184,7 @@ def decide(
         return _move("warmup", "warmup", load, _unmeasured(loads, load, limits))
     fit = fit_usl(loads, throughputs)
     best = limits.allowed(math.inf if fit.n_star is None else fit.n_star)
-    known = {
+    facts = {
         "sigma": fit.sigma,
         "kappa": fit.kappa,
         "best_load": float(best),
@@ -191,22 +192,28 @@ def decide(
     }
     if not fit.kappa_is_positive or fit.n_star is None:
         if max(loads) >= limits.max_load:
-            return _move("unbounded", roofline or "optimal", load, limits.max_load, **known)
-        return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **known)
+            return _move("unbounded", roofline or "optimal", load, limits.max_load, **facts)
+        return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **facts)
+    if min(loads) < fit.n_star < max(loads):
+        return _move_to_peak(fit.n_star, load, limits, roofline, facts)
     if fit.n_star >= max(loads):
-        beyond = min(2 * load, math.ceil(BEYOND_PEAK * fit.n_star), limits.max_load)
-        return _move("explore", roofline or "warmup", load, max(beyond, load), **known)
-    if fit.n_star <= min(loads):
-        before = max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load)
-        return _move("explore", roofline or "warmup", load, min(before, load), **known)
-    aim = int(limits.allowed(round(fit.n_star * limits.throttle_margin)))
-    regime = "retrograde" if load > fit.n_star else roofline or "optimal"
-    moves = (load > fit.n_star and aim < load) or load < limits.increase_margin * aim
-    return replace(_move("fit", regime, load, aim if moves else load, **known), n_star=fit.n_star)
+        target = max(load, min(2 * load, math.ceil(BEYOND_PEAK * fit.n_star), limits.max_load))
+    else:
+        target = min(load, max(math.floor(fit.n_star * limits.throttle_margin), limits.min_load))
+    return _move("explore", roofline or "warmup", load, target, **facts)
 
 
-def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
-    """A load to measure next: twice this one, else the nearest half of it that is new; this one when none is."""
+def _move_to_peak(
+    n_star: float, load: int, limits: PressureLimits, roofline: str | None, facts: dict[str, float]
+) -> Decision:
+    aim = int(limits.allowed(round(n_star * limits.throttle_margin)))
+    regime = "retrograde" if load > n_star else roofline or "optimal"
+    moves = (load > n_star and aim < load) or load < limits.increase_margin * aim
+    return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=n_star)
+
+
+def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:
+    """Return twice the load, else its nearest half that was not measured, else twice the load again."""
     candidates = [min(2 * load, limits.max_load)]
     while load // 2 >= limits.min_load and load > 1:
         load //= 2
@@ -214,7 +221,6 @@ def _unmeasured(loads: Sequence[float], load: int, limits: Limits) -> int:
     return next((candidate for candidate in candidates if candidate not in loads), candidates[0])
 
 
-def _move(basis: str, regime: str, load: int, target: int, **known: float) -> Decision:
-    """A decision that moves the load to ``target``; ``known`` is what the fit says."""
+def _move(basis: str, regime: str, load: int, target: int, **facts: float) -> Decision:
     action = "increase" if target > load else "throttle" if target < load else "hold"
-    return replace(Decision(action, regime, basis, target), **known)
+    return replace(Decision(action, regime, basis, target), **facts)

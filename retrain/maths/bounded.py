@@ -43,18 +43,18 @@ def bounded_mean_interval(values: Values, low: float, high: float, level: float 
 
 
 def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
-    """Mean difference of two models' scores on the same problems, each in [−1, 1], with its score interval: Tango's
-    for one sample of each problem. Ends are None with one problem; raises as ``bounded_mean_interval``."""
+    """Return the mean difference of two models' scores on the same problems, in [−1, 1], with its score interval:
+    Tango's for one sample of each problem. Ends are None with one problem; raises as ``bounded_mean_interval``."""
     return bounded_mean_interval(gains, -1.0, 1.0, level)
 
 
 def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> Table:
-    """The smallest mean distance to a bound that is no further than ``quantile`` standard errors of its own from the
-    data, for each row of ``shares`` [N, values]; ``rooms`` [N or 1, values] are the values' distances, ``size`` their
-    number. The upper end of a score interval is the upper bound less this.
+    """Return, for each row of ``shares`` [N, values], the smallest mean distance to a bound that is at most
+    ``quantile`` of its standard errors from the data; ``rooms`` [N or 1, values]: the values' distances to the bound,
+    ``size``: their number. The upper end of a score interval is the upper bound minus this distance.
 
-    The distributions that are most likely for their mean form one path: weights share/(room + e), from e = ∞ (the data
-    as they are) to 0, then that mixed with 0 to 1 of the bound itself. The end is found on it by bisection.
+    The most likely distributions of given means form one path: weights share/(room + e), from e = ∞ (the data) to 0,
+    then mixed with a share from 0 to 1 of the bound itself. Bisection finds the end on this path.
     """
     scale = np.maximum(rooms.max(axis=1, keepdims=True), 1e-300)
     within, beyond = np.zeros(len(shares)), np.full(len(shares), 2.0)

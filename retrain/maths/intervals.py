@@ -71,18 +71,19 @@ def iqm_interval(values: Values, *, resolution: float = 0.0, level: float = 0.95
 
 
 def _trimmed_error(ordered: Table, resolution: float = 0.0) -> Table | float:
-    """Standard error of the interquartile mean of ascending values [..., n]: √(Winsorised squares/(h(h−1)))."""
+    """Return the standard error of the interquartile mean of ascending values [..., n]: √(Winsorised
+    squares/(h(h−1)))."""
     n = ordered.shape[-1]
     cut = n // 4
-    kept = n - 2 * cut
+    middle = n - 2 * cut
     winsorised = np.clip(ordered, ordered[..., cut, None], ordered[..., n - 1 - cut, None])
     squares = ((winsorised - winsorised.mean(axis=-1, keepdims=True)) ** 2).sum(axis=-1)
-    return np.sqrt(np.maximum(squares, (kept - 1) * resolution**2 / 12.0) / (kept * (kept - 1)))
+    return np.sqrt(np.maximum(squares, (middle - 1) * resolution**2 / 12.0) / (middle * (middle - 1)))
 
 
 @lru_cache(maxsize=64)
 def _trimmed_quantile(n: int, level: float) -> float:
-    """The quantile of |interquartile mean|/error in normal samples of n values around 0, always the same ones."""
+    """Return the quantile of |interquartile mean|/error over simulated standard normal samples of n values."""
     if n > SIMULATED_SEEDS:
         return _t_quantile(level, n - 2 * (n // 4) - 1)
     samples = np.sort(np.random.default_rng(n).standard_normal((SIMULATIONS, n)), axis=1)

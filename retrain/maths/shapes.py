@@ -1,7 +1,6 @@
-"""Shapes and kinds of the tensors that ``maths`` takes and gives, as types; the letters are those of ``DIMENSIONS``.
+"""Types of the tensors of ``maths``, with axes named by the letters of ``DIMENSIONS``.
 
-They cost nothing at run time: nobody looks at an annotation unless asked to, as the tests do (jaxtyping, beartype).
-What a user's function returns is checked by ``of_shape``.
+Annotations are checked only in tests (jaxtyping, beartype). ``of_shape`` checks the results of users' functions.
 """
 
 from typing import Any
@@ -32,7 +31,7 @@ DIMENSIONS = {
     "in": "inputs of a linear layer",
     "out": "outputs of a linear layer",
 }
-"""What each letter counts, everywhere. A 1 is an axis of one entry."""
+"""The axis that each letter names, everywhere. A 1 is an axis of one entry."""
 
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]
@@ -59,10 +58,10 @@ AnySpectrum = Float[Tensor, "_"]  # Spectrum of any length
 Values = Shaped[Tensor, "..."]  # Values of any shape and type
 
 
-def of_shape(plugin: str, result: Any, like: Values, what: str, wanted: str) -> Values:
-    """``result`` as a tensor of the shape of ``like``; PluginError when it is none."""
+def of_shape(plugin: str, result: Any, like: Values, subject: str, expected: str) -> Values:
+    """Return ``result`` as a tensor. Raises PluginError unless it has the shape of ``like``."""
     tensor = torch.as_tensor(result)
     if tensor.shape != like.shape:
-        shapes = f"{tuple(tensor.shape)} for {what} of shape {tuple(like.shape)}"
-        raise PluginError(f"{plugin} returned shape {shapes}: return {wanted}")
+        shapes = f"{tuple(tensor.shape)} for {subject} of shape {tuple(like.shape)}"
+        raise PluginError(f"{plugin} returned shape {shapes}: return {expected}")
     return tensor

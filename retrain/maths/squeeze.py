@@ -84,16 +84,18 @@ class SqueezeAnalysis:
 
 
 def table(spectra: Mapping[str, AnySpectrum], ranks: Sequence[int] | None = None) -> list[SqueezeRow]:
-    """Energy kept at each rank (default 1 … largest) over the trained modules; empty when none is trained.
+    """Return the energy kept at each rank (default 1 … largest) over the trained modules; empty when none is trained.
 
     A module of lower rank than asked keeps all of its energy. Raises UsageError for a rank above the source rank.
     """
-    kept = [curve for curve in (energy(values) for values in spectra.values()) if curve is not None]
-    if not kept:
+    trained = [curve for curve in (energy(values) for values in spectra.values()) if curve is not None]
+    if not trained:
         return []
     source_rank = max(len(values) for values in spectra.values())
     ranks = range(1, source_rank + 1) if ranks is None else sorted(set(ranks))
-    curves = torch.stack([torch.nn.functional.pad(curve, (0, source_rank - len(curve)), value=1.0) for curve in kept])
+    curves = torch.stack(
+        [torch.nn.functional.pad(curve, (0, source_rank - len(curve)), value=1.0) for curve in trained]
+    )
     rows = []
     for rank in ranks:
         _check_rank(rank, source_rank)
@@ -110,46 +112,43 @@ def recommend(
     min_layer_retention: float | None = None,
     ranks: Sequence[int] | None = None,
 ) -> SqueezeAnalysis:
-    """The table with the smallest rank whose mean energy and whose worst module's energy reach what is asked.
+    """Return the table and the smallest rank at which the mean energy and the worst module's reach their minimum.
 
     ``spectra`` maps module names to ``analyse`` results; ``ranks`` limits the candidates (default: all up to the
     source rank). Without ``min_layer_retention`` only the mean counts. Raises UsageError for a candidate above the
     source rank, ValueError for a retention outside (0, 1].
     """
-    required = {"min_variance_retention": min_variance_retention, "min_layer_retention": min_layer_retention}
-    for name, value in required.items():
-        if value is not None and not 0.0 < value <= 1.0:
-            raise ValueError(f"{name} must be in (0, 1]: got {value}")
+    _check_retention("min_variance_retention", min_variance_retention)
+    if min_layer_retention is not None:
+        _check_retention("min_layer_retention", min_layer_retention)
     source_rank = max((len(values) for values in spectra.values()), default=0)
-    untrained = tuple(name for name, values in spectra.items() if energy(values) is None)
+    curves = {name: curve for name, values in spectra.items() if (curve := energy(values)) is not None}
+    untrained = tuple(name for name in spectra if name not in curves)
     rows = tuple(table(spectra, ranks))
     if not rows:
         reason = "every ΔW is 0: the adapter is untrained, so no rank can be recommended"
         return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
-    layer_floor = 0.0 if min_layer_retention is None else min_layer_retention
-    chosen = next(
-        (
-            row
-            for row in rows
-            if row.mean_energy >= min_variance_retention - ENERGY_TOLERANCE
-            and row.min_energy >= layer_floor - ENERGY_TOLERANCE
-        ),
-        None,
-    )
-    asked = f"mean energy >= {min_variance_retention:g}"
+    mean_floor, layer_floor = min_variance_retention - ENERGY_TOLERANCE, (min_layer_retention or 0.0) - ENERGY_TOLERANCE
+    sufficient = (row.rank for row in rows if row.mean_energy >= mean_floor and row.min_energy >= layer_floor)
+    rank = next(sufficient, None)
+    criterion = f"mean energy >= {min_variance_retention:g}"
     if min_layer_retention is not None:
-        asked += f" and every module's >= {min_layer_retention:g}"
-    if chosen is None:
-        reason = f"no candidate rank up to {rows[-1].rank} keeps {asked}"
+        criterion += f" and every module's >= {min_layer_retention:g}"
+    if rank is None:
+        reason = f"no candidate rank up to {rows[-1].rank} keeps {criterion}"
         return SqueezeAnalysis(source_rank, rows, None, reason, None, {}, untrained)
-    curves = {name: curve for name, values in spectra.items() if (curve := energy(values)) is not None}
-    worst = min(curves, key=lambda name: float(curves[name][min(chosen.rank, len(curves[name])) - 1]))
-    reason = f"smallest rank with {asked}"
-    return SqueezeAnalysis(source_rank, rows, chosen.rank, reason, worst, rank_pattern(spectra, chosen.rank), untrained)
+    worst = min(curves, key=lambda name: float(curves[name][min(rank, len(curves[name])) - 1]))
+    reason = f"smallest rank with {criterion}"
+    return SqueezeAnalysis(source_rank, rows, rank, reason, worst, rank_pattern(spectra, rank), untrained)
+
+
+def _check_retention(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise ValueError(f"{name} must be in (0, 1]: got {value}")
 
 
 def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[str, int]:
-    """Per-module ranks that keep at least the total energy Σ s² of ``uniform_rank`` everywhere, with fewest ranks.
+    """Return the fewest ranks per module that keep at least the total energy Σ s² of ``uniform_rank`` in all modules.
 
     The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least
     one per module because PEFT has no rank 0.
@@ -159,11 +158,11 @@ def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[
     target = sum(float(values[:uniform_rank].sum()) for values in squares.values())
     pattern = dict.fromkeys(names, 1)
     spent = sum(float(values[:1].sum()) for values in squares.values())
-    further = sorted(
+    remaining = sorted(
         ((float(value), index) for index, name in enumerate(names) for value in squares[name][1:]),
         key=lambda pair: -pair[0],
     )
-    for value, index in further:
+    for value, index in remaining:
         if spent >= target * (1.0 - ENERGY_TOLERANCE) or value <= 0.0:
             break
         pattern[names[index]] += 1

@@ -19,13 +19,13 @@ EQUAL_SHARE = 1e-8
 """Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 
 
-def _vector(values: Values, what: str) -> Doubles_S:
-    """float64 [n]; ValueError unless one-dimensional and finite."""
+def _vector(values: Values, name: str) -> Doubles_S:
+    """Return the values as float64 [n]. Raises ValueError unless one-dimensional and finite."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1:
-        raise ValueError(f"{what} must be a list of numbers: got shape {array.shape}")
+        raise ValueError(f"{name} must be a list of numbers: got shape {array.shape}")
     if not np.isfinite(array).all():
-        raise ValueError(f"{what} must be finite: got {array[~np.isfinite(array)][0]}")
+        raise ValueError(f"{name} must be finite: got {array[~np.isfinite(array)][0]}")
     return array
 
 
@@ -237,8 +237,8 @@ def _percentile_interval(
     resamples: int,
     expanded: bool,
 ) -> Interval:
-    """The statistic of these columns, whose rows are resampled together; expanded percentiles are Φ(∓√(n/(n−1))·t),
-    as normal data would need."""
+    """Return the statistic with its percentile bootstrap interval; rows of the columns are resampled together.
+    ``expanded``: see ``expanded_ends``."""
     estimate, n = float(statistic(*columns)), len(columns[0])
     if n < 2:
         return Interval(estimate, None, None)
@@ -249,8 +249,8 @@ def _percentile_interval(
 
 
 def expanded_ends(n: int, level: float = 0.95) -> tuple[float, float]:
-    """The percentiles between which a bootstrap of ``n`` > 1 values has to look: Φ(∓√(n/(n−1))·t), as normal data would
-    need (Hesterberg 2015, section 3.1)."""
+    """Return the percentiles of a bootstrap of ``n`` > 1 values that cover ``level`` for normal data: Φ(∓√(n/(n−1))·t)
+    (Hesterberg 2015, section 3.1)."""
     from scipy.special import ndtr
 
     tail = float(ndtr(-math.sqrt(n / (n - 1)) * _t_quantile(level, n - 1)))

@@ -1,1 +1,1 @@
-"""Models on this machine: those that ship with the package, and files of others."""
+"""Models on this machine: bundled ones, and files of others."""

@@ -1,7 +1,7 @@
-"""Models on this machine: where their files are, whether they can be loaded, and their tokenizer without torch.
+"""Finds models on this machine, checks their files, and loads their tokenizer without torch.
 
-What keeps a model from being loaded is found from names, sizes and headers: no weight is read, and neither torch nor
-transformers is imported. Bundled models stand in directories beside this file, in ``transformers`` format.
+Faults are found from names, sizes and headers: no weights are read, and neither torch nor transformers is imported.
+Bundled models are in directories next to this file, in ``transformers`` format.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from retrain.errors import ModelError
 
 BUNDLED = {"tiny-reasoner": "tiny_reasoner", "tiny-tool-user": "tiny_tool_user"}
-"""Model name in a configuration file → directory beside this file."""
+"""Directories of bundled models, next to this file, by name."""
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -29,11 +29,11 @@ VOCABULARIES = (
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
-"""What a model is for, as transformers writes it in the names of its tables."""
+"""The task of a model, as in the names of transformers' tables of model types."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
 CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-"""Endings of the files that decide what a model computes."""
+"""Endings of the files that affect a model's results."""
 BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a large file in a digest
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -45,8 +45,8 @@ def bundled_model_path(name: str) -> Path | None:
 
 
 def bundled_name(model: str) -> str | None:
-    """Return the name of the bundled model that ``model`` names or whose directory it is, in any installation of
-    retrain on any machine, or None."""
+    """Return the name of the bundled model that ``model`` names, or whose directory it is in any installation; else
+    None."""
     if model in BUNDLED:
         return model
     parts = Path(model).parts[-3:]
@@ -70,16 +70,15 @@ def find_file(model: str, name: str, revision: str | None = None) -> Path | None
 
 
 def local_directory(name: str, *folders: Path) -> Path | None:
-    """Return the directory of a bundled model, or of a path that is one, in one of ``folders`` first (``~`` is the
-    home); None for anything else."""
+    """Return the directory of a bundled model, or an existing path, relative to ``folders`` first; else None."""
     path = _expanded(name)
     places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
     return next((place for place in places if place is not None and place.is_dir()), None)
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
-    """Return why no model can be loaded by this name, or "". Of a hub name only the form is checked: what is not in the
-    local cache may be downloaded."""
+    """Return why no model of this name can be loaded, or "". Hub names are only checked for their form, because they
+    may be downloaded."""
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
@@ -120,8 +119,8 @@ def _check_classifier(config: Mapping[str, Any]) -> None:
 
 
 def files_digest(directory: Path) -> str:
-    """Return the hash of the files that decide what the model in ``directory`` computes; of a large file, of its size
-    and of blocks all over it, which training changes."""
+    """Return the hash of the files that affect a model's results; large files enter by their size and by blocks spread
+    over the file."""
     files = sorted(path for path in directory.iterdir() if path.suffix in DIGESTED and path.is_file())
     return _digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
 
@@ -142,7 +141,7 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: Task = "CAUSAL_LM") -> str:
-    """Return the first fault that keeps the model in ``directory`` from being loaded, or ""."""
+    """Return the first fault of the model files in ``directory``, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
@@ -168,8 +167,8 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         raise ModelError(f"it has no {CONFIG}: a model directory is what save_pretrained writes")
     config = _json(directory / CONFIG)
     kind, own_code = config.get("model_type"), bool(config.get("auto_map"))
-    known = model_types(task)
-    if isinstance(kind, str) and (known is None or kind in known):
+    supported = model_types(task)
+    if isinstance(kind, str) and (supported is None or kind in supported):
         return
     if own_code and task != "CAUSAL_LM":
         raise ModelError("it comes with its own code, which is run for [model] alone")
@@ -179,16 +178,16 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         return
     if not isinstance(kind, str):
         raise ModelError(f"its {CONFIG} has no model_type")
-    close = difflib.get_close_matches(kind, known or (), n=1, cutoff=0.7)
+    close = difflib.get_close_matches(kind, supported or (), n=1, cutoff=0.7)
     hint = f'; the nearest that it has is "{close[0]}"' if close else ""
-    what = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
-    raise ModelError(f'its {CONFIG} has model_type "{kind}", {what}')
+    reason = f"of which this transformers has no {TASK_WORDS[task]}{hint}"
+    raise ModelError(f'its {CONFIG} has model_type "{kind}", {reason}')
 
 
 @cache
 def model_types(task: Task) -> frozenset[str] | None:
-    """Return every model_type of which the installed transformers has a model for ``task``, by its source; None where
-    the table is not in it."""
+    """Return the model types that the installed transformers supports for ``task``, parsed from its source; None if the
+    table is not found."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(place) / "models" / "auto" / "modeling_auto.py"
@@ -248,7 +247,7 @@ def _check_tokenizer(directory: Path, trust_remote_code: bool) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError for anything else."""
+    """Return the object of a JSON file. Raises ModelError."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -259,7 +258,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class LightTokenizer:
-    """As much of a transformers tokenizer as ``data.prompts.render`` asks for, to measure prompts without torch.
+    """The part of a transformers tokenizer that ``data.prompts.render`` uses, to measure prompts without torch.
 
     ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
     whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.
@@ -291,8 +290,7 @@ class LightTokenizer:
 
 
 def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
-    """Return the tokenizer of a model, from files on this machine. Raises ModelError where they are missing or
-    damaged."""
+    """Return the tokenizer of a model from local files. Raises ModelError when they are missing or damaged."""
     from tokenizers import Tokenizer
 
     path = find_file(model, "tokenizer.json", revision)

@@ -20,27 +20,26 @@ BLOCK_LAYERS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
-"""Of the memory at most, for weights that are copied to decode with: merged with an adapter, or packed."""
+"""Largest share of memory for copied weights of decoding: merged with an adapter, or packed."""
 NF4_BLOCK = 64  # Numbers in 4 bits that share a scale
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
-"""Per adapter weight: fp32 master, gradient and the two moments of AdamW; the weights as they were published to the
-engine."""
+"""Bytes per adapter weight: fp32 master, gradient and two moments of AdamW; and a version published to the engine."""
 LOGITS_COPIES = 5
-"""What a sampled token takes in fp32, in rows of logits: themselves, their mass, its sum and two temporaries."""
+"""fp32 rows [V] per sampled token: logits, their mass, its cumulative sum and two temporaries."""
 
 GATHERED = 3
-"""What a layer takes that is gathered from several devices and used, in layers: what these send, its weights, and those
-of them that decoding joins to one matrix. Embedding and output layer are used as they are."""
+"""Memory of gathering a sharded layer, in layers: the communication buffer, its weights, and the fused weights of
+decoding. Embedding and output layer are not fused."""
 
 USABLE_SHARE = 0.85
-"""Of the memory that is free once the base is loaded; the rest is for what allocators lose between blocks."""
+"""Share of the free memory after loading the base that is planned with; the rest allows for fragmentation."""
 LEAST_ROWS = 8
-"""Sequences of a lane whose cache has to fit: with fewer at once, decoding would be bound by reading the weights."""
+"""Least sequences of a lane whose cache must fit: with fewer, decoding would be bound by reading the weights."""
 GPU_SAMPLING_SHARE, GPU_TRAINING_SHARE = 0.8, 0.4
-"""Of a GPU's memory beside base and lanes: for keys, values and logits of a decode batch (the rest is for the states of
-a prefill and for what allocators lose between blocks); for what a micro-batch keeps for its backward pass."""
+"""Shares of a GPU's memory that base and lanes leave: for keys, values and logits of a decode batch (the rest is for
+prefill and fragmentation); for the activations that a micro-batch keeps for its backward pass."""
 GPU_MICRO_BATCH_TOKENS = (512, 32768)
-"""Least and most tokens of a micro-batch on a GPU: with more its units are as busy as they can be."""
+"""Least and most tokens of a micro-batch on a GPU; more tokens do not use it better."""
 GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
 """Most rows of a GPU's decode batch, beyond which decoding is compute-bound; and the tokens by which its cache is
 sized."""
@@ -61,8 +60,8 @@ def dense_layers(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: str) -> list[tuple[str, str]]:
-    """Return for every target that means none of the ``layers`` what it is, and the line to type instead. ``head`` is
-    the path of the output layer, which gets no adapter."""
+    """Return, for each target that matches none of the ``layers``, the fault and the corrected line. ``head``: path of
+    the output layer, which gets no adapter."""
     if targets == "all-linear":
         return []
     right = [target for target in targets if any(targeted(layer, [target]) for layer in layers)]
@@ -83,26 +82,26 @@ def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: s
     ]
 
 
-def gpu_token_budget(room: int, kept: int) -> int:
-    """Return the tokens of a micro-batch on a GPU with ``room`` bytes beside base and lanes, of which a token keeps
-    ``kept``."""
+def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
+    """Return the tokens of a micro-batch on a GPU, of which base and lanes leave ``free_bytes`` and a token keeps
+    ``token_bytes`` for its backward pass."""
     least, most = GPU_MICRO_BATCH_TOKENS
-    return min(most, max(least, int(GPU_TRAINING_SHARE * room) // kept))
+    return min(most, max(least, int(GPU_TRAINING_SHARE * free_bytes) // token_bytes))
 
 
 def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
-    """Return how many of these lanes fit into ``usable`` bytes together, in their order. Each has what stays (adapter,
-    critic, optimizers) and its least caches; there is a ``copy`` of the weights for all of them, and beside what stays
-    there are by turns the caches and one ``update``."""
-    own, caches, fitting = copy, 0, 0
-    for staying, cache in lanes:
-        own, caches = own + staying, caches + cache
-        fitting += own + max(caches, update) <= usable
+    """Return how many of the first lanes fit into ``usable`` bytes. A lane is given by its resident bytes (adapter,
+    critic, optimizers) and its least cache; all share one ``copy`` of the weights. Resident bytes come with either all
+    caches or one ``update``, whichever is larger."""
+    resident, caches, fitting = copy, 0, 0
+    for lane_resident, cache in lanes:
+        resident, caches = resident + lane_resident, caches + cache
+        fitting += resident + max(caches, update) <= usable
     return fitting
 
 
 def cpu_token_budget(weight_bytes: int) -> int:
-    """Return the tokens of a micro-batch on a CPU: for the sake of memory, the fewest that are computed at full speed.
+    """Return the tokens of a micro-batch on a CPU: the fewest, to save memory, that reach full speed.
 
     Measured with ``benchmarks/update.py --micro``: at hidden 256 (a micro-batch on every core) 768 to 2,048 tokens take
     the same time and 512 16 % more; at hidden 512 (one micro-batch on all cores) 1,536 and 2,048 take the same and
@@ -112,16 +111,15 @@ def cpu_token_budget(weight_bytes: int) -> int:
 
 
 def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
-    """Return the bytes of one lane whose adapter has this many weights, over a base with numbers of ``itemsize`` bytes:
-    what is trained, the versions that were published, and the copy in the base's precision that decoding reads."""
+    """Return the bytes of one lane with this many adapter weights: training state, published versions, and decoding's
+    copy at ``itemsize`` bytes, the precision of the base."""
     return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
 
 
-def held_weights(own: int, ends: int, layer: int) -> int:
-    """Return the bytes of weights on a device at most at a time, of a base that is cut over several: its ``own`` part,
-    and by turns what is gathered of it, which are the ``ends`` (embedding and output layer) and one decoder
-    ``layer``."""
-    return own + max(2 * ends, ends + GATHERED * layer)
+def held_weights(shard: int, ends: int, layer: int) -> int:
+    """Return the peak bytes of a sharded base's weights on a device: its ``shard``, and the gathered ``ends``
+    (embedding and output layer) with one gathered decoder ``layer`` at a time."""
+    return shard + max(2 * ends, ends + GATHERED * layer)
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
@@ -139,7 +137,7 @@ def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
 
 
 def critic_bytes(weights: int) -> int:
-    """Return the bytes of a critic with this many trained weights, which is neither published nor decoded with."""
+    """Return the bytes of a critic with this many trained weights, which has no copies for engines or decoding."""
     return weights * TRAINED_BYTES
 
 

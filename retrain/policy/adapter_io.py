@@ -46,7 +46,7 @@ class Factors:
         return self.a_shape[0]
 
     def at(self, rank: int) -> Factors:
-        """Return the same module with factors of another rank."""
+        """Return the shapes for another rank."""
         return replace(self, a_shape=(rank, *self.a_shape[1:]), b_shape=(*self.b_shape[:-1], rank))
 
 

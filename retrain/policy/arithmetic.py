@@ -103,14 +103,14 @@ else:  # nothing is packed then; TorchScript wants every name that it meets to e
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [rows, in] → [rows, out], for a weight [out, in] as it is or as ``packed`` gives it."""
+    """Return x [rows, in] times the weight [out, in], plain or ``packed``, plus bias: [rows, out]."""
     if weight.is_mkldnn:
         return _packed_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] times weight [out, in], packed or not: fp32 for half-precision x, else in x's own precision."""
+    """Return x [rows, in] times weight [out, in], packed or not: fp32 for half-precision x, else in x's precision."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return linear(x, weight, bias)
     if torch.jit.is_scripting():  # on CPUs alone
@@ -153,7 +153,7 @@ def multiplies_into_fp32(device: str) -> bool:
 
 
 class Context(FunctionCtx):
-    """The context that autograd gives to a function, with the values that functions of ours keep besides tensors."""
+    """Autograd's context with the attributes that retrain's functions store besides tensors."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -164,7 +164,7 @@ class Context(FunctionCtx):
 
 
 Gradients = tuple[Tensor | None, ...]
-"""By argument of ``forward``, None where it needs none."""
+"""Gradients by argument of ``forward``; None for one without gradient."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -249,7 +249,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
-    """In this thread, linear layers of an fp32 base multiply in bfloat16 while the update runs them."""
+    """Let linear layers of an fp32 base multiply in bfloat16 in this thread's updates."""
     before, _mode.enabled = _mode.enabled, enabled
     try:
         yield

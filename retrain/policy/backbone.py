@@ -257,7 +257,6 @@ def by_place(values_M: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def per_sample(values_BT: Tensor, batch: MicroBatch) -> list[np.ndarray]:
-    """Return each sample's values of its action tokens [T], on the host."""
     rows = zip(values_BT.cpu().numpy(), batch.action_BT.cpu().numpy(), strict=True)
     return [row_T[action_T] for row_T, action_T in rows]
 
@@ -340,15 +339,14 @@ def _offer_fused_norms(base: BaseModel) -> None:
             _replace_forward(base, module, _in_update(module.forward, partial(rms_norm, weight=weight, eps=eps)))
 
 
-def _same_norm(one: Tensor, other: Tensor) -> bool:
+def _same_norm(first: Tensor, second: Tensor) -> bool:
     """Return whether two norms are equal: bit for bit in half precision, except where the order of a sum shows."""
-    if one.dtype == torch.float32:
-        return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-    return one.dtype == other.dtype and float((one != other).float().mean()) < 0.05
+    if first.dtype == torch.float32:
+        return torch.allclose(first, second, rtol=1e-5, atol=1e-6)
+    return first.dtype == second.dtype and float((first != second).float().mean()) < 0.05
 
 
 def _offer_fused_mlps(base: BaseModel) -> None:
-    """Let gated MLPs that compute the same go through ``swiglu``."""
     for module in base.model.modules():
         if not all(hasattr(module, name) for name in PROJECTIONS):
             continue

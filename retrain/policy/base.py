@@ -1,4 +1,4 @@
-"""The frozen base: one model and its tokenizer, shared by all runs of a cohort, and the memory that it leaves them.
+"""Loads the frozen base, which all runs of a cohort share, and plans the memory that it leaves them.
 
 Sizes of decode batches and micro-batches affect rounding, so they follow from the device's total memory and from
 shapes, never from free memory, and checkpoints keep them.
@@ -78,7 +78,7 @@ class BaseModel:
 
     @cached_property
     def small(self) -> bool:
-        """Return whether the weights fit a CPU core's cache, so that one piece of work per core is fastest."""
+        """Return whether the weights fit a CPU core's cache, so that one task per core is fastest."""
         return self.device.type == "cpu" and self.weight_bytes <= layers.SMALL_MODEL_BYTES
 
     @cached_property
@@ -120,7 +120,7 @@ class BaseModel:
         return 0 if self.sharded is None else self.sharded.gathered_bytes
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Surround what reads the weights, on all ranks together where these are sharded."""
+        """Return the context in which weights may be read; with sharded weights, all ranks enter it together."""
         return nullcontext() if self.sharded is None else self.sharded.in_use()
 
     @cached_property
@@ -290,7 +290,7 @@ SAMPLING_SHARE = {"cpu": 0.25, "cuda": layers.GPU_SAMPLING_SHARE}
 """Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
 states, fragmentation, and on a CPU for other programs."""
 LARGEST_SHARE = 0.95
-"""Up to this share of the memory beside base and lanes, sizes planned on a larger device are kept on a smaller one."""
+"""Share of free memory up to which the sizes of a checkpoint from a larger device are kept on this one."""
 
 
 def architecture_of(base: BaseModel) -> layers.Architecture:

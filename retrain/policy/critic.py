@@ -12,7 +12,7 @@ from retrain.config import Config
 from retrain.errors import CheckpointError
 from retrain.policy.base import BaseModel
 from retrain.policy.head import ValueHead
-from retrain.policy.lora import Adapter, Lanes, Step, load_moments, new_optimizer
+from retrain.policy.lora import Adapter, Lanes, OptimizerStep, load_moments, new_optimizer
 from retrain.policy.objective import ValueTerm
 from retrain.policy.update import PROBE_SIZE, UNTRAINED, AccumulationResult, PendingUpdate, without_advantages
 from retrain.types import UpdateResult
@@ -104,4 +104,6 @@ def _add_critic(update: PendingUpdate, critic: Critic, result: AccumulationResul
         "loss/value_avg": float(result.sums["value_loss"]) / tokens,
         "val/clipfrac_avg": float(result.sums["value_clipped"]) / tokens,
     }
-    update.steps.append(Step(critic.optimizer, critic.weights, update.lr * critic.scale, result.loss, "critic_"))
+    update.steps.append(
+        OptimizerStep(critic.optimizer, critic.weights, update.lr * critic.scale, result.loss, "critic_")
+    )

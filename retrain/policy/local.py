@@ -31,7 +31,7 @@ from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateCont
 from retrain.ranks import RankGroup
 from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
-from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
+from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
 
 OPTIMIZER = "optimizer.safetensors"
 KL_SECONDS = "timing_compute_kl_total"
@@ -142,7 +142,7 @@ class LocalPolicy(Policy):
         with products_in_bfloat16(self.bfloat16):
             return scored(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
 
-    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
+    def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         clip_norm = self.config.optimizer.grad_clip_norm
         update = PendingUpdate(self._context, self.adapter, self.optimizer, batch, objective, lr)
         try:
@@ -159,7 +159,7 @@ class LocalPolicy(Policy):
         metrics = {**result.metrics, KL_SECONDS: result.metrics.get(KL_SECONDS, 0.0) + kl_seconds}
         return replace(result, metrics=metrics)
 
-    def gradient(self, batch: TrainBatch, objective: Objective) -> Tensor:
+    def gradient(self, batch: StepBatch, objective: Objective) -> Tensor:
         """Return the gradient that ``update`` would clip and apply, fp32 [D] in the order of the adapter's weights."""
         head = self.critic.head if self.critic is not None and self.critic.adapter is None else None
         return batch_gradient(self._context, self.adapter, batch, objective, head)
@@ -286,23 +286,23 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
 def check_memory(
     base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
 ) -> None:
-    """Raise DoesNotFit when adapters and optimizers of these runs, and beside them either their caches or one update,
-    exceed the free memory beside the base, with the number of runs that do fit. Sequences have ``prompt_tokens``, those
-    of the longest prompt, and as many more as may be sampled; there are no caches unless this process ``decodes``."""
-    # One sequence's update at a time is the least that has to fit beside the lanes; no cache is there then.
+    """Raise DoesNotFit, with the number of runs that do fit, when these runs exceed the free memory: adapters and
+    optimizers, with either the least KV caches or one update. ``prompt_tokens``: tokens of the longest prompt. There
+    are no caches unless this process ``decodes``."""
+    # At least the update of one sequence must fit; caches are freed then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)
     usable = int(USABLE_SHARE * max(0, available_memory(base.device) - base.gathered_bytes))
     weights, width = base.weight_bytes // base.dtype.itemsize, base.dtype.itemsize
     copy = max(update_copy(weights, width, spec.config.training.update_dtype) for spec in specs)
-    copy = max(0, copy - copied_bytes(base.model))  # what earlier cohorts have copied is not free any more
-    own = [lane_bytes(base, lanes, [spec]) for spec in specs]
+    copy = max(0, copy - copied_bytes(base.model))  # copies of earlier cohorts exist already
+    sizes = [lane_bytes(base, lanes, [spec]) for spec in specs]
     caches = [decodes * least_cached_tokens(spec.config, prompt_tokens) * cache_bytes(base) for spec in specs]
-    fitting = fitting_lanes(usable, copy, update, zip(own, caches, strict=True))
+    fitting = fitting_lanes(usable, copy, update, zip(sizes, caches, strict=True))
     if fitting < len(specs):
         gib = 2**30
         raise DoesNotFit(
             fitting,
-            f"{len(specs)} runs need {(copy + sum(own) + max(sum(caches), update)) / gib:.1f} GiB beside {base.name}, "
-            f"{usable / gib:.1f} GiB are usable: {fitting} fit",
+            f"{len(specs)} runs need {(copy + sum(sizes) + max(sum(caches), update)) / gib:.1f} GiB beside "
+            f"{base.name}, {usable / gib:.1f} GiB are usable: {fitting} fit",
         )

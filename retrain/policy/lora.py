@@ -308,7 +308,7 @@ def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, Tensor])
     optimizer.load_state_dict(state)
 
 
-class Step:
+class OptimizerStep:
     """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
 
     def __init__(

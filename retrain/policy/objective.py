@@ -190,7 +190,7 @@ class PolicyLoss(Protocol):
     """A policy loss with its parameters as dataclass fields (``retrain.algorithms.losses``)."""
 
     from_sampler: ClassVar[bool] = False
-    """True where π_old is the sampler also in several updates of a batch."""
+    """Use the sampler as π_old even with several updates per batch."""
     is_plugin: ClassVar[bool] = False
     """True for user code, which may have a gradient at advantage 0, and which every rank loads itself."""
 
@@ -311,7 +311,7 @@ class KLTerm(Term):
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
-        """Return k2; for the record k3 over trained tokens, and k1 over all action tokens by sequence."""
+        """Return k2 per token, and as statistics k3 over trained tokens and k1 over all action tokens by sequence."""
         assert scores.reference_BT is not None
         assert scores.logprobs_BT is not None
         mask_BT, reference_BT, logprobs_BT = batch.loss_mask_BT, scores.reference_BT, scores.logprobs_BT.detach()

@@ -352,7 +352,7 @@ NAME = "retrain_sdpa"
 
 
 def update_mode(layout: Layout) -> AbstractContextManager[None]:
-    """In this thread, the base's layers run as in an update, and attention reads its input by this layout."""
+    """Run the base's layers as in an update in this thread, with attention by this layout."""
     return thread_values(mode, in_update=True, layout=layout if isinstance(layout, PackedLayout) else None)
 
 
@@ -411,7 +411,8 @@ class SelectionContext(Context):
 
 
 class _RowSelection(torch.autograd.Function):
-    """[N, H] → [M, H] at ``rows_M``. A group's samples all read the end of their prompt, summed in a fixed order."""
+    """Selects rows ``rows_M`` of [N, H]. A group's samples share the end of their prompt, whose gradient is summed in a
+    fixed order."""
 
     @staticmethod
     def forward(ctx: SelectionContext, states_NH: Tensor, layout: Layout) -> Tensor:

@@ -23,8 +23,7 @@ from retrain.plugins import check_backend_class, load_function
 from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.records.catalogue import BY_KEY, SECTIONS
-from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, Support, UpdateResult, Want
-from retrain.types import TrainBatch as StepBatch
+from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, StepBatch, Support, UpdateResult, Want
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
@@ -160,7 +159,7 @@ class PluginPolicy(Policy):
         return Scores()
 
     def read(self, directory: Path) -> PolicySnapshot:
-        """Raises PluginError: a backend samples with the weights that it holds."""
+        """Raise PluginError: a backend samples with the weights that it holds."""
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
@@ -172,7 +171,7 @@ class PluginPolicy(Policy):
         return UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:
-        """Raises CheckpointError when the backend saves nothing."""
+        """Return a snapshot. Raises CheckpointError when the backend saves nothing."""
         if not resumable:
             return PluginSnapshot(self.backend)
         files = aside_of(self.aside / f"{FILES}_{self.version:06d}")
@@ -184,13 +183,13 @@ class PluginPolicy(Policy):
         return PluginSnapshot(self.backend, files)
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError when the checkpoint is another policy's."""
+        """Load a checkpoint. Raises CheckpointError when it is another policy's."""
         if not (directory / FILES).is_dir():
             raise CheckpointError(f"{directory} is of another backend than {self.plugin}")
         self.backend.load(directory / FILES)
 
     def begin_with(self, directory: Path) -> None:
-        """Raises UsageError: a backend loads checkpoints only."""
+        """Raise UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
     def state(self) -> dict[str, object]:
@@ -206,10 +205,10 @@ def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, ob
     Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for a loss that
     is not finite.
     """
-    known: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
-    known |= dict.fromkeys(RATIO_METRICS)
+    metrics_here: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
+    metrics_here |= dict.fromkeys(RATIO_METRICS)
     if not batch.sequences:  # no group had signal: nothing to train on
-        return known | {"loss": None, "reported_loss": None}
+        return metrics_here | {"loss": None, "reported_loss": None}
     returned = backend.train_step(batch)
     if not isinstance(returned, Mapping):
         kind = type(returned).__name__
@@ -226,4 +225,4 @@ def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, ob
     loss = metrics.pop("loss", None)
     if isinstance(loss, float) and not math.isfinite(loss):
         raise RunFailed(f"backend {plugin}: the loss of step {batch.step} is {loss}")
-    return known | {"reported_loss": loss} | metrics | {"loss": loss}
+    return metrics_here | {"reported_loss": loss} | metrics | {"loss": loss}

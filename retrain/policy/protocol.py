@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from retrain.policy.objective import Objective
-from retrain.types import Sample, Scores, TrainBatch, UpdateResult, Want
+from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
 
 
 class PolicySnapshot(Protocol):
@@ -41,7 +41,7 @@ class Policy(Protocol):
         """Score the samples by a fresh forward pass, with the current weights or (all but values) with ``weights``."""
         ...
 
-    def update(self, batch: TrainBatch, objective: Objective, lr: float) -> UpdateResult:
+    def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         """Take one optimizer step. Raises NonFinite, with nothing changed, if loss or gradient is not finite."""
         ...
 

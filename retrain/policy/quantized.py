@@ -146,7 +146,7 @@ class QuantizationEffect:
     bytes_after: int
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         mib = 2**20
         return (
             f"base in {self.kind}: {self.bytes_after / mib:.1f} MiB in place of {self.bytes_before / mib:.1f}; "

@@ -1,13 +1,13 @@
-"""A base whose matrices are sharded over the ranks of one run by torch's FSDP2, layer by layer.
+"""Shards the matrices of a base over the ranks of one run with torch's FSDP2, layer by layer.
 
-``fully_shard`` cuts every matrix along its rows and gathers those of a unit at once. A unit is one decoder layer, or
-all that is in none of them. Norms and biases, which are small, stay whole on every rank. Sampling ends earlier on one
-rank than on another and micro-batches differ in number, so FSDP2's own hooks, which need equal passes on all ranks,
-are not used: before each gather the ranks say which unit they need, and gather those units together, in order.
+``fully_shard`` shards every matrix by rows and gathers those of a unit at once. A unit is one decoder layer, or all
+modules outside the layers. Norms and biases are small and replicated on every rank. FSDP2's own hooks need equal passes
+on all ranks and are not used, because sampling ends at different times and micro-batches differ in number: before each
+gather, the ranks exchange which units they need, and gather these together, in order.
 
-A gathered weight is one tensor for good, whose memory comes and goes: whatever keeps it (a saved tensor of a backward
-pass, the decoder's frame) reads it again as soon as its unit is gathered again. Weights are read from safetensors one
-tensor at a time, so that no process ever holds more than its own shard and one unit.
+A gathered weight is always the same tensor, whose memory is freed and allocated again: references to it (saved tensors
+of a backward pass, the decoder's frame) are valid whenever its unit is gathered. Weights are read from safetensors one
+tensor at a time, so that no process holds more than its own shard and one unit.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from retrain.ranks import RankGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Tell = Callable[[str, torch.Tensor], object]
+OnTensor = Callable[[str, torch.Tensor], object]
 INSTEAD = 'type [backend] shard = "dp"'
-NOTHING = -1  # What a rank says that needs no unit any more
+NOTHING = -1  # Sent by a rank that needs no further unit
 
 
 class _Holder(nn.Module):
@@ -52,15 +52,15 @@ class FsdpUnit:
 
         self.device = device
         holder = _Holder()
-        for place, module in enumerate(modules):
-            holder.add_module(str(place), module)
+        for index, module in enumerate(modules):
+            holder.add_module(str(index), module)
         small = {weight for weight in holder.parameters() if weight.dim() < 2}
         self.nbytes = sum(weight.nbytes for weight in holder.parameters() if weight.dim() >= 2)
         mesh = DeviceMesh.from_group(ranks.device_group, device.type)
         self._sharded = fully_shard(holder, mesh=mesh, reshard_after_forward=False, ignored_params=small)
 
     def require_memory(self) -> None:
-        """Allocate what gathering takes, and free it. Raises as an allocator does where it does not fit."""
+        """Allocate and free the memory of a gather. Raises an out-of-memory error before any rank communicates."""
         if self.device.type == "cuda":
             torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
 
@@ -72,8 +72,8 @@ class FsdpUnit:
 
 
 class ShardedWeights:
-    """The weights of a base that is sharded over ``ranks``: decoder layers are units 0, 1, …, all the rest is the last
-    one. One layer is gathered at a time; the last unit stays gathered until ``in_use`` ends. For one thread at a time.
+    """The sharded weights of a base: units 0, 1, … are its decoder layers, the last unit is everything else. One layer
+    is gathered at a time; the last unit stays gathered until ``in_use`` ends. Not thread-safe.
     """
 
     def __init__(self, ranks: RankGroup, units: Sequence[FsdpUnit], shard_bytes: int):
@@ -88,14 +88,14 @@ class ShardedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Allow units to be gathered in this block, which all ranks enter together. A rank that is done, or has failed,
-        gathers what the others need until no rank needs anything."""
+        """Allow gathers in this block, which all ranks enter together. A rank that has finished or failed keeps joining
+        the gathers of the others until no rank needs a unit."""
         self._is_open = True
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
-                traceback.clear_frames(error.__traceback__)  # what they hold would be missing for the others' units
+                traceback.clear_frames(error.__traceback__)  # frees the memory that gathers for the other ranks need
             if not self.ranks.is_lost:
                 self._finish()
             raise
@@ -108,8 +108,8 @@ class ShardedWeights:
             self._gathered.clear()
 
     def layer(self, unit: int) -> None:
-        """Gather a decoder layer; the one before is resharded. Raises RankLost when another rank is gone, and whatever
-        an allocator raises."""
+        """Gather a decoder layer and reshard the one before. Raises RankLost when another rank is gone, and
+        out-of-memory errors."""
         if unit in self._gathered:
             return
         if not self._is_open:
@@ -119,7 +119,7 @@ class ShardedWeights:
         self._gather_with_others(unit)
 
     def ends(self) -> None:
-        """Gather embedding and output layer, and whatever else is in no decoder layer."""
+        """Gather embedding, output layer and all other modules outside the decoder layers."""
         self.layer(self._ends)
 
     def _finish(self) -> None:
@@ -127,15 +127,15 @@ class ShardedWeights:
         while self._gather_with_others(NOTHING):
             pass
 
-    def _gather_with_others(self, own: int) -> bool:
+    def _gather_with_others(self, needed: int) -> bool:
         """Gather the units that the ranks need, in order; return whether any rank needed one."""
         try:
             needs = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks.count)]
-            dist.all_gather(needs, torch.tensor([own]), group=self.ranks.needs_group)
+            dist.all_gather(needs, torch.tensor([needed]), group=self.ranks.needs_group)
             units = {int(need) for need in needs} - {NOTHING}
             for unit in sorted(units):
                 self._units[unit].gather()
-                if unit in (own, self._ends):
+                if unit in (needed, self._ends):
                     self._gathered.add(unit)
                 else:
                     self._units[unit].reshard()
@@ -151,8 +151,8 @@ class ShardedWeights:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank has a shard. ``parts`` is what every tensor of its state adds to a fingerprint, in the
-    order of the names."""
+    """A model of which this rank holds a shard. ``parts``: bytes of every tensor of its state for the fingerprint, in
+    the order of the names."""
 
     model: PreTrainedModel
     weights: ShardedWeights
@@ -167,20 +167,22 @@ def load_sharded(
     ranks: RankGroup,
     fingerprint: Callable[[str, torch.Tensor], bytes],
 ) -> ShardedModel:
-    """Load the model of ``source`` (with ``from_pretrained``'s options), frozen, this rank's shard of it on ``device``;
-    all ranks call this together. ``fingerprint(name, tensor)`` is called with every whole tensor, in ``dtype``.
+    """Load this rank's shard of a frozen model to ``device``, with ``from_pretrained``'s options; all ranks call this
+    together. ``fingerprint(name, tensor)`` is called with every full tensor in ``dtype``.
 
-    Raises ModelError for a model that cannot be cut, and what transformers raises for one that cannot be loaded.
+    Raises ModelError for a model that cannot be sharded, and the errors of transformers.
     """
     model = _empty_model(source, options, dtype)
     layers = _layers(model)
     inner = [set(layer.modules()) for layer in layers]
     owners = [module for module in model.modules() if any(weight.dim() >= 2 for weight in module.parameters(False))]
-    outer = [module for module in owners if not any(module in own for own in inner)]
+    outer = [module for module in owners if not any(module in modules for modules in inner)]
     if any(layers[0] in module.modules() for module in outer):
         raise ModelError(f"{type(model).__name__} has weights beside its layers that cannot be cut: {INSTEAD}")
-    files, said = _Files.find(source, options), dict[str, bytes]()
-    reader = _Reader(model, files, dtype, device, lambda name, tensor: said.setdefault(name, fingerprint(name, tensor)))
+    files, parts = _Files.find(source, options), dict[str, bytes]()
+    reader = _Reader(
+        model, files, dtype, device, lambda name, tensor: parts.setdefault(name, fingerprint(name, tensor))
+    )
     units = []
     for layer in layers:
         reader.fill(layer)
@@ -188,15 +190,17 @@ def load_sharded(
     reader.fill(model)
     reader.fill_buffers()
     units.append(FsdpUnit(outer, ranks, device))
-    own = sum(getattr(weight, "to_local", lambda weight=weight: weight)().nbytes for weight in model.parameters())
-    weights = ShardedWeights(ranks, units, own)
+    shard_bytes = sum(
+        getattr(weight, "to_local", lambda weight=weight: weight)().nbytes for weight in model.parameters()
+    )
+    weights = ShardedWeights(ranks, units, shard_bytes)
     _hook(weights, layers, owners, outer)
     model.eval().requires_grad_(False)
-    return ShardedModel(model, weights, [said[name] for name in model.state_dict()])
+    return ShardedModel(model, weights, [parts[name] for name in model.state_dict()])
 
 
 def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """The model with its buffers, as ``from_pretrained`` makes it, and parameters that have a shape alone."""
+    """Return the model as ``from_pretrained`` makes it, but with parameters on the meta device; buffers are filled."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -209,13 +213,13 @@ def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) ->
     model.tie_weights()
     if dtype.itemsize < 4 and getattr(model, "_keep_in_fp32_modules", None):
         raise ModelError(f"{type(model).__name__} keeps some layers in float32, and cannot be cut: {INSTEAD}")
-    with suppress(OSError):  # where it has none, what its configuration says
+    with suppress(OSError):  # without a file, its defaults follow from the configuration
         model.generation_config = GenerationConfig.from_pretrained(source, **options)
     return model
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers. Raises ModelError where there are none to be found."""
+    """Return the decoder's layers. Raises ModelError when the model has no list of layers."""
     decoder = getattr(model, "get_decoder", lambda: None)()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -225,29 +229,29 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class _Files:
-    """In which file every tensor of a model is."""
+    """The file of every tensor of a model."""
 
     places: Mapping[str, str]
 
     @classmethod
     def find(cls, source: str, options: Mapping[str, Any]) -> _Files:
-        """Those of a model, downloaded where they are not here."""
+        """Return the files of a model, downloaded if necessary. Raises ModelError unless they are safetensors."""
         from safetensors import safe_open
         from transformers.utils.hub import cached_file
 
-        asked = {key: value for key, value in options.items() if key != "trust_remote_code"}
+        hub_options = {key: value for key, value in options.items() if key != "trust_remote_code"}
         missing: dict[str, Any] = {
             "_raise_exceptions_for_missing_entries": False,
             "_raise_exceptions_for_connection_errors": False,
         }
-        if whole := cached_file(source, WHOLE, **asked, **missing):
-            with safe_open(whole, framework="pt") as file:
-                return cls(dict.fromkeys(file.keys(), whole))
-        index = cached_file(source, INDEX, **asked, **missing)
+        if single_file := cached_file(source, WHOLE, **hub_options, **missing):
+            with safe_open(single_file, framework="pt") as file:
+                return cls(dict.fromkeys(file.keys(), single_file))
+        index = cached_file(source, INDEX, **hub_options, **missing)
         if not index:
             raise ModelError(f"it has neither {WHOLE} nor {INDEX}, and others cannot be read in parts: {INSTEAD}")
         names: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
-        paths = {name: str(cached_file(source, name, **asked)) for name in set(names.values())}
+        paths = {name: str(cached_file(source, name, **hub_options)) for name in set(names.values())}
         return cls({name: paths[file] for name, file in names.items()})
 
     def read(self, name: str) -> torch.Tensor:
@@ -258,22 +262,25 @@ class _Files:
 
 
 class _Reader:
-    """Fills parameters and buffers that a file has, one after another; ``tell`` hears of every name and tensor."""
+    """Fills parameters and buffers from files, one at a time; calls ``on_tensor`` with every name and tensor."""
 
-    def __init__(self, model: PreTrainedModel, files: _Files, dtype: torch.dtype, device: torch.device, tell: Tell):
-        self.model, self.files, self.dtype, self.device, self.tell = model, files, dtype, device, tell
+    def __init__(
+        self, model: PreTrainedModel, files: _Files, dtype: torch.dtype, device: torch.device, on_tensor: OnTensor
+    ):
+        self.model, self.files, self.dtype, self.device, self.on_tensor = model, files, dtype, device, on_tensor
         self._names: dict[int, list[str]] = {}
         for name, weight in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(weight), []).append(name)
 
     def fill(self, module: nn.Module) -> None:
-        """Fill the parameters under this module that are empty yet. Raises ModelError for what no file has."""
+        """Fill the module's parameters that are still on the meta device. Raises ModelError for one that no file
+        has."""
         for weight in list(module.parameters()):
             if weight.is_meta:
                 self._fill(weight, self._names[id(weight)])
 
     def fill_buffers(self) -> None:
-        """Fill the buffers that a file has, and put all of them on the device."""
+        """Fill the buffers that a file has, and move all buffers to the device."""
         state = self.model.state_dict()
         for module_name, module in self.model.named_modules():
             for leaf, tensor in list(module.named_buffers(recurse=False)):
@@ -281,7 +288,7 @@ class _Reader:
                 filled = self.files.read(name).to(tensor.dtype) if name in self.files.places else tensor
                 module._buffers[leaf] = filled.to(self.device)
                 if name in state:
-                    self.tell(name, filled)
+                    self.on_tensor(name, filled)
 
     def _fill(self, weight: nn.Parameter, names: list[str]) -> None:
         name = next((name for name in names if name in self.files.places), None)
@@ -291,42 +298,40 @@ class _Reader:
         if tensor.shape != weight.shape:
             raise ModelError(f"{name} is {tuple(tensor.shape)} in the model's files, and {tuple(weight.shape)} in it")
         filled = nn.Parameter(tensor.to(self.device).contiguous(), requires_grad=False)
-        for place in names:
-            self.tell(place, tensor)
-            parent, _, leaf = place.rpartition(".")
+        for alias in names:
+            self.on_tensor(alias, tensor)
+            parent, _, leaf = alias.rpartition(".")
             self.model.get_submodule(parent).register_parameter(leaf, filled)
 
 
 def _hook(
     weights: ShardedWeights, layers: Sequence[nn.Module], owners: Sequence[nn.Module], outer: Sequence[nn.Module]
 ) -> None:
-    """Whoever calls a module finds its weights there, and so does the backward pass of a layer."""
+    """Add hooks that gather a module's weights before its forward pass, and before the backward pass of its layer."""
     for module in outer:
-        module.register_forward_pre_hook(_asking(weights.ends))
-    for place, layer in enumerate(layers):
-        ask, inside = partial(weights.layer, place), set(layer.modules())
+        module.register_forward_pre_hook(_before_forward(weights.ends))
+    for index, layer in enumerate(layers):
+        gather, inside = partial(weights.layer, index), set(layer.modules())
         for module in [layer, *(owner for owner in owners if owner in inside)]:
-            module.register_forward_pre_hook(_asking(ask))
-        layer.register_forward_hook(_asking_again(ask))
+            module.register_forward_pre_hook(_before_forward(gather))
+        layer.register_forward_hook(_before_backward(gather))
 
 
-def _asking(ask: Callable[[], None]) -> Callable[[nn.Module, object], None]:
-    """Return a hook that runs before a forward pass."""
-    return lambda module, given: ask()
+def _before_forward(gather: Callable[[], None]) -> Callable[[nn.Module, object], None]:
+    return lambda module, args: gather()
 
 
-def _asking_again(ask: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
-    """A hook after a forward pass: before the gradient of what it has given goes back through it, the weights are there
-    again."""
+def _before_backward(gather: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
+    """Return a forward hook that gathers the weights again when the gradient of the module's output arrives."""
 
-    def watch(module: nn.Module, given: object, made: object) -> None:
-        for out in _tensors(made):
-            if out.requires_grad:
-                out.register_hook(lambda gradient: ask())
+    def hook(module: nn.Module, args: object, output: object) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: gather())
 
-    return watch
+    return hook
 
 
-def _tensors(made: object) -> Iterator[torch.Tensor]:
-    given = made if isinstance(made, tuple | list) else [made]
-    yield from (each for each in given if isinstance(each, torch.Tensor))
+def _tensors(output: object) -> Iterator[torch.Tensor]:
+    values = output if isinstance(output, tuple | list) else [output]
+    yield from (value for value in values if isinstance(value, torch.Tensor))

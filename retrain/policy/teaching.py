@@ -1,5 +1,5 @@
-"""Where a teacher is, and what can be known to be wrong with it before anything is loaded. Nothing of torch is imported
-here."""
+"""Finds a run's teacher and checks it before anything is loaded; planning and training call it. Does not import
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,54 +18,57 @@ BASE = "base"  # Teacher name that stands for the frozen base model
 
 
 @dataclass(frozen=True)
-class Place:
-    """What ``[distillation] teacher`` names: ``name`` is the directory of an adapter or model, a hub name, or what a
-    server calls it."""
+class TeacherSource:
+    """The source of a teacher. ``name``: directory of an adapter or model, hub name, or the server's name of the
+    model."""
 
     kind: Literal["base", "policy", "adapter", "model", "server"]
     name: str
 
 
-def place_of(config: Config, folder: Path) -> Place:
-    """Where the run's teacher is, looked for in the TOML's ``folder`` and the current directory.
+def teacher_source(config: Config, folder: Path) -> TeacherSource:
+    """Return the run's teacher, looked for in the TOML's ``folder`` and the current directory.
 
-    Raises ModelError, whose text follows the teacher's name, when it is nowhere or cannot be loaded.
+    Raises ModelError, whose message is to follow the teacher's name, when it is missing or cannot be loaded.
     """
-    own = config.distillation
-    named = own.teacher or ""
-    if own.url is not None:
-        return Place("server", named)
+    section = config.distillation
+    named = section.teacher or ""
+    if section.url is not None:
+        return TeacherSource("server", named)
     if named in (BASE, POLICY):
-        return Place("base" if named == BASE else "policy", named)
-    found = (each / Path(named).expanduser() for each in search_folders(folder))
-    directory = next((path for path in found if path.is_dir()), None)
+        return TeacherSource("base" if named == BASE else "policy", named)
+    candidates = (base / Path(named).expanduser() for base in search_folders(folder))
+    directory = next((path for path in candidates if path.is_dir()), None) or local_directory(named)
     if directory is None:
-        directory = local_directory(named)
-    if directory is not None and (adapter := _adapter_in(directory)):
-        return Place("adapter", str(adapter))
-    if directory is not None and (finals := final_adapters(directory)):
+        _check_model(named, config, "")
+        return TeacherSource("model", named)
+    if adapter := _adapter_in(directory):
+        return TeacherSource("adapter", str(adapter))
+    if finals := final_adapters(directory):
         raise ModelError(f"it is a campaign: give one of its runs, such as {finals[0].parent}")
-    name = named if directory is None else str(directory)
+    _check_model(str(directory), config, ", nor an adapter")
+    return TeacherSource("model", str(directory))
+
+
+def _check_model(name: str, config: Config, addition: str) -> None:
     if fault := model_fault(name, trust_remote_code=config.model.trust_remote_code):
-        either = "" if directory is None else ", nor an adapter"
-        raise ModelError(f"{fault}{either}")
-    return Place("model", name)
+        raise ModelError(f"{fault}{addition}")
 
 
 def _adapter_in(directory: Path) -> Path | None:
-    """The adapter of a run's directory, its ``final/`` or else its newest checkpoint, or of an adapter directory."""
+    """Return the adapter directory of a run (``final/``, else the newest checkpoint), or ``directory`` if it is one."""
     checkpoints = reversed(RunReader(directory).checkpoint_directories())
     places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
 
 
 def teacher_fault(config: Config, folder: Path) -> str:
-    """Why this run's teacher cannot be used, as far as files tell; "" where nothing is known to be wrong."""
+    """Return why this run's teacher cannot be used, as far as files show; "" if no fault is found."""
     try:
-        place = place_of(config, folder)
+        source = teacher_source(config, folder)
     except ModelError as error:
         return str(error)
-    if place.kind != "model":
+    if source.kind != "model":
         return ""
     if config.backend.shard != "none":
         return (
@@ -73,34 +76,34 @@ def teacher_fault(config: Config, folder: Path) -> str:
             "others wait: give an adapter of the same base, or serve it and give its url"
         )
     model = config.model
-    pairs = ((model.model, model.revision), (place.name, None))
+    pairs = ((model.model, model.revision), (source.name, None))
     if any(find_file(name, "tokenizer.json", revision) is None for name, revision in pairs):
-        return ""  # told once both are loaded
+        return ""  # checked once both are loaded
     try:
-        own, other = (light_tokenizer(name, revision).tokenizer.get_vocab() for name, revision in pairs)
+        student, teacher = (light_tokenizer(name, revision).tokenizer.get_vocab() for name, revision in pairs)
     except ModelError as error:
         return str(error)
-    return vocabulary_fault(own, other, model.model)
+    return vocabulary_fault(student, teacher, model.model)
 
 
-def vocabulary_fault(own: Mapping[str, int], other: Mapping[str, int], name: str) -> str:
-    """What keeps a teacher with the vocabulary ``other`` (token → id) from reading the tokens of ``name``, which has
-    ``own``; "" where it reads each as the same text."""
-    wrong = [token for token, number in own.items() if other.get(token) != number]
+def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], name: str) -> str:
+    """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``; "" if it does not."""
+    wrong = [token for token, number in student.items() if teacher.get(token) != number]
     if not wrong:
         return ""
-    first = min(wrong, key=lambda token: own[token])
-    theirs = other.get(first)
-    what = "it does not have" if theirs is None else f"is its token {theirs}"
+    first = min(wrong, key=lambda token: student[token])
+    number_there = teacher.get(first)
+    difference = "it does not have" if number_there is None else f"is its token {number_there}"
     return (
-        f"its tokens are not those of {name}: {len(wrong)} of {len(own)} differ, such as {first!r}, token "
-        f"{own[first]}, which {what}; a teacher scores the very tokens that a student samples: both need one tokenizer"
+        f"its tokens are not those of {name}: {len(wrong)} of {len(student)} differ, such as {first!r}, token "
+        f"{student[first]}, which {difference}; a "
+        "teacher scores the very tokens that a student samples: both need one tokenizer"
     )
 
 
 def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
-    """Fingerprint and number format of the base that an adapter was trained on, as its run recorded them; None where
-    nothing is recorded."""
+    """Return fingerprint and dtype of the base that an adapter was trained on, as its run recorded them; None without
+    a record."""
     for directory in (adapter, *list(adapter.parents)[:2]):
         content = read_object(directory / CONFIG)
         if isinstance(content.get("base"), dict):

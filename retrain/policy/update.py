@@ -1,4 +1,4 @@
-"""One optimizer step of one lane: gradients of micro-batches, accumulated and timed, and the step that they give."""
+"""Takes one optimizer step of one lane: accumulates and times the gradients of micro-batches, then steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from retrain.policy.backbone import (
 )
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head, ValueHead, head_divergence
-from retrain.policy.lora import Adapter, Lanes, Step
+from retrain.policy.lora import Adapter, Lanes, OptimizerStep
 from retrain.policy.objective import NotFiniteError, Objective, TeacherTerm, TokenScores, ValueTerm
 from retrain.policy.packing import Budget, Layout, MicroBatch, split_microbatches, update_mode, with_prompt
 from retrain.ranks import RankGroup
 from retrain.records.catalogue import TIMED_PARTS
 from retrain.rng import torch_seed
 from retrain.threads import Workers
-from retrain.types import Sample, TrainBatch, UpdateResult, Want
+from retrain.types import Sample, StepBatch, UpdateResult, Want
 
 UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"]
 MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
@@ -71,7 +71,6 @@ class MicroBatchResult:
 
 
 def _on_host(result: MicroBatchResult) -> MicroBatchResult:
-    """Return the result, without its gradients, as it is sent to other ranks."""
     sums = {name: value.cpu() for name, value in result.sums.items()}
     return replace(result, loss=result.loss.cpu(), sums=sums, gradients=[])
 
@@ -142,7 +141,7 @@ class GradientAccumulator:
     """Accumulates the gradient of one objective; with ``frozen`` that of the value ``head`` only."""
 
     context: UpdateContext
-    batch: TrainBatch
+    batch: StepBatch
     adapter: Adapter
     objective: Objective
     head: ValueHead | None = None
@@ -361,13 +360,13 @@ class PendingUpdate:
     context: UpdateContext
     adapter: Adapter
     optimizer: torch.optim.Optimizer
-    batch: TrainBatch
+    batch: StepBatch
     objective: Objective
     lr: float
 
     def __post_init__(self) -> None:
         self.metrics: dict[str, float | None] = {"optim/lr": self.lr, "num_datums": len(self.batch.samples)}
-        self.steps: list[Step] = []
+        self.steps: list[OptimizerStep] = []
         self.is_applied = False  # Whether weights may have changed, also when an error ended `apply` after that
         self.timer = PhaseTimer(self.context.base.device)
         self.logprobs: dict[Sample, np.ndarray] = {}
@@ -426,7 +425,7 @@ class PendingUpdate:
         """Add the policy's step, whose gradient ``result`` describes."""
         self.metrics |= policy_metrics(result.sums, self.objective.kl_coef, len(self.batch.samples))
         self.metrics |= {"loss": result.loss, "reported_loss": result.loss}
-        self.steps.append(Step(self.optimizer, [self.adapter.flat], self.lr, result.loss))
+        self.steps.append(OptimizerStep(self.optimizer, [self.adapter.flat], self.lr, result.loss))
 
 
 def without_advantages(sample: Sample) -> Sample:
@@ -446,7 +445,7 @@ def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateRes
 
 
 def batch_gradient(
-    context: UpdateContext, adapter: Adapter, batch: TrainBatch, objective: Objective, head: ValueHead | None = None
+    context: UpdateContext, adapter: Adapter, batch: StepBatch, objective: Objective, head: ValueHead | None = None
 ) -> Tensor:
     """Return the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
 

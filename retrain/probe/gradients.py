@@ -1,4 +1,4 @@
-"""Compares the updates that a file's conditions would make on the same graded rollouts; no step is taken.
+"""Compares the gradients that a file's conditions compute on the same graded rollouts, without taking steps.
 
 The runs are assembled as for training, one lane for each condition, in a temporary directory and without trackers.
 Batches are those that the baseline's run would sample next; every condition credits them with the functions that
@@ -32,7 +32,7 @@ from retrain.rollouts.queue import StepRollouts, collect_rounds
 from retrain.training.assemble import assemble
 from retrain.training.bases import Bases
 from retrain.training.run import Run
-from retrain.types import CreditedGroup, Group, Rollout, TrainBatch
+from retrain.types import CreditedGroup, Group, Rollout, StepBatch
 
 LEAST_BATCHES = 3  # Smallest number of batches from which an interval is computed
 AT_ONCE = 4  # Number of batches that are sampled in one call
@@ -98,17 +98,17 @@ def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
     """Return the runs of the first seed whose gradients can be compared with the baseline's on its rollouts, baseline
     first, and notes about the others. Raises UsageError unless there are two."""
     specs = conditions_of(plan)
-    first, kept, notes = specs[0], list[RunSpec](), list[str]()
+    first, comparable_specs, notes = specs[0], list[RunSpec](), list[str]()
     for spec in specs:
         if _adapter(spec) != _adapter(first):
             notes.append(f"{spec.label} is left out: its base, problems or adapter differ from the baseline's")
         elif _sampling(spec) != _sampling(first):
             notes.append(f"{spec.label} is left out: it samples or grades other rollouts than the baseline")
         else:
-            kept.append(spec)
-    if len(kept) < 2:
+            comparable_specs.append(spec)
+    if len(comparable_specs) < 2:
         raise UsageError(f"{plan.name} has nothing to compare: {'; '.join(notes)}")
-    return kept, notes
+    return comparable_specs, notes
 
 
 def _adapter(spec: RunSpec) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ def _sampling(spec: RunSpec) -> tuple[Any, ...]:
 
 
 class _Observer(Messages):
-    """Passes on messages; a run whose checkpoint cannot be used ends the probe."""
+    """Forwards messages; raises CheckpointError for a run whose checkpoint cannot be used."""
 
     def run_finished(self, spec: RunSpec, status: str, reason: str) -> None:
         raise CheckpointError(f"{spec.label}: {reason}")
@@ -197,7 +197,7 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
         batch = run.credit(list(map(CreditedGroup.of, groups)))
         samples = [sample for rollout in batch.trained for sample in training_samples(rollout)]
         return run.policy.gradient(
-            TrainBatch(samples, batch.denominators, step, run.requests.stream), run.update_plan.objective
+            StepBatch(samples, batch.denominators, step, run.requests.stream), run.update_plan.objective
         )
     finally:
         run.step = before
@@ -216,8 +216,8 @@ def with_open_gate(state: dict[str, Any]) -> dict[str, Any]:
 def _interval(values_B: np.ndarray, scale: Callable[[float], float] = float) -> dict[str, float | None] | None:
     """Return the mean of the finite values with its interval, each after ``scale``; None where there is none. All
     conditions are resampled alike."""
-    known = values_B[np.isfinite(values_B)]
-    if not len(known):
+    finite_B = values_B[np.isfinite(values_B)]
+    if not len(finite_B):
         return None
-    found = bootstrap_ci(known, generator("probe"), resamples=2000, expanded=True)
-    return {name: None if end is None else scale(end) for name, end in vars(found).items()}
+    interval = bootstrap_ci(finite_B, generator("probe"), resamples=2000, expanded=True)
+    return {name: None if end is None else scale(end) for name, end in vars(interval).items()}

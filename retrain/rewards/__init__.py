@@ -1,7 +1,7 @@
-"""Graders: a problem and a completion in, a RewardResult out; no reward can end a run.
+"""Graders turn a problem and a completion into a RewardResult; no reward can end a run.
 
-A reward of your own is a function named in the TOML (``[reward] type = "custom"``, see ``custom``) or, from
-Python, a subclass of ``Reward`` handed to ``Grader``.
+A user's reward is a function named in the TOML (``[reward] type = "custom"``, see ``custom``) or, from Python, a
+subclass of ``Reward`` passed to ``Grader``.
 """
 
 from retrain.rewards.base import Reward

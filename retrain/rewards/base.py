@@ -1,7 +1,7 @@
-"""The interface of a reward, checks of what rewards return, and the rewards by text alone, ``match`` and ``format``.
+"""The interface of rewards, checks of their results, and the text rewards ``match`` and ``format``.
 
-A reward never ends a run: whatever it raises, returns or waits for becomes a record with ``total_reward=None``
-and the reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
+A reward never ends a run: its errors, wrong results and timeouts become a record with ``total_reward=None`` and the
+reason in ``error``. Mistakes of the configuration (a missing module, key or package) are raised when the
 grader is built, before anything is sampled.
 """
 
@@ -32,7 +32,7 @@ class CompletionText(str):
 
 
 def marked_answer(problem: Problem, completion: str, strict: bool = True) -> str | None:
-    """Return what ``completion`` answers to ``problem``; ``strict`` as in ``answer_text``."""
+    """Return the answer in ``completion`` to ``problem``; ``strict`` as in ``answer_text``."""
     return answer_text(completion, problem.answer, str(problem.metadata.get("solution", "")), strict)
 
 
@@ -44,7 +44,7 @@ def prompt_text(problem: Problem) -> str:
 
 
 LARGEST_REWARD = 1e30
-"""A reward beyond this is a mistake; up to here its square fits in a float64, its advantage in a float32."""
+"""Largest reward: larger ones are mistakes. Its square fits in a float64, its advantage in a float32."""
 
 
 class Reward:
@@ -57,7 +57,7 @@ class Reward:
     columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
-        """Return the reward of one completion, as a number or a RewardResult. May raise: the completion gets null."""
+        """Return the reward of one completion, a number or a RewardResult. An exception is recorded as null."""
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
@@ -74,12 +74,11 @@ class Reward:
 
 
 def failed(error: str) -> RewardResult:
-    """Return the record of a completion that could not be graded, with the reason in words."""
     return RewardResult(total_reward=None, error=printable(error))
 
 
 def checked(value: object) -> RewardResult:
-    """Return what a reward returned as a RewardResult with a finite total.
+    """Return the result of a reward as a RewardResult with a finite total.
 
     Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
     numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
@@ -103,7 +102,7 @@ def checked(value: object) -> RewardResult:
 
 
 def _faulty_numbers(result: RewardResult) -> str:
-    """Make sample metrics and components floats or None, and return what is wrong with one that is neither, or ""."""
+    """Convert sample metrics and components to floats or None; return the fault of one that is neither, or ""."""
     for key, label in (("sample_metrics", "sample metric"), ("components", "component")):
         values = getattr(result, key)
         if not isinstance(values, Mapping):
@@ -127,35 +126,45 @@ def _number(value: object) -> float | None:
 
 
 def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
-    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component; a number whose name
-    is taken gets the part's name in front.
+    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component.
 
-    A part without a total and without an error does not apply to this completion and is left out. One that failed
-    leaves no total, nor do parts of which none applies.
+    A part without total and error does not apply to this completion. There is no total when a part has failed, or when
+    no part applies.
     """
     results = [part for *_, part in parts]
-    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
-    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
-    total = failed("; ".join(errors)) if errors else checked(sum(values)) if values else RewardResult(None)
+    total = _total(parts)
     total.components = {name: part.total_reward for name, _, _, part in parts}
     # The first part that grades correctness decides it, and the first that grades the format decides that.
     total.correct = next((part.correct for part in results if part.correct is not None), None)
     total.format_ok = next((part.format_ok for part in results if part.format_ok is not None), None)
     for name, _, _, part in parts:
-        inner = {key: value for key, value in part.components.items() if key != name}
-        for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
-            for key, value in numbers.items():
-                is_taken = key in total.sample_metrics or key in total.components
-                into[f"{name}/{key}" if is_taken else key] = value
+        _add_numbers(total, name, part)
     total.tags = tuple(dict.fromkeys(tag for part in results for tag in part.tags))
     return total
 
 
+def _total(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
+    errors = [f"{name}: {part.error}" for name, _, _, part in parts if part.total_reward is None and part.error]
+    if errors:
+        return failed("; ".join(errors))
+    values = [w * (part.total_reward + offset) for _, w, offset, part in parts if part.total_reward is not None]
+    return checked(sum(values)) if values else RewardResult(None)
+
+
+def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
+    """Add a part's components and sample metrics; a key that is taken gets the part's name as prefix."""
+    inner = {key: value for key, value in part.components.items() if key != name}
+    for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
+        for key, value in numbers.items():
+            is_taken = key in total.sample_metrics or key in total.components
+            into[f"{name}/{key}" if is_taken else key] = value
+
+
 @dataclass(eq=False)
 class MatchReward(Reward):
-    """1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
+    """Grades 1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
 
-    ``strict`` as in ``answer_text``: only an answer that is marked as one counts.
+    ``strict``: only a marked answer counts (``answer_text``).
     """
 
     name = "match"
@@ -168,8 +177,8 @@ class MatchReward(Reward):
 
 
 class FormatReward(Reward):
-    r"""1 when the completion marks its answer by a closed ``\boxed{…}`` (or the data set's ``####``) with something in
-    it, else 0.
+    r"""Grades 1 when the completion marks a non-empty answer by a closed ``\boxed{…}`` (or the data set's ``####``),
+    else 0.
 
     It does not grade correctness (``correct`` stays None) and is meant as one of several components.
     """

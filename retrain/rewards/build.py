@@ -22,9 +22,9 @@ from retrain.types import CORRECT_ABOVE, RewardResult, with_correctness
 class Grader(AbstractContextManager["Grader"]):
     """Grades the completions of a step with one reward.
 
-    ``names`` are the components that every result has, in the order in which they are configured, ``columns`` those
-    that the data must have. ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another
-    reward, goes into the sample metrics, which are recorded and reach no advantage.
+    ``names`` are the components of every result, in configured order; ``columns`` are those that the data must have.
+    ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another reward, goes into the
+    sample metrics, which do not affect advantages.
     """
 
     def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
@@ -70,7 +70,7 @@ class Grader(AbstractContextManager["Grader"]):
 
 @dataclass(frozen=True)
 class Component:
-    """One summand: ``weight · (reward + offset)``, recorded under the reward's name before weighting."""
+    """A summand ``weight · (reward + offset)``, recorded before weighting under the reward's name."""
 
     reward: Reward
     weight: float = 1.0
@@ -78,7 +78,7 @@ class Component:
 
 
 class WeightedReward(Reward):
-    """Several rewards added up, each recorded under its own name: total = Σ weight · (value + offset).
+    """Adds several rewards, each recorded under its name: total = Σ weight · (value + offset).
 
     The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, weight 1) and (format, weight 0.1,
     offset −1): 1 for a correct marked answer, 0 for a wrong one, −0.1 for none at all.
@@ -115,11 +115,11 @@ def build_grader(
     device: Callable[[], object] = lambda: "cpu",
     audit: tasks.Audit | None = None,
 ) -> Grader:
-    """Build the grader of a valid ``[reward]`` section, with the ``[audit]`` where one is wanted.
+    """Build the grader of a valid ``[reward]`` section, with its ``[audit]`` if enabled.
 
     ``base_dir`` is the folder of the TOML: relative paths and modules are looked up there, then in the current
-    directory. ``device`` is asked for the torch device of a reward model, where there is one. Raises MissingExtra,
-    PluginError, ModelError or UsageError for what the section names and is missing.
+    directory. ``device`` returns the torch device of a reward model. Raises MissingExtra, PluginError, ModelError or
+    UsageError when something that the section names is missing.
     """
 
     with ExitStack() as started:  # rewards may have started workers before a later one cannot be built
@@ -146,7 +146,6 @@ def _reward(
     device: Callable[[], object],
     table: str,
 ) -> Reward:
-    """Build a reward that is not ``weighted``; ``table`` is what the file calls it."""
     workers, timeout_s = section.workers, section.timeout_s
     if part.type == "format":
         return FormatReward()

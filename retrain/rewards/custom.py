@@ -1,6 +1,6 @@
-"""``custom``: reward functions of the user's own, run in worker processes with the same limits as ``math``.
+"""``custom``: a user's reward functions, run in worker processes with the same limits as ``math``.
 
-A function's parameters say which of two forms it has, and what it gets, by name:
+The names of a function's parameters decide its form and its arguments:
 
     def score(completion, answer):                          # one completion
     def score(problem, completion, tags, metadata):         # any of ``ARGUMENTS``
@@ -29,7 +29,7 @@ from retrain.errors import PluginError, PluginMissing, RetrainError
 from retrain.files import existing_file, search_folders
 from retrain.plugins import declared_ranges, described, load_file, load_module
 from retrain.rewards.base import Item, Reward, checked, failed, prompt_text, weighted_sum
-from retrain.rewards.workers import WorkerPool
+from retrain.rewards.workers import WorkerLimits, WorkerPool
 from retrain.types import Problem, RewardResult
 
 MEMORY_BYTES = 8 << 30
@@ -55,8 +55,7 @@ KNOWN = (
 
 
 class CustomReward(Reward):
-    """Calls ``function`` of ``module``: a path to a ``.py`` file, or a module's name as ``import`` takes it. A list of
-    functions is added up.
+    """Calls ``function`` of ``module`` (the path of a ``.py`` file or a module name) and adds up a list of functions.
 
     Modules are looked up in ``base_dir`` (the TOML's folder), then in the current directory, and imported in the
     workers only. Raises PluginMissing when the file, module or function is missing, importing it fails, or a required
@@ -79,8 +78,7 @@ class CustomReward(Reward):
             "retrain.rewards.custom:Scorer",
             {"module": module, "functions": function, "folders": [str(folder) for folder in search_folders(base_dir)]},
             workers=workers,
-            timeout_s=timeout_s,
-            memory_bytes=MEMORY_BYTES,
+            limits=WorkerLimits(timeout_s, MEMORY_BYTES),
         )
         try:
             self.pool.start()
@@ -94,9 +92,9 @@ class CustomReward(Reward):
         self._by_batch = bool(facts["by_batch"])
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return results in order; ``error`` is what a function raised, or what is wrong with its return value.
+        """Return results in order; ``error`` is the exception of a function or the fault of its return value.
 
-        A function that gets lists is called once for all completions of a problem, and has their time together.
+        A function in TRL's form is called once for all completions of a problem, with the sum of their time limits.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
         graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
@@ -124,7 +122,6 @@ class CustomReward(Reward):
 
 
 def columns_of(problem: Problem) -> dict[str, object]:
-    """Return the columns of a problem's row that a function in TRL's form gets by name."""
     columns = {"answer": problem.answer, "tags": list(problem.tags), **problem.metadata}
     return {name: value for name, value in columns.items() if name not in NO_COLUMNS}
 
@@ -134,7 +131,7 @@ def _is_path(module: str) -> bool:
 
 
 def _plain(problem: Problem) -> Problem:
-    """Return a problem that every worker can unpickle: metadata of other types than JSON's become text."""
+    """Return a problem that every worker can unpickle: metadata other than JSON types become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
     metadata = json.dumps(
         dict(problem.metadata), skipkeys=True, default=lambda v: dict(v) if isinstance(v, Mapping) else str(v)
@@ -147,7 +144,7 @@ def _plain(problem: Problem) -> Problem:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A function of the user's own with the names of its arguments; without any it gets (completion, answer).
+    """A user's function with the names of its arguments; without names it gets (completion, answer).
 
     ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns that it requires.
     """
@@ -161,9 +158,9 @@ class RewardFunction:
 
 
 class Scorer:
-    """The user's functions as a worker's function of a job, which is one or more completions of a problem.
+    """Grades a job, one or more completions of a problem, with the user's functions, in a worker.
 
-    Raises PluginError for what is missing or has parameters that cannot be filled.
+    Raises PluginError when a function is missing or has parameters that cannot be filled.
     """
 
     def __init__(self, module: str, functions: str | Sequence[str], folders: Sequence[str] = ()):
@@ -185,7 +182,7 @@ class Scorer:
 
 
 def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunction]:
-    """Return the functions that the module holds by these names. Raises PluginError."""
+    """Return the module's functions of these names. Raises PluginError."""
     named = [found for name in names for found in _named(loaded, name)]
     functions = []
     for name, function in named:
@@ -200,7 +197,6 @@ def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunc
 
 
 def _named(loaded: ModuleType, name: str) -> Iterator[tuple[str, object]]:
-    """Yield what an attribute of the module holds by its name: itself, or each of a list. Raises PluginError."""
     value = getattr(loaded, name, None)
     if isinstance(value, list | tuple) and value:
         yield from ((getattr(item, "__name__", None) or type(item).__name__, item) for item in value)
@@ -212,7 +208,6 @@ def _named(loaded: ModuleType, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _instance(value: object, name: str) -> Callable[..., object]:
-    """Return a function as it is and an object of a class. Raises PluginError for what cannot be called."""
     if inspect.isclass(value):
         try:
             value = value()
@@ -224,8 +219,8 @@ def _instance(value: object, name: str) -> Callable[..., object]:
 
 
 def read_signature(name: str, function: Callable[..., object]) -> RewardFunction:
-    """Return the function with the arguments that its parameters name. Raises PluginError for a required parameter
-    that nothing fills; the message lists the known names."""
+    """Return the function with the names of its arguments. Raises PluginError, which lists the known names, for an
+    unknown required parameter."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -238,7 +233,7 @@ def read_signature(name: str, function: Callable[..., object]) -> RewardFunction
 
 
 def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function in TRL's form; its ``arguments`` are all parameters that can be given by name."""
+    """Return a function in TRL's form; its ``arguments`` are all parameters that accept keywords."""
     if absent := next((p.name for p in required if p.name in UNAVAILABLE), None):
         raise PluginError(f"parameter {absent!r} is TRL's trainer's and not available here: give it a default")
     for parameter in required:
@@ -250,7 +245,7 @@ def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter])
 
 
 def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function of one completion; its ``arguments`` are all parameters that can be given by name."""
+    """Return a function of one completion; its ``arguments`` are all parameters that accept keywords."""
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
@@ -262,7 +257,7 @@ def _completion_form(function: RewardFunction, required: Sequence[inspect.Parame
 
 
 def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str, dict[str, float | bool]]:
-    """Return what the functions or their module declare for charts; of a total of several nothing is declared."""
+    """Return the chart ranges that the functions or their module declare; the sum of several has none."""
     ranges: dict[str, dict[str, float | bool]] = {}
     for function in functions:
         declared = declared_ranges(function.call, loaded)
@@ -277,7 +272,7 @@ def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str
 
 @dataclass
 class LoggedValues:
-    """Numbers and texts that a function in TRL's form has logged beside its rewards."""
+    """Numbers and texts that a function in TRL's form logs in addition to its rewards."""
 
     metrics: dict[str, float | None] = field(default_factory=dict)
     extra: dict[str, list[object]] = field(default_factory=dict)
@@ -295,7 +290,7 @@ class LoggedValues:
 
 
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
-    """Return one result for each completion. Several functions are added up, each a component of its name."""
+    """Return one result per completion; several functions are added up, each a component with its name."""
     logs = [LoggedValues() for _ in functions]
     # No event loop runs while functions are called: one may start a loop itself.
     returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]
@@ -314,7 +309,7 @@ def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletio
 
 
 def _call(function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues) -> list[object]:
-    """Return values, awaitables or the exceptions that were raised, one for each completion or one for all of them."""
+    """Return values, awaitables or raised exceptions, one per completion or one for all of them."""
     if function.by_batch:
         return [_tried(function.call, **_batch_arguments(function, job, logged))]
     values = []
@@ -328,7 +323,6 @@ def _call(function: RewardFunction, job: Sequence[GradedCompletion], logged: Log
 def _batch_arguments(
     function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues
 ) -> dict[str, object]:
-    """Return the arguments of a function in TRL's form; a column that the data lacks is a list of None."""
     rows = [columns_of(problem) for problem, _, _ in job]
     columns = dict.fromkeys((*(name for row in rows for name in row), *function.columns))
     prompts = [p.prompt if isinstance(p.prompt, str) else [dict(message) for message in p.prompt] for p, _, _ in job]
@@ -354,7 +348,6 @@ def _tried(call: Callable[..., object], *args: object, **kwargs: object) -> obje
 
 
 async def _settled(returned: Sequence[Sequence[object]]) -> list[list[object]]:
-    """Await all awaitables at once; one that raises is replaced by its exception."""
     waiting = [value for values in returned for value in values if inspect.isawaitable(value)]
     awaited = iter(await asyncio.gather(*waiting, return_exceptions=True))
     return [[next(awaited) if inspect.isawaitable(value) else value for value in values] for values in returned]
@@ -363,7 +356,6 @@ async def _settled(returned: Sequence[Sequence[object]]) -> list[list[object]]:
 def _results(
     function: RewardFunction, values: Sequence[object], logged: LoggedValues, count: int
 ) -> list[RewardResult]:
-    """Return one result for each completion, with what the function has logged."""
     results = _batch_results(values[0], count) if function.by_batch else [_result(value) for value in values]
     for index, result in enumerate(results):
         result.sample_metrics = {**result.sample_metrics, **logged.numbers(index)}
@@ -371,7 +363,7 @@ def _results(
 
 
 def _batch_results(returned: Any, count: int) -> list[RewardResult]:
-    """Return what a function in TRL's form returned, one result for each completion. None does not apply."""
+    """Return the results of a function in TRL's form, one per completion; None means that it does not apply."""
     values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         values = _tried(list, values)  # a generator may raise

@@ -1,9 +1,8 @@
-"""A language model behind an OpenAI-compatible endpoint, which is asked many questions at once.
+"""Sends many questions concurrently to a language model behind an OpenAI-compatible endpoint.
 
-Requests are sent a few at a time over asyncio, each with a limit on its whole duration (against a server that sends
-one byte a second), and retried with growing pauses when the server is busy, broken or unreachable. After the last
-attempt a question has no answer, and the reason. After several such failures in a row the rest of the batch is not
-tried.
+A request has a limit on its total duration (against a server that sends one byte a second) and is retried with growing
+pauses when the server is busy, broken or unreachable. After the last attempt the answer is a fault; after several
+consecutive faults the rest of the batch is not tried.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ class JudgeEndpoint:
     """``model`` at ``url`` (the part before ``/chat/completions``).
 
     The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
-    bounds one request, of which there are at most ``attempts``, ``pause_s`` seconds apart, then twice that, …
-    ``table`` is where the file names it.
-    Raises UsageError when the variable is not set.
+    limits one request; there are at most ``attempts`` with pauses of ``pause_s`` seconds, doubled each time. ``table``
+    is the TOML section, for messages. Raises UsageError when the variable is not set.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class JudgeEndpoint:
             raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
     def ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
-        """Return the answers, in order. None of them holds the key, which some servers repeat."""
+        """Return the answers in order, without the API key, which some servers echo."""
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
             return pool.submit(asyncio.run, self._ask_all(questions)).result()
 
@@ -142,7 +140,6 @@ class JudgeEndpoint:
 
 
 def _content(body: str) -> str:
-    """Return the first choice's text. Raises ValueError if the body is no chat completion, or the text was cut."""
     try:
         choice = json.loads(body)["choices"][0]
         content, ended = choice["message"]["content"], choice.get("finish_reason")

@@ -1,15 +1,15 @@
 """``judge`` and ``rubric``: a language model behind an OpenAI-compatible endpoint grades completions.
 
-``judge`` asks for one score between 0 and 1. ``rubric`` asks about criteria with weights (Gunjal et al. 2025, arXiv
-2507.17746): explicitly, the judge says of every criterion whether it is met, and the reward is
+``judge`` asks for one score between 0 and 1. ``rubric`` asks about weighted criteria (Gunjal et al. 2025, arXiv
+2507.17746). Explicit: the judge decides each criterion, and the reward is
 
     Σ_j w_j · c_j / Σ_j |w_j|,   c_j in [0, 1], 1 where criterion j is met
 
-A criterion of negative weight describes what should not be there, and costs where it is. The paper divides by Σ w_j and
-phrases pitfalls positively; with negative weights that leaves [−1, 1] and can divide by 0, so the sum here is that of
-their sizes, as in open-instruct. Implicitly, the judge sees the criteria and gives one score between 0 and 1.
+A criterion of negative weight describes a fault. The paper divides by Σ w_j and phrases faults positively; with
+negative weights that sum could be 0 or leave [−1, 1], so the weights' magnitudes are summed, as in open-instruct.
+Implicit: the judge sees the criteria and gives one score between 0 and 1.
 
-A reply that leaves a criterion out, or says something else of it, is no grade: null, never 0.
+A reply that omits a criterion or answers it invalidly gives no grade (null), never 0.
 """
 
 import json
@@ -43,7 +43,7 @@ IMPLICIT = (
     "instructions in it."
 )
 TEXTS, NAMES, SIZES = ("text", "criterion", "description"), ("name",), ("weight", "points")
-"""Names that a data set may have for the parts of a criterion: ours; HealthBench's; those of RaR."""
+"""Accepted keys for the parts of a criterion: retrain's, HealthBench's and RaR's."""
 _ENDS = re.compile(r"</(\s*response)", re.IGNORECASE)
 _SCORE = re.compile(r"(?:0(?:\.[0-9]+)?|\.[0-9]+|1(?:\.0+)?)")
 _THINKING = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
@@ -88,13 +88,12 @@ def parse_score(text: str) -> float | None:
 
 
 def without_thinking(text: str) -> str:
-    """Return a reply without a leading ``<think>…</think>`` and without blanks around."""
     return _THINKING.sub("", text, count=1).strip()
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """One thing that a response should have, or with a negative ``weight`` should not."""
+    """A property that a response should have, or with a negative ``weight`` should not have."""
 
     name: str
     text: str
@@ -102,8 +101,8 @@ class Criterion:
 
 
 class RubricReward(Reward):
-    """Asks the model of ``endpoint`` about ``criteria``, and about those that a problem has of its own in ``column``.
-    ``explicit``: each by itself, recorded as ``rubric/<name>``."""
+    """Asks the model of ``endpoint`` about ``criteria`` and a problem's criteria in ``column``. ``explicit``: grade
+    each criterion, recorded as ``rubric/<name>``."""
 
     name = "rubric"
 
@@ -143,7 +142,7 @@ class RubricReward(Reward):
 
 
 def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | None) -> tuple[Criterion, ...]:
-    """Return a problem's criteria: those of all, and its own. Raises ValueError if there is none, or one is faulty."""
+    """Return the common and the problem's criteria. Raises ValueError without criteria, or for an invalid one."""
     if column is not None and column not in problem.metadata:
         raise ValueError(f"the problem has no column {column!r}")
     own = problem.metadata.get(column) if column else None
@@ -160,8 +159,8 @@ def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
-    """Return the grade of every criterion, in [0, 1], from a reply: one JSON object by numbers from 1, perhaps in a
-    fence, and nothing else, where the judge might quote the response. Raises ValueError for anything else."""
+    """Return the grade in [0, 1] of every criterion from a reply: one JSON object with keys from 1, optionally fenced.
+    Raises ValueError for any other text, because the judge might quote the response."""
     reply = without_thinking(text)
     fenced = _FENCED.fullmatch(reply)
     try:
@@ -181,8 +180,8 @@ def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
 
 
 def read_criteria(value: object) -> list[Criterion]:
-    """Read the criteria that a data set has for one problem: a list, or JSON of one, of texts or tables with a text,
-    and perhaps a name and a weight, a number or a word; without a name ``own_1``, ``own_2``, … Raises ValueError."""
+    """Read a problem's criteria: a list (or its JSON) of texts or of tables with a text, an optional name (default
+    ``own_1``, ``own_2``, …) and an optional weight (a number or a word). Raises ValueError."""
     rows = json.loads(value) if isinstance(value, str) else value
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise ValueError(f"the problem's criteria are {type(rows).__name__}, not a list")
@@ -199,7 +198,7 @@ def read_criteria(value: object) -> list[Criterion]:
 
 
 def weight_of(value: object) -> float:
-    """Return a weight as a number. Raises ValueError for what is neither a finite number nor one of the words."""
+    """Return a weight as a number. Raises ValueError unless it is a finite number or a known word."""
     if isinstance(value, str) and value.lower() in RUBRIC_WEIGHTS:
         return RUBRIC_WEIGHTS[value.lower()]
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9:

@@ -1,6 +1,6 @@
-"""DAPO's soft punishment of answers that come near the limit of their length (arXiv 2503.14476).
+"""DAPO's soft penalty for answers near the length limit (arXiv 2503.14476).
 
-Differences from published code: the punishment ends at −1, and whether an answer is correct is decided before it.
+Differences from published code: the penalty is at most 1, and correctness is decided before it.
 """
 
 from collections.abc import Sequence

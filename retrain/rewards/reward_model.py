@@ -24,7 +24,7 @@ from retrain.rewards.base import Item, Reward, checked, failed, prompt_text
 from retrain.types import Problem, RewardResult
 
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""Files that are downloaded of a model of the hub: nothing that is run or unpickled."""
+"""Patterns of the files to download from the hub, without code and pickles."""
 
 
 class RewardModelReward(Reward):
@@ -75,8 +75,8 @@ class RewardModelReward(Reward):
         self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
-        """Return the conversation as the reward model reads it. Raises ModelError when it is longer than the model's
-        context, or has tokens that the model does not know; else what the chat template raises."""
+        """Return the conversation's tokens for the reward model. Raises ModelError when they exceed its context or its
+        vocabulary, and errors of the chat template."""
         text, has_template = _encodable(f"{prompt_text(problem)}\n\n{completion}"), bool(self.tokenizer.chat_template)
         if has_template:
             messages = conversation(problem, completion)
@@ -166,8 +166,7 @@ _LOCK = threading.Lock()
 
 
 def take(directory: Path, device: str) -> RewardModelWeights:
-    """Return the weights of these very files, loaded unless this process has them. Raises ModelError, or what loading
-    raises."""
+    """Return the weights of these files, cached in this process. Raises ModelError and errors of transformers."""
     with _LOCK:
         key = (str(directory), device, files_digest(directory))
         weights = _LOADED.get(key)
@@ -179,7 +178,7 @@ def take(directory: Path, device: str) -> RewardModelWeights:
 
 
 def _load(directory: Path, device: str) -> RewardModelWeights:
-    """Load in float32 on a CPU, on a GPU in the number format of the files."""
+    """Load in float32 on a CPU, in the dtype of the files on a GPU."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar

@@ -14,7 +14,7 @@ from typing import Any
 
 from retrain.extras import is_installed, missing
 from retrain.rewards.base import Item, Reward, failed, marked_answer
-from retrain.rewards.workers import WorkerPool
+from retrain.rewards.workers import WorkerLimits, WorkerPool
 from retrain.types import RewardResult
 from retrain.util.answers import has_answer, verdict_by_text
 
@@ -35,7 +35,7 @@ class MathReward(Reward):
             raise missing(f'[{table}] type = "math"', "math_verify")
         self.strict = strict
         entry = "retrain.rewards.symbolic:verifier"
-        self.pool = WorkerPool(entry, {}, workers=workers, timeout_s=timeout_s, memory_bytes=MEMORY_BYTES)
+        self.pool = WorkerPool(entry, {}, workers=workers, limits=WorkerLimits(timeout_s, MEMORY_BYTES))
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; only answers that text alone cannot decide go to the workers, each pair once."""

@@ -1,7 +1,7 @@
-"""A pool of worker processes whose time and memory limits hold, whatever their jobs do.
+"""Runs untrusted jobs in worker processes with enforced limits of time and memory.
 
-A job that hangs, allocates without end, calls ``os._exit`` or is killed costs that one job: its worker is killed
-with all its children and replaced. Workers are plain ``python -c`` processes (no fork of the trainer, no import
+A job that hangs, exhausts memory, calls ``os._exit`` or is killed fails alone: its worker is killed with all its
+children and replaced. Workers are plain ``python -c`` processes (no fork of the trainer, no import
 of its main module or of torch), started when the first job comes. Their stdin, stdout and stderr are the null device,
 so that nothing a reward prints reaches the terminal or the protocol.
 
@@ -33,14 +33,14 @@ from typing import Any, Literal
 from retrain.errors import PluginError, RetrainError, printable
 from retrain.plugins import described
 
-LENGTH = struct.Struct("!i")  # Bytes of a frame, before them
-LIMIT = struct.Struct(">d")  # Seconds that a job may take, at the beginning of its frame
+LENGTH = struct.Struct("!i")  # Header of a frame: its length in bytes
+LIMIT = struct.Struct(">d")  # Header of a job: its time limit in seconds
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
 BAD_LENGTH = "bad message length"
 MAX_FAILED_STARTS = 3
-MAX_TIMEOUTS_IN_A_ROW = 16  # whatever the reward waits for is missing: a batch must not take hours to fail
+MAX_TIMEOUTS_IN_A_ROW = 16  # after which a batch fails, instead of waiting for hours
 _BOOT = (
     "import json, sys; own = json.loads(sys.argv[2]); sys.path[:] = own + [p for p in sys.path if p not in own]; "
     "from retrain.rewards.workers import serve; serve(int(sys.argv[1]))"
@@ -49,7 +49,7 @@ _BOOT = (
 
 @dataclass
 class Reply:
-    """Result of a job: ``value`` as the worker returned it, or ``error`` in words with its ``kind``."""
+    """Result of a job: the returned ``value``, or the message ``error`` with its ``kind``."""
 
     value: Any = None
     error: str | None = None
@@ -104,7 +104,6 @@ class _Worker:
         return bytes(received)
 
     def kill(self) -> None:
-        """Kill the process and its children, which ends an ``ask`` of another thread."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -116,14 +115,22 @@ class _Worker:
         self.socket.close()
 
 
-class WorkerPool:
-    """Runs jobs in up to ``workers`` processes, each of which a thread waits for.
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Limits of a worker process: wall-clock seconds of a job; private memory (RLIMIT_DATA, because libraries such as
+    torch map far more address space than they use); seconds until it is ready."""
 
-    ``subject`` names the work in messages; ``python`` is another interpreter than this process's, which then sees this
-    package and ``folders`` alone of what this one can import. ``entry`` is ``module:function``: called in the worker
-    with ``arguments``, it returns the function that takes a job and returns a JSON value. ``timeout_s`` is the
-    wall-clock limit of one job, ``memory_bytes`` that of a process's private memory (RLIMIT_DATA: libraries such as
-    torch map far more address space than they use), ``start_s`` how long a process may take to be ready.
+    timeout_s: float
+    memory_bytes: int
+    start_s: float = START_SECONDS
+
+
+class WorkerPool:
+    """Runs jobs in up to ``workers`` processes, with one waiting thread per process.
+
+    ``entry`` is ``module:function``: called in the worker with ``arguments``, it returns the function that takes a job
+    and returns a JSON value. ``subject`` names the work in messages. ``python`` is another interpreter, which can
+    import only this package and ``folders`` besides its own packages.
     """
 
     def __init__(
@@ -132,18 +139,16 @@ class WorkerPool:
         arguments: Mapping[str, object],
         *,
         workers: int,
-        timeout_s: float,
-        memory_bytes: int,
+        limits: WorkerLimits,
         subject: str = "the reward",
         python: str | None = None,
         folders: Sequence[str] = (),
-        start_s: float = START_SECONDS,
     ):
-        self.start_s = start_s
-        self.workers, self.timeout_s, self.subject = max(1, workers), timeout_s, subject
+        self.start_s = limits.start_s
+        self.workers, self.timeout_s, self.subject = max(1, workers), limits.timeout_s, subject
         self.python = python or sys.executable
         self.path = [str(Path(__file__).parents[2]), *folders] if python else sys.path
-        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject, "memory_bytes": memory_bytes}
+        setup = {"entry": entry, "arguments": dict(arguments), "subject": subject, "memory_bytes": limits.memory_bytes}
         self._setup = pickle.dumps(setup)
         self.facts: dict[str, Any] = {}  # The attribute `facts` of the entry's function; known after `start`
         self._alive: list[_Worker] = []
@@ -161,8 +166,7 @@ class WorkerPool:
             self._idle.append(self._ready_worker())
 
     def map(self, jobs: Sequence[object], timeout_s: float | None = None) -> list[Reply]:
-        """Return one reply for each job, in order, of which each may take ``timeout_s``. Never raises for what a job
-        does."""
+        """Return one reply per job, in order; each job may take ``timeout_s``. Never raises for a fault of a job."""
         limit_s = timeout_s or self.timeout_s
         with self._lock:
             self._failed_starts, self._timeouts, self._fatal = 0, 0, None
@@ -210,7 +214,7 @@ class WorkerPool:
         return Reply(reply.get("value"), None if error is None else str(error), kind)
 
     def _ready_worker(self) -> _Worker:
-        """Return an idle worker or start one. Raises PluginError if no more jobs of this batch are to be given out."""
+        """Return an idle worker or start one. Raises PluginError when the batch was given up."""
         while True:
             with self._starting:
                 if self._fatal is not None:
@@ -242,7 +246,7 @@ class WorkerPool:
                 self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
-        """Discard a worker after a fault; return the fault, and how the process had ended by itself."""
+        """Discard a worker after a fault; return the fault with the process's exit status, if it has ended."""
         fault = "ended" if isinstance(error, EOFError) else f"sent an invalid reply ({error})"
         with contextlib.suppress(subprocess.TimeoutExpired):  # let it finish dying, to learn how
             worker.process.wait(0.1)

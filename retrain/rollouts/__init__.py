@@ -1,1 +1,1 @@
-"""Rollouts: sampled turn by turn for many problems at once, graded, and handed to the updates."""
+"""Samples rollouts turn by turn for many problems at once and grades them."""

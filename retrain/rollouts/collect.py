@@ -1,9 +1,8 @@
-"""Rollouts of many problems at once: turn k of all living episodes is one decode batch, then the episodes step.
+"""Collects rollouts of many problems: turn k of all live episodes is one decode batch, then the episodes step.
 
-Episodes step and are graded in threads of their own, beside decoding: what belongs to a group is done as soon as its
-actions are there, while others are still being sampled. What an episode raises ends that episode, with a reason in
-place of its reward; what a grader or the chat template raises belongs to the group's run. ``RecentWeights`` says which
-weights of a run draw its rollouts.
+Episodes step and are graded in other threads than decoding, as soon as the actions of a group are complete. An error of
+an episode ends that episode, with a reason instead of a reward; an error of a grader or the chat template fails the
+group's run. ``RecentWeights`` decides which weights of a run sample its rollouts.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ NO_LIMITS = EpisodeLimits()
 
 @dataclass(frozen=True)
 class Weights:
-    """A run's weights as they are before ``step``."""
+    """A run's weights before ``step``."""
 
     step: int
     ref: PolicyRef
@@ -55,11 +54,10 @@ class Weights:
 
 @dataclass(eq=False)
 class RecentWeights:
-    """The weights of a run that rollouts still to be drawn, or still to be trained on, belong to: those before the
-    present step and before the ``bound`` steps ahead of it, the oldest first.
+    """The weights of a run that sample its present and next rollouts: those before the present step and before the
+    ``bound`` earlier steps, the oldest first.
 
-    ``remembers``: the last that were dropped are in ``snapshots`` too, so that an engine can be told that still has
-    them.
+    ``remembers``: ``snapshots`` also has the last dropped weights, which servers may still use.
     """
 
     bound: int
@@ -71,7 +69,7 @@ class RecentWeights:
     _replaced: list[Weights] = field(default_factory=list)
 
     def publish_to(self, engine: Engine, newest: Weights) -> None:
-        """Have the engine sample with these weights, and retire those that are too old."""
+        """Publish these weights to the engine, and retire those beyond the staleness limit."""
         for weights in (*self._weights, newest):
             if weights.ref not in self.published:
                 engine.publish(weights.ref, weights.snapshot)
@@ -79,7 +77,6 @@ class RecentWeights:
         self._retire(engine, self.note(newest))
 
     def withdraw_from(self, engine: Engine) -> None:
-        """Retire all weights that the engine has."""
         self._retire(engine, list(self.published))
 
     def _retire(self, engine: Engine, refs: Sequence[PolicyRef]) -> None:
@@ -88,8 +85,8 @@ class RecentWeights:
             self.published.discard(ref)
 
     def note(self, weights: Weights) -> list[PolicyRef]:
-        """Add the weights before this step, in place of those noted for it, and return the refs that are needed no
-        longer. Replaced weights stay for a step: a request may name them already."""
+        """Add or replace the weights before this step; return the refs that are no longer needed. Replaced weights stay
+        for one step, because a request may already name them."""
         before = [*self._replaced, *self._weights]
         retained = [each for each in self._weights if weights.step - self.bound <= each.step < weights.step]
         replaced = [each for each in before if each.step == weights.step and each.ref != weights.ref]
@@ -102,12 +99,12 @@ class RecentWeights:
         return list(dict.fromkeys(each.ref for each in dropped))
 
     def before(self, step: int) -> list[Weights]:
-        """Return the weights before earlier steps that rollouts of this and later steps are drawn by."""
+        """Return the earlier weights that still sample rollouts."""
         return [each for each in self._weights if step - self.bound <= each.step < step]
 
     def drawing(self, step: int) -> PolicyRef:
-        """Return the weights that draw the rollouts of a step: of those at least ``bound`` steps before it the newest,
-        or the oldest there are."""
+        """Return the weights that sample the rollouts of a step: the newest ones at least ``bound`` steps before it, or
+        else the oldest."""
         old_enough = [each for each in self._weights if each.step <= step - self.bound]
         return (old_enough[-1] if old_enough else self._weights[0]).ref
 
@@ -116,12 +113,12 @@ class RecentWeights:
         return self._weights[-1].ref
 
     def snapshots(self) -> dict[int, PolicySnapshot]:
-        """Return the weights that are kept, by version."""
+        """Return the stored weights by version."""
         known = [*([self._dropped] if self._dropped else []), *self._weights]
         return {each.ref.version: each.snapshot for each in known}
 
     def age(self, version: int, step: int) -> int:
-        """Return how many steps before ``step`` weights of this version were last the newest: 0 while they are."""
+        """Return the staleness of a version at ``step``: the steps since it was the newest one."""
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
         return step - last if last is not None else self.bound + 1
@@ -129,8 +126,8 @@ class RecentWeights:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """``samples`` rollouts of one problem by the policy that ``policy`` names. ``stream`` names the random stream of
-    the group. ``newest`` names the weights that later turns are drawn by; None for the same ones."""
+    """``samples`` rollouts of one problem by ``policy``. ``stream``: random stream of the group. ``newest`` returns the
+    weights that sample later turns; None: the same weights."""
 
     environment: Environment
     renderer: Renderer
@@ -145,9 +142,9 @@ class RolloutRequest:
 
 @dataclass
 class _Trajectory:
-    """A rollout in progress: its episode, its turns, and what the policy reads next, as tokens and as messages.
+    """A rollout in progress: episode, turns, and the next observation, as tokens and as messages.
 
-    ``length`` are the tokens of its sequence, what is read next included, ``spent`` those of all sequences.
+    ``length``: tokens of its sequence, including the next observation; ``spent``: tokens of all its sequences.
     """
 
     episode: Episode | None = None
@@ -187,8 +184,8 @@ class _OpenGroup:
             trajectory.fail(_exception(error))
 
     def read(self) -> None:
-        """Put the first observations to the policy: one prompt, unless an environment begins otherwise every time.
-        Raises what the chat template raises."""
+        """Render the first observations: one prompt for the group, unless its episodes begin differently. Raises errors
+        of the chat template."""
         request, first = self.request, None
         for trajectory in self.trajectories:
             if trajectory.episode is None or trajectory.ended:
@@ -209,7 +206,7 @@ class _OpenGroup:
             self._go_on(trajectory, len(prompt.token_ids))
 
     def step(self, sample: int, action: Action) -> None:
-        """Give the policy's action to the episode and take its answer. Raises what the chat template raises."""
+        """Step the episode with the policy's action. Raises errors of the chat template."""
         trajectory = self.trajectories[sample]
         assert trajectory.episode is not None
         turn = Turn(trajectory.next_ids, action, trajectory.next_messages, trajectory.fresh)
@@ -238,7 +235,7 @@ class _OpenGroup:
         self._go_on(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
     def _go_on(self, trajectory: _Trajectory, length: int) -> None:
-        """Note that the sequence has this many tokens; without room for another the episode is over."""
+        """Set the sequence's length; end the episode if no further token fits."""
         trajectory.length = length
         limit = self.request.limits.tokens
         if limit is not None and length >= limit:
@@ -273,7 +270,7 @@ class _OpenGroup:
         return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory.ended is None]
 
     def set_rewards(self, rewards: Iterator[RewardResult]) -> None:
-        """Take the rewards of those episodes that have not failed, in order."""
+        """Set the rewards of the episodes that have not failed, in order."""
         self.rewards = [
             failed(without_keys(trajectory.error)) if trajectory.error else _without_secrets(next(rewards))
             for trajectory in self.trajectories
@@ -291,9 +288,9 @@ class _OpenGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """Every request's graded group, or what its environment, chat template or grader raised; ``spans`` of time,
-    ("rollout" | "score", start, end) in seconds since the epoch; and the seconds that the engine took to load the
-    weights, None where it does not say."""
+    """The graded group of every request, or the error of its environment, chat template or grader; ``spans``
+    ("rollout" | "score", start, end) in seconds since the epoch; and the seconds in which the engine loaded weights
+    (None: unknown)."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]
@@ -301,7 +298,6 @@ class CollectResult:
 
 
 def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
-    """Return the groups. Raises RunFailed with what environment, chat template or grader raised first."""
     groups = []
     for group in results:
         if isinstance(group, RetrainError):
@@ -313,7 +309,7 @@ def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
 
 
 class Collector(Protocol):
-    """``collect``, or what collects like it on several ranks."""
+    """``collect``, or its equivalent for several ranks."""
 
     def __call__(
         self, engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None
@@ -321,7 +317,7 @@ class Collector(Protocol):
 
 
 def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None) -> CollectResult:
-    """Sample, step and grade all of the rollouts; ``max_rows`` bounds how many sequences decode at once."""
+    """Sample, step and grade all rollouts; ``max_rows`` limits the sequences that are decoded at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
     groups = [_OpenGroup(request) for request in requests]
@@ -350,8 +346,8 @@ _Actions = tuple[_OpenGroup, Sequence[int], list[Action]]  # A group, which of i
 
 
 class _EpisodeThread:
-    """Steps episodes and grades groups in a thread of its own, with as many more as there are processes of hosted
-    environments. What arrives while it grades is graded together."""
+    """Steps episodes and grades groups in its own thread, plus one thread per process of hosted environments. Groups
+    that arrive during grading are graded together next."""
 
     def __init__(self, requests: Sequence[RolloutRequest]) -> None:
         self._queue: queue.SimpleQueue[_Actions | threading.Event | None] = queue.SimpleQueue()
@@ -371,7 +367,7 @@ class _EpisodeThread:
             self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
 
     def begin(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
-        """Start all episodes; whole groups are asked at once. One whose episodes all fail is over."""
+        """Start all episodes; a group whose episodes all fail is finished."""
         jobs = [(group, sample) for group in groups for sample in range(len(group.trajectories))]
         self._for_each(lambda group, sample: group.start(sample), jobs)
         pending: list[_Pending] = []
@@ -388,11 +384,11 @@ class _EpisodeThread:
         return pending
 
     def add(self, group: _OpenGroup, sample: int | None, actions: list[Action]) -> None:
-        """Step one episode of a group, or (None) all of them; callable from any thread."""
+        """Step one episode of a group, or all of them (None); thread-safe."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
     def living(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
-        """Return the episodes that go on, once all actions so far are taken."""
+        """Wait until all actions so far are processed; return the live episodes."""
         taken = threading.Event()
         self._queue.put(taken)
         taken.wait()
@@ -411,7 +407,7 @@ class _EpisodeThread:
                 return
 
     def _take(self, steps: Sequence[_Actions]) -> None:
-        """Step the episodes, then grade the groups that are over, in one call per environment."""
+        """Step the episodes, then grade the finished groups in one call per environment."""
         acts = {
             (group, sample): action
             for group, samples, actions in steps
@@ -421,7 +417,7 @@ class _EpisodeThread:
         self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
 
     def _for_each(self, act: Callable[[_OpenGroup, int], None], jobs: Sequence[tuple[_OpenGroup, int]]) -> None:
-        """Do the work for each of these rollouts of groups; what it raises belongs to the group's run."""
+        """Process each of these rollouts of groups; an exception fails the group's run."""
 
         def act_on(group: _OpenGroup, sample: int) -> None:
             try:
@@ -436,7 +432,7 @@ class _EpisodeThread:
             list(self._side_by_side.map(lambda job: act_on(*job), jobs))
 
     def _grade(self, groups: Sequence[_OpenGroup]) -> None:
-        """Grade the groups that are over; episodes that have failed have none."""
+        """Grade the finished groups, without failed episodes."""
         over: dict[Environment, list[_OpenGroup]] = {}
         for group in groups:
             if group.error is None:
@@ -454,7 +450,7 @@ class _EpisodeThread:
 
 
 def _exception(error: Exception | SystemExit) -> Exception:
-    """Return what the code of an environment or grader raised; a call of exit ends its run, not the thread."""
+    """Return the exception of an environment's or grader's code; SystemExit becomes an error of its run."""
     return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from retrain.config.evaluation import Backpressure
 from retrain.errors import ModelError
-from retrain.maths.backpressure import Decision, DecodeWork, Limits, decide
+from retrain.maths.backpressure import Decision, DecodeWork, PressureLimits, decide
 from retrain.policy.base import BaseModel, architecture_of
 
 
@@ -36,12 +36,12 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
 
 
 class Pressure:
-    """The controller of one cohort's decode batch; loads are prompts decoding at once, over all of its runs."""
+    """The controller of a cohort's decode batch; a load is the number of prompts decoded at once, over all runs."""
 
     def __init__(self, settings: Backpressure, prompts_per_step: int, samples: int, costs: DecodeWork | None = None):
         self.samples, self.costs = max(1, samples), costs
         most = max(1, min(settings.max_batch_size, prompts_per_step))
-        self.limits = Limits(
+        self.limits = PressureLimits(
             min_load=min(settings.min_batch_size, most),
             max_load=most,
             warmup_steps=settings.warmup_steps,
@@ -57,12 +57,12 @@ class Pressure:
 
     @property
     def max_rows(self) -> int:
-        """Sequences that may decode at once."""
+        """Return the limit of sequences that are decoded at once."""
         return self.load * self.samples
 
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
-        """Add one step's decoding and set the load of the next step. ``context`` is how many tokens came before a
-        sampled one on average, for the roofline."""
+        """Add one step's measurement and set the load of the next step. ``context``: mean tokens before a sampled one,
+        for the roofline."""
         intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))

@@ -1,12 +1,11 @@
-"""The queue that samples the rollouts of the steps of runs.
+"""Queues and samples the rollouts of the steps of runs, in advance if the engine allows it.
 
-With the bound k (``[training] max_off_policy_steps``) the rollouts of step t are drawn by the weights as they are
-before step max(0, t − k). With k = 0 these are the weights that train on them.
+With the staleness limit k (``[training] max_off_policy_steps``) the rollouts of step t are sampled by the weights
+before step max(0, t − k); with k = 0 these are the weights that train on them.
 
-An engine that samples with the processors that also train is asked when rollouts are due: every update waits for its
-own. One that has processors of its own (``Engine.is_concurrent``) is asked in a thread, so that it samples for later
-steps while a policy is updated. What is offered is sampled and taken in order: no long rollout is passed over for a
-short one, none is sampled in vain, and a step has the same problems either way.
+An engine on the trainer's processors samples when rollouts are due, so every update waits for its own. A concurrent
+engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. Requests are sampled
+and taken in order: long rollouts are not skipped for short ones, and a step has the same problems either way.
 """
 
 import threading
@@ -26,14 +25,14 @@ from retrain.types import Group
 CLOSING_S = 5.0  # Seconds that the end of a queue waits for its thread, which may be grading
 Owner = TypeVar("Owner")
 Span = tuple[str, float, float]
-"""Name, begin and end of a part of a step, in seconds since the epoch."""
+"""Name of a part of a step, and its begin and end in seconds since the epoch."""
 
 
 @dataclass(eq=False)
 class StepRollouts:
-    """The rollouts of one step: its requests and their results, both with those of the rounds of resampling.
+    """The rollouts of one step: its requests and their results, including those of resampling rounds.
 
-    ``rounds`` are what the rounds collected, for all steps of the same decode batch; empty until it is sampled.
+    ``rounds``: results of each round for all steps of the same decode batch; empty before sampling.
     """
 
     step: int
@@ -46,8 +45,8 @@ class StepRollouts:
 def collect_rounds(
     engine: Engine, steps: Sequence[StepRollouts], max_rows: int | None = None, collect: Collector = collect
 ) -> list[CollectResult]:
-    """Sample and grade the requests of these steps, then in rounds those that ``resample`` adds, each round in one
-    decode batch. Returns what each round collected."""
+    """Sample and grade the requests of these steps, then those that ``resample`` adds, one decode batch per round.
+    Return the result of each round."""
     pending, rounds = [(rollouts, rollouts.requests) for rollouts in steps], list[CollectResult]()
     while pending or not rounds:
         rounds.append(collect(engine, [request for _, requests in pending for request in requests], max_rows))
@@ -67,9 +66,9 @@ def collect_rounds(
 
 @dataclass(frozen=True)
 class SampledStep(Generic[Owner]):
-    """The groups of every owner, in the order of its requests; ``spans`` of time, ("rollout" | "score", start, end) in
-    seconds since the epoch, or ("ahead", …) of sampling in a thread and ("rollout", …) of waiting for it; the seconds
-    that the engine took to load weights, None where it does not say; and how many later steps are sampled."""
+    """The groups of every owner, in the order of its requests; ``spans`` ("rollout" | "score", start, end) in seconds
+    since the epoch, or, sampled in a thread, ("ahead", …) and the wait for it ("rollout", …); the seconds in which the
+    engine loaded weights (None: unknown); and the number of later steps that are sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -79,8 +78,8 @@ class SampledStep(Generic[Owner]):
 
 @dataclass(eq=False)
 class RolloutQueue(Generic[Owner]):
-    """Samples for all runs of a cohort in one decode batch. ``pressure`` decides how many rollouts decode at once;
-    ``ahead``: a thread samples what is offered, whether it is due or not."""
+    """Samples for all runs of a cohort in one decode batch. ``pressure`` limits the rollouts that are decoded at once;
+    ``ahead``: a thread samples offered requests before they are due."""
 
     engine: Engine
     pressure: Pressure | None = None
@@ -98,8 +97,7 @@ class RolloutQueue(Generic[Owner]):
     def offer(
         self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
     ) -> None:
-        """Add an owner's requests, by step; ``resample`` adds to them once they are sampled, called by the thread that
-        samples."""
+        """Add an owner's requests, by step; the sampling thread calls ``resample`` for further requests."""
         with self._changed:
             for step, step_requests in requests.items():
                 self._offers[owner, step] = StepRollouts(step, list(step_requests), resample)
@@ -110,7 +108,7 @@ class RolloutQueue(Generic[Owner]):
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 
     def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
-        """Return the groups of every owner's step, which it has offered. Raises what the engine raised."""
+        """Return the groups of the offered step of every owner. Raises errors of the engine."""
         begin = timestamp()
         if self.ahead:
             self._wait(list(due.items()))
@@ -167,7 +165,7 @@ class RolloutQueue(Generic[Owner]):
             offer.rounds = rounds
 
     def _wait(self, due: Sequence[tuple[Owner, int]]) -> None:
-        """Wait until all of these are sampled. Raises what ended the thread."""
+        """Wait until these steps are sampled. Raises the error that ended the thread."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._sample_offers, name="rollouts ahead", daemon=True)
@@ -178,7 +176,7 @@ class RolloutQueue(Generic[Owner]):
                 self._changed.wait()
 
     def _sample_offers(self) -> None:
-        """Sample what is offered, until the queue is closed."""
+        """Sample offered requests until the queue is closed."""
         while True:
             with self._changed:
                 while not self._closed and not self._waiting():
@@ -196,20 +194,19 @@ class RolloutQueue(Generic[Owner]):
                     return
 
     def _waiting(self) -> list[StepRollouts]:
-        """Return the offers of the earliest step that is not sampled."""
         missing = [offer for offer in self._offers.values() if not offer.rounds]
         first = min((offer.step for offer in missing), default=0)
         return [offer for offer in missing if offer.step == first]
 
 
 def _sync_seconds(rounds: Sequence[CollectResult]) -> float | None:
-    """Return the seconds that the engine took to load weights, None where it does not say."""
+    """Return the seconds in which the engine loaded weights; None if unknown."""
     seconds = [collected.sync_seconds for collected in rounds if collected.sync_seconds is not None]
     return sum(seconds) if seconds else None
 
 
 def _observe(pressure: Pressure, collected: CollectResult) -> None:
-    """Report tokens sampled, seconds of decoding, and how many tokens came before one on average."""
+    """Report sampled tokens, seconds of decoding, and the mean number of tokens before a sampled one."""
     groups = [group for group in collected.groups if isinstance(group, Group)]
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
     if not rollouts:

@@ -1,13 +1,12 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): further prompts in place of those whose answers all have the same reward.
+"""Dynamic sampling (DAPO, arXiv 2503.14476): samples further prompts in place of groups with equal rewards.
 
-Differences from the paper: a round draws as many prompts as are missing, so no group that can teach is cut off; after
-the last round the groups without signal that were drawn first fill the batch up (the paper's code stops with an error),
-so every step has ``batch_size`` groups and its loss the divisor that it would have had; and a group is judged by the
-rewards as they were graded, before long answers are punished.
+Differences from the paper: a round samples only as many prompts as are missing, so no group with signal is dropped;
+after the last round the first groups without signal complete the batch (the paper's code raises an error), so that
+every step has ``batch_size`` groups and the same loss denominator; and signal is judged by rewards before overlong
+penalties.
 
-Every step has a list of further prompts of its own, a function of seeds and step alone: nothing is carried from step to
-step, and two conditions with the same seed draw from the same list in the same order, with the same random numbers,
-however far each of them goes. The data cursor counts the prompts of first rounds, as without.
+Every step has its own list of further prompts, a function of seeds and step: no state is carried between steps, and
+conditions with the same seed use the same list and random numbers. The data cursor counts only first-round prompts.
 """
 
 from collections import Counter
@@ -22,14 +21,14 @@ from retrain.types import Group, Problem
 
 Drawn = Sequence[Group | Exception]
 Resample = Callable[[int, Sequence[RolloutRequest], Drawn], Sequence[RolloutRequest]]
-"""(step, its requests so far, their results) → what else to sample for it; nothing when that is all."""
+"""Maps (step, its requests so far, their results) to further requests; [] when the step is complete."""
 REASONS = ("all_right", "all_wrong", "alike", "ungraded")
-"""Why a group teaches nothing: all its answers are right, or wrong, or of one reward otherwise, or have none."""
+"""Reasons why a group has no signal: all answers right, all wrong, otherwise equal rewards, or no reward."""
 
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """The groups that a step trains on, in the order drawn, and those that it ``dropped``; ``metrics`` for its row."""
+    """The groups of a step's batch, in sampling order, the ``dropped`` ones, and ``metrics`` of the step."""
 
     groups: list[Group]
     dropped: list[Group]
@@ -38,8 +37,8 @@ class SelectedGroups:
 
 @dataclass(frozen=True)
 class Resampler:
-    """Draws at most ``rounds`` rounds of prompts besides the ``batch`` of a step. ``upcoming(start, count)`` are
-    problems in an order of their own, without end; there are ``problems`` different ones."""
+    """Adds at most ``rounds`` rounds of prompts to the ``batch`` of a step. ``upcoming(start, count)`` returns problems
+    of an endless order; ``problems`` is the number of different ones."""
 
     batch: int
     rounds: int
@@ -47,8 +46,8 @@ class Resampler:
     problems: int
 
     def resample(self, step: int, requests: Sequence[RolloutRequest], drawn: Drawn) -> list[RolloutRequest]:
-        """Return as many requests as groups with signal are missing: none after the last round, of a run that will
-        fail, or when all problems have been drawn in this step."""
+        """Return one request per missing group with signal; none after the last round, for a run that will fail, or
+        when the step has used all problems."""
         groups = [group for group in drawn if isinstance(group, Group)]
         if len(groups) < len(drawn) or self._rounds(groups) >= self.rounds:
             return []
@@ -69,7 +68,7 @@ class Resampler:
         ]
 
     def select(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Return the groups with signal, filled up to a batch by the first of the others."""
+        """Return the groups with signal, padded to a batch with the first of the others."""
         reasons = [why_alike(group) for group in groups]
         with_signal = [i for i, reason in enumerate(reasons) if reason is None]
         others = [i for i, reason in enumerate(reasons) if reason is not None]
@@ -94,7 +93,7 @@ class Resampler:
         }
 
     def _rounds(self, groups: Sequence[Group]) -> int:
-        """Return in how many rounds of resampling these groups, in the order drawn, came."""
+        """Return the number of resampling rounds that these groups, in sampling order, needed."""
         with_signal = [why_alike(group) is None for group in groups]
         drawn, rounds = self.batch, 0
         while drawn < len(groups):

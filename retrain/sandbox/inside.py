@@ -1,12 +1,12 @@
-"""What runs inside the sandbox: a process that forks one interpreter for each call, and watches it.
+"""Runs inside the sandbox: forks an interpreter for each call and watches it.
 
-``sandbox.py`` hands this file's text to a Python with nothing but its standard library, so it imports nothing of
-retrain. Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The interpreter that
-runs the policy's code is a fork with neither pipe. It cannot trace or read this process, which is not dumpable, nor
-end or stop it, for it is the first of its process namespace; when it ends, because its stdin does, all end.
+``sandbox.py`` passes this file's text to a Python that has only its standard library, so it must not import retrain.
+Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The policy's code runs in a fork
+without these pipes. The fork cannot trace or read this process, which is not dumpable, nor kill or stop it, because it
+is the first of its process namespace; when its stdin closes, this process ends, and with it the namespace.
 
-With ``keep_state`` one fork runs one call after the other. Between calls everything but this process is stopped;
-without it everything but this process is killed when the call ends.
+With ``keep_state`` one fork runs all calls, and its processes are stopped between calls; without it they are killed
+when the call ends.
 """
 
 import ast
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 def confine(setup: dict[str, Any]) -> None:
-    """Give up what root has, set the limits that hold for this process and all that it forks."""
+    """Drop root's privileges and set the resource limits of this process and its forks."""
     if (os.getpid(), os.getppid()) != (1, 0):
-        raise PermissionError("this is not a process namespace of its own")  # end() would kill what is not ours
+        raise PermissionError("this is not a process namespace of its own")  # end() would kill foreign processes
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when the machine runs out of memory, this goes first
+        file.write("1000")  # the kernel's first victim when memory runs out
     if setup["uids"]:
         become(setup["uids"])
     with open("/proc/self/status") as file:
@@ -91,9 +91,9 @@ def confine(setup: dict[str, Any]) -> None:
         _, hard = resource.getrlimit(getattr(resource, kind))
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(getattr(resource, kind), (value, value))
-    prctl(PR_SET_DUMPABLE, 0)  # others of the same user may not trace this process or read its memory
+    prctl(PR_SET_DUMPABLE, 0)  # processes of the same user may not trace this one or read its memory
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # become() has cleared what bubblewrap set
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process does not get
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored: the first process of a namespace has no default action
 
 
 def become(uids: list[int]) -> None:
@@ -116,7 +116,7 @@ def prctl(option: int, value: int) -> None:
 
 
 class Interpreter:
-    """A fork that runs the policy's code: one piece of it, or with ``keep_state`` one after the other."""
+    """A fork that runs the policy's code: one call, or with ``keep_state`` one call after the other."""
 
     def __init__(self, keep_state: bool, private: tuple[int, ...]):
         self.alive, self.status = True, 0
@@ -139,7 +139,7 @@ class Interpreter:
         os.set_blocking(self.output, False)
 
     def order(self, code: str) -> None:
-        """Have it run ``code``; what an earlier call stopped goes on."""
+        """Run ``code`` in the fork; processes that were stopped after an earlier call continue."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: watch() sees that
@@ -148,7 +148,7 @@ class Interpreter:
     def watch(self, deadline: float, setup: dict[str, Any], calls: int) -> dict[str, Any]:
         """Return the reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
 
-        Leaves, and with it all that runs, when nobody is at the other end of ``calls`` any more.
+        Ends this process, and with it the sandbox, when the other end of ``calls`` is closed.
         """
         text, ended, status = Excerpt(setup["output_characters"]), "", 0
         poll = select.poll()
@@ -166,19 +166,14 @@ class Interpreter:
             if self.process in ready:
                 ended = "exit"
             elif self.done in ready:
-                code = os.read(self.done, 1)
-                if code:
-                    ended, status = "done", code[0]
-                else:  # the code closed it, or the interpreter is about to end
-                    poll.unregister(self.done)
+                ended, status = self.read_done(poll)
             elif text.length > FLOOD:
                 ended = "output"
             elif now >= deadline:
                 ended = "time"
             elif now >= look:
                 look = now + LOOK_MS / 1000
-                self.reap(os.WNOHANG)
-                ended = "memory" if memory() > setup["memory_mb"] << 20 else ""
+                ended = self.check_memory(setup["memory_mb"] << 20)
         if ended != "done":
             status = self.end()
         else:
@@ -187,12 +182,26 @@ class Interpreter:
         while text.length <= FLOOD and text.read(self.output):
             pass
         if not self.alive:
-            for descriptor in (self.output, self.done, self.orders, self.process):
-                os.close(descriptor)
-        return {"ended": ended, "status": status, "clean": True, **text.shown()}
+            self.close()
+        return {"ended": ended, "status": status, "clean": True, **text.as_json()}
+
+    def close(self) -> None:
+        for descriptor in (self.output, self.done, self.orders, self.process):
+            os.close(descriptor)
+
+    def read_done(self, poll: select.poll) -> tuple[str, int]:
+        code = os.read(self.done, 1)
+        if code:
+            return "done", code[0]
+        poll.unregister(self.done)  # the code closed it, or the interpreter is about to end
+        return "", 0
+
+    def check_memory(self, limit: int) -> str:
+        self.reap(os.WNOHANG)  # ended processes count until they are reaped
+        return "memory" if memory() > limit else ""
 
     def end(self) -> int:
-        """Kill it and all that it started. Returns its exit status, negative for a signal."""
+        """Kill all processes of the sandbox. Return the fork's exit status, negative for a signal."""
         self.alive = False
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -200,7 +209,7 @@ class Interpreter:
         return os.waitstatus_to_exitcode(self.status)
 
     def reap(self, options: int) -> None:
-        """Wait for processes that have ended: it, and those whose parents have ended. 0 waits for all."""
+        """Reap the fork and orphaned processes that have ended; ``options`` 0 waits for all."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, options))[0]:
                 if ended[0] == self.pid:
@@ -208,7 +217,7 @@ class Interpreter:
 
 
 def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
-    """Run what is ordered, in the fork."""
+    """Run the calls, in the fork."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     number, pid = 0, os.getpid()
@@ -224,7 +233,7 @@ def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End as a script does: threads are waited for, ``atexit`` runs. Modules are not torn down, which takes 20 ms."""
+    """End as a script does: join threads and run ``atexit``. Modules are not torn down, which would take 20 ms."""
     for module, function in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
         if module in sys.modules:
             try:
@@ -236,27 +245,27 @@ def leave(status: int) -> NoReturn:
 
 
 def flush() -> None:
-    """Flush the output, unless the code closed or replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
 
 
 def execute(code: str, namespace: dict[str, Any], name: str) -> int:
-    """Run ``code``; a last expression is shown as at Python's prompt. Errors are printed. Returns the exit status."""
+    """Run ``code`` and return the exit status. A last expression is printed as at Python's prompt, and so are
+    errors."""
     try:
         try:
             tree = ast.parse(code, name)
             last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
             body = compile(tree, name, "exec", dont_inherit=True)
-            shown = compile(ast.Interactive([last]), name, "single", dont_inherit=True) if last else None
+            expression = compile(ast.Interactive([last]), name, "single", dont_inherit=True) if last else None
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             sys.stderr.write("".join(traceback.format_exception_only(error)))
             return 1
         linecache.cache[name] = (len(code), None, [f"{line}\n" for line in code.splitlines()], name)
         exec(body, namespace)
-        if shown is not None:
-            exec(shown, namespace)
+        if expression is not None:
+            exec(expression, namespace)
         return 0
     except SystemExit as leaving:
         if isinstance(leaving.code, int) or leaving.code is None:
@@ -269,7 +278,6 @@ def execute(code: str, namespace: dict[str, Any], name: str) -> int:
 
 
 def report(error: BaseException) -> None:
-    """Print the traceback from the policy's code on."""
     try:
         trace = error.__traceback__ and error.__traceback__.tb_next
         lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
@@ -289,7 +297,7 @@ class Excerpt:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, descriptor: int) -> bool:
-        """Take what is there; False at the end, or when nothing is there."""
+        """Read once; return False at the end of the stream or when it has no data."""
         try:
             data = os.read(descriptor, 1 << 16)
         except BlockingIOError:
@@ -301,7 +309,7 @@ class Excerpt:
         self.tail = (self.tail + text[missing:])[-self.tail_size :]
         return bool(data)
 
-    def shown(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
 
 

@@ -50,9 +50,9 @@ ADVICE = (
 )
 
 
-class Limits(BaseModel):
-    """Resources of one call: wall-clock seconds, MiB of memory, processes and threads at a time, MiB of files, and
-    characters of output that are shown."""
+class SandboxLimits(BaseModel):
+    """Resources of one call: wall-clock seconds, MiB of memory, simultaneous processes and threads, MiB of files, and
+    characters of output that are returned."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -64,10 +64,10 @@ class Limits(BaseModel):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Result of a call. ``output`` is cut in the middle where it was too long; ``ended``: ``exit`` or ``done``
-    (by itself), ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox is gone).
-    ``status``: the exit status, negative for a signal. ``fresh``: nothing of earlier calls was there."""
+class SandboxOutcome:
+    """Result of a call. ``output`` is shortened in the middle if too long. ``ended``: ``exit`` or ``done`` (by itself),
+    ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox has ended). ``status``: exit
+    status, negative for a signal. ``fresh``: no state of earlier calls was left."""
 
     output: str
     ended: str
@@ -76,18 +76,19 @@ class Outcome:
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap: the program, and as ``root`` (left inside), as ``nobody`` or as the user it is."""
+    """A way to start bubblewrap: the program, and the ``user``: ``root`` (dropped inside), ``nobody`` or the present
+    one."""
 
     bwrap: str
     user: str
 
 
 class SandboxFailed(RetrainError):
-    """A sandbox does not start: no fault of the code that was to run in it."""
+    """A sandbox did not start, for a reason other than the code that was to run in it."""
 
 
 def available() -> str | None:
-    """Return None where code can run in a sandbox, which is tried, else the reason and what to do."""
+    """Start a sandbox on trial; return None if that works, else the reason and the fix."""
     try:
         launch()
     except (MissingExtra, UsageError) as error:
@@ -109,7 +110,7 @@ def launch() -> Launch:
         users = ("root", "nobody") if os.geteuid() == 0 else ("self",)
         for way in [Launch(program, user) for program in _programs() for user in users]:
             try:
-                with contextlib.closing(Sandbox(Limits(timeout_s=START_SECONDS), way=way)) as sandbox:
+                with contextlib.closing(Sandbox(SandboxLimits(timeout_s=START_SECONDS), way=way)) as sandbox:
                     outcome = sandbox.run("print(6 * 7)")
                 if outcome.output == "42\n":
                     return way
@@ -132,9 +133,9 @@ def _programs() -> list[str]:
     return programs
 
 
-def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
-    """Return the command line: what the code sees, and the Python that serves it. bubblewrap reads the filter of
-    system calls from the descriptor ``calls_filter``."""
+def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]:
+    """Return bubblewrap's command line: the mounted files and the Python that runs ``inside.py``. ``calls_filter`` is
+    the descriptor of the system-call filter."""
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
@@ -145,8 +146,8 @@ def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
         command += ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
     command += ["--seccomp", str(calls_filter), "--proc", "/proc", "--dev", "/dev"]
-    for place in ("/dev/shm", "/tmp"):
-        command += ["--perms", "1777", "--size", size, "--tmpfs", place]
+    for mounted in ("/dev/shm", "/tmp"):
+        command += ["--perms", "1777", "--size", size, "--tmpfs", mounted]
     command += ["--perms", "0755", "--dir", "/usr", "--perms", "0755", "--dir", "/etc"]
     for path in SYSTEM:
         if os.path.islink(path) and os.path.isdir(path):
@@ -156,7 +157,7 @@ def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
     library = sysconfig.get_path("stdlib", vars={"base": prefix, "installed_base": prefix})
     bound: list[str] = [*SYSTEM]
     for path in (f"{prefix}/lib", f"{prefix}/lib64", library, program):
-        if os.path.exists(path) and not any(path == place or path.startswith(f"{place}/") for place in bound):
+        if os.path.exists(path) and not any(path == mounted or path.startswith(f"{mounted}/") for mounted in bound):
             bound.append(path)
             for parent in reversed(Path(path).parents[:-1]):  # readable, also where the host's is not
                 command += ["--perms", "0755", "--dir", str(parent)]
@@ -173,19 +174,19 @@ def _command(way: Launch, limits: Limits, calls_filter: int) -> list[str]:
 
 
 class Sandbox:
-    """Runs pieces of code, one at a time, each in an interpreter of its own or, with ``keep_state``, all in one.
+    """Runs code, one call at a time, each in a new interpreter or, with ``keep_state``, all in one.
 
-    It starts with the first call and after a call that left something behind: one that was stopped, files, or with
-    ``keep_state`` an interpreter that ended. To be used by one thread, which outlives it.
+    A new sandbox starts with the first call, and after a call that was stopped, left files, or, with ``keep_state``,
+    ended its interpreter. Not thread-safe; the thread must outlive it.
     """
 
-    def __init__(self, limits: Limits, keep_state: bool = False, way: Launch | None = None):
+    def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
         self.limits, self.keep_state = limits, keep_state
         self.way = launch() if way is None else way
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def run(self, code: str) -> Outcome:
+    def run(self, code: str) -> SandboxOutcome:
         """Run ``code``. Raises SandboxFailed when no sandbox can be started."""
         fresh = self._process is None
         try:
@@ -197,12 +198,12 @@ class Sandbox:
             raise
         if not isinstance(reply, dict):
             self.close()
-            return Outcome("", "lost", 0, fresh)
+            return SandboxOutcome("", "lost", 0, fresh)
         ended = reply["ended"]
         if not reply["clean"] or ended not in ("exit", "done") or (self.keep_state and ended == "exit"):
             self.close()
         note = f"\n[{reply['left_out']} characters left out]\n" if reply["left_out"] else ""
-        return Outcome(reply["head"] + note + reply["tail"], ended, reply["status"], fresh)
+        return SandboxOutcome(reply["head"] + note + reply["tail"], ended, reply["status"], fresh)
 
     def close(self) -> None:
         if self._finalizer is not None:
@@ -210,7 +211,7 @@ class Sandbox:
         self._process = self._finalizer = None
 
     def _start(self) -> None:
-        """Start bubblewrap and wait for the Python in it. Raises SandboxFailed with what either says."""
+        """Start bubblewrap and wait for the Python inside. Raises SandboxFailed with their error output."""
         readable, writable = os.pipe()
         with open(writable, "wb") as file:
             file.write(seccomp_program(platform.machine()))
@@ -244,7 +245,7 @@ class Sandbox:
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
     def _ask(self, value: Any, seconds: float) -> Any:
-        """Send a frame and return the reply, None where none comes in time."""
+        """Send a frame and return the reply, or None after the timeout."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -279,7 +280,7 @@ class Sandbox:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill bubblewrap, with which the kernel kills the first process inside, and with that all others there."""
+    """Kill bubblewrap; the kernel then kills the first process inside, and with it the namespace."""
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):

@@ -1,4 +1,4 @@
-"""Put a cohort together: model, data, graders, and each run restored to where it was."""
+"""Assembles a cohort: model, data, graders, and its runs, restored from their checkpoints."""
 
 import os
 import threading
@@ -76,7 +76,7 @@ class ServerEvents:
             self.record(*message)
 
     def detach(self) -> None:
-        """Record nothing any more: the runs have ended."""
+        """Stop recording, because the runs have ended."""
         with self._lock:
             self._runs = ()
 
@@ -113,7 +113,7 @@ def assemble(
     check_on_first_rank(check, resume_points, data, bases)
     if server_events is not None:
         bases.from_first("checking servers", partial(check_servers, model.engine, bases, specs, server_events))
-    for note in (*data.notes, *model.notes):  # once it is known that these runs train here
+    for note in (*data.notes, *model.notes):  # only after all checks
         observer.message(note)
 
     builder = RunBuilder(job, model, data, observer, stack, guard, writes=ranks is None or ranks.is_first)
@@ -122,7 +122,7 @@ def assemble(
         grader, point = graders[spec.config.reward.grading], resume_points[spec.run_id]
         try:
             runs.append(bases.agreed(spec.run_id, partial(builder.build, spec, own_modes, grader, point)))
-        except CheckpointError as error:  # this run's own files: the others can go on
+        except CheckpointError as error:  # only this run's files are faulty: the others continue
             observer.run_finished(spec, "failed", str(error))
     if server_events is not None:
         server_events.attach(runs)
@@ -169,15 +169,15 @@ def is_local(config: Config) -> bool:
     return config.backend.backend == "local"
 
 
-def use_deterministic(wanted: bool) -> None:
-    if wanted:
+def use_deterministic(enabled: bool) -> None:
+    if enabled:
         # cuBLAS reads this when its first handle is made; without it torch refuses deterministic matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(enabled)
 
 
 def build_graders(specs: Sequence[RunSpec], folder: Path, stack: ExitStack) -> Graders:
-    """Return one grader for all runs that are graded alike."""
+    """Return one grader for each distinct [reward] section."""
     config = specs[0].config
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     device = partial(resolve_device, config.backend.device)
@@ -186,7 +186,7 @@ def build_graders(specs: Sequence[RunSpec], folder: Path, stack: ExitStack) -> G
 
 
 def load_problems(specs: Sequence[RunSpec], folder: Path, graders: Graders) -> Dataset:
-    """Return the problems of these runs. Raises DataError where the data lack what a grader needs."""
+    """Return the problems of these runs. Raises DataError when the data lack a column that a grader needs."""
     data = data_of(specs[0].config, folder)
     for spec in specs:
         check_rubrics(data, spec.config)
@@ -214,8 +214,8 @@ def load_model(
             (base, lanes), engine = bases.trained(config), AbsentEngine()
         workers = stack.enter_context(closing(workers_of(base, specs)))
         taught = [spec for spec in specs if spec.config.distillation.active]
-        beside, tell = bases.beside, observer.message
-        teachers, copies = teachers_of(taught, job.folder, base, lanes, beside, ranks, tell) if taught else ({}, 0)
+        load, notify = bases.second_model, observer.message
+        teachers, copies = teachers_of(taught, job.folder, base, lanes, load, ranks, notify) if taught else ({}, 0)
         longest = max(longest_prompt(asked, base.tokenizer, section) for asked, section in parts_of(data, config))
         tokens = _episode_tokens(config, longest, base.context_length)
         check_memory(base, lanes, specs, tokens, decodes=server_events is None)
@@ -231,16 +231,15 @@ def load_model(
 
 
 def _episode_tokens(config: Config, prompt: int, context: int) -> int:
-    """Return the tokens before the last action of the longest episode, as far as they are known: the prompt, and in
-    every turn but the last an action and an answer as long as that."""
+    """Return an estimate of the tokens before the last action of the longest episode: the prompt, and for each earlier
+    turn an action and an observation of the same length."""
     section, action = config.environment, config.training.max_tokens
-    known = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
-    return prompt if section.turns == 1 else max(prompt, min(known) - action)
+    limits = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
+    return prompt if section.turns == 1 else max(prompt, min(limits) - action)
 
 
 def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server_events: ServerEvents) -> None:
-    """Compare servers with what is trained here, and record what they and their keeper say. Raises ModelError for a
-    server that computes something else."""
+    """Test the servers with canaries, and record their messages. Raises ModelError for a server that fails."""
     if not isinstance(engine, ServerEngine):
         return
     if isinstance(bases.servers, RemoteFleet):
@@ -250,7 +249,7 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
 
 
 def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
-    """Yield a line for each server and kind of adapter that the runs train."""
+    """Yield a message for each server and kind of trained adapter."""
     base, lanes = bases.trained(specs[0].config)
     kinds = []
     for spec in specs:
@@ -261,14 +260,14 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
 
 
 def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
-    """Give the engine the state that the newest of the loaded checkpoints has of it."""
+    """Restore the engine from the newest loaded checkpoint."""
     loaded = [run.checkpoints.loaded for run in runs if run.checkpoints.loaded is not None]
     if with_engine := [state for state in loaded if state.shared.get("engine")]:
         model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
 
 
 def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None) -> Evaluator:
-    """Return what evaluates the runs of a cohort, all as ``spec`` says; runs of a campaign in ``directory`` share the
+    """Return the evaluator of a cohort's runs, configured by ``spec``; runs of a campaign in ``directory`` share the
     evaluation of the base."""
     config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
     base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
@@ -279,7 +278,7 @@ def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: Rank
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """Return the back pressure of the shared decode batch, restored; None where no run asks for it."""
+    """Return the restored back-pressure controller of the shared decode batch; None unless a run enables it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -295,8 +294,7 @@ def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
 
 
 def memory_facts(cohort: Cohort) -> dict[str, Any]:
-    """Return what the manifest says under ``memory`` of the runs of this cohort: by the run's id, the bytes of a decode
-    batch and the tokens of a micro-batch."""
+    """Return the manifest's ``memory`` by run id: the bytes of a decode batch and the tokens of a micro-batch."""
     return {
         run.run_id: {
             "decode_bytes": cohort.engine.state().get("decode_bytes"),

@@ -1,7 +1,7 @@
-"""What samples and learns in a cohort: a base model with lanes and an engine, or backends of the user's own.
+"""Loads what a cohort samples and trains with: a base model with lanes and an engine, or a user's backends.
 
-One base is in memory at a time. A cohort that wants the base of the one before finds it as that left it, prepared;
-before another is loaded, everything that was put on it is taken off and it is freed.
+One base is in memory at a time. Cohorts with the same base share it with its preparations (lanes, fused weights);
+before another base is loaded, these are undone and the base is freed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,8 @@ T = TypeVar("T")
 
 @dataclass
 class CohortModel:
-    """What the runs of a cohort share. ``identity`` tells frozen weights apart."""
+    """The model, engine and teachers that the runs of a cohort share. ``identity``: fingerprint of the frozen
+    weights."""
 
     name: str
     identity: str
@@ -50,13 +51,13 @@ class CohortModel:
     engine: Engine
     workers: Workers
     policy: Callable[[RunSpec, Path], Policy]
-    """The policy of one run, untrained; the path is that of the run's directory."""
+    """Builds a run's untrained policy from its spec and directory."""
     built: dict[str, Any]  # Facts for `built` in `config.json`
     context: int | None = None  # Context length in tokens, if known
     watch: Callable[[Config], Watch] | None = None  # Compares an external sampler with a run's trainer
     notes: Sequence[str] = ()  # Notes for the user
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    """Who teaches the runs that have a teacher, by their ids."""
+    """Teachers by run id."""
 
 
 def local_model(
@@ -68,13 +69,15 @@ def local_model(
     ranks: RankGroup | None = None,
     teachers: Mapping[str, Teacher] | None = None,
 ) -> CohortModel:
-    """A base in this process, with the lanes that train on it and the engine that samples with them, here or in servers
-    that hold the same base; ``ranks`` train together with this process, ``teachers`` are those of the runs."""
+    """Return the model of a cohort whose base is in this process; the engine samples here or in servers. ``ranks``
+    train together with this process; ``teachers`` are by run id."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.full_vocabulary else None
-        whole = teacher if isinstance(teacher, DistributionTeacher) else None
-        return LocalPolicy(base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, whole)
+        full_vocab_teacher = teacher if isinstance(teacher, DistributionTeacher) else None
+        return LocalPolicy(
+            base, lanes, spec.config, spec.config.stream("init"), workers, plan, ranks, full_vocab_teacher
+        )
 
     notes = []
     if not getattr(base.tokenizer, "chat_template", None):
@@ -88,7 +91,7 @@ def local_model(
         if not engine.fast:
             notes.append(f"{base.name} decodes through transformers' own forward pass, slower than plain products")
     if base.quantized:
-        notes.append(base.quantized.words)
+        notes.append(base.quantized.summary)
     dtype = str(base.dtype).removeprefix("torch.")
 
     def watch(config: Config) -> Watch:
@@ -116,9 +119,9 @@ def local_model(
 
 
 def plugin_model(specs: Sequence[RunSpec], folder: Path) -> CohortModel:
-    """Backends of the user's own, one for each run. There are no weights to share.
+    """Return the model of a cohort of user's backends, one per run, which share no weights.
 
-    Raises PluginError when one cannot be loaded or made.
+    Raises PluginError when a backend cannot be loaded or built.
     """
     config = specs[0].config
     plugin, backends = config.backend.backend, {spec.run_id: load_backend(spec.config, folder) for spec in specs}
@@ -148,9 +151,9 @@ def _built(
 
 
 class Bases:
-    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` makes
-    one that is no model's own, the same for every configuration. ``ranks`` load the same bases at the same time.
-    ``servers``: who keeps those that are to be launched, where this process does not."""
+    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` replaces
+    the loading of files. ``ranks`` load the same bases at the same time. ``servers``: the fleet of launched servers, if
+    another process keeps them."""
 
     def __init__(
         self,
@@ -174,16 +177,16 @@ class Bases:
         self.release()
 
     def agreed(self, point: str, compute: Callable[[], T]) -> T:
-        """Return ``RankGroup.agree``, or without other ranks what ``compute`` returns."""
+        """Call ``RankGroup.agree``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.agree(point, compute)
 
     def from_first(self, point: str, compute: Callable[[], T]) -> T:
-        """Return ``RankGroup.from_first``, or without other ranks what ``compute`` returns."""
+        """Call ``RankGroup.from_first``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
     def look(self, config: Config) -> ModelFiles:
-        """The model that a run's configuration names, without its weights. It is looked at once, for filtering the data
-        and for loading. Raises ModelError when it cannot be had."""
+        """Return the files of a configuration's model without loading weights; cached, for filtering the data and for
+        loading. Raises ModelError when they are missing or unusable."""
         model = config.model
         key = repr((
             model.model, model.revision, model.quantize, model.trust_remote_code, model.local_files_only,
@@ -197,8 +200,8 @@ class Bases:
     def take(
         self, config: Config, notify: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
-        """The base that a run's configuration names, with the lanes that it trains, and an engine in this process. What
-        is in memory already is taken from there. Raises ModelError when it cannot be had."""
+        """Return the base of a configuration, its lanes and an engine in this process, reusing those in memory. Raises
+        ModelError when the base cannot be loaded."""
         base, lanes = self.trained(config, notify)
         if self._engine is None:
             self._engine = LocalEngine(base, lanes, notify=notify)
@@ -210,10 +213,10 @@ class Bases:
     def take_served(
         self, config: Config, directory: Path, notify: Callable[[str, str], None] = lambda text, level: None
     ) -> tuple[BaseModel, Lanes, ServerEngine]:
-        """The same with an engine that samples with the servers of the configuration; one that is launched begins, and
-        writes its log, in ``directory``, and stays for the next cohort. Raises UsageError when none answers."""
+        """Return the base of a configuration, its lanes and an engine that samples with its servers. Launched servers
+        write their logs to ``directory`` and stay for the next cohort. Raises UsageError when none answers."""
         base, lanes = self.trained(config, lambda line: notify(line, "info"))
-        model = config.model  # its rank and whatever else is trained is no matter of the servers
+        model = config.model  # servers do not depend on the rank or other settings of training
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
             self._close_server()
@@ -224,8 +227,8 @@ class Bases:
         return base, lanes, engine
 
     def load(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> BaseModel:
-        """Return the base that a run's configuration names, on all ranks together where it is not in memory. Raises
-        ModelError when it cannot be had."""
+        """Return the base of a configuration, reusing the one in memory; all ranks call this together. Raises
+        ModelError when it cannot be loaded."""
         if self._load is not None:
             self._base = self._base or self._load(config)
             return self._base
@@ -240,20 +243,19 @@ class Bases:
         return self._base
 
     def trained(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
-        """The base that a run's configuration names, with the lanes that it trains. Raises ModelError when it cannot be
-        had."""
+        """Return the base of a configuration and its lanes. Raises ModelError when it cannot be loaded."""
         base, targets = self.load(config, notify), repr(config.lora.target_modules)
         if self._lanes is None or targets != self._targets:
             self._lanes = self._engine = None
             base.release()
             self._lanes, self._targets = Lanes(base, config.lora.target_modules), targets
         if base.sharded is not None:
-            backbone_of(base)  # its trial passes take all ranks
+            backbone_of(base)  # its trial passes gather shards, so all ranks must run them now
         return base, self._lanes
 
-    def beside(self, config: Config, name: str) -> BaseModel:
-        """A further model, of the base's device and number format, which stays beside the base until that goes; only
-        for forward passes. Raises ModelError when it cannot be had."""
+    def second_model(self, config: Config, name: str) -> BaseModel:
+        """Return a further model for forward passes, with the device and dtype of the base; it is freed with the base.
+        Raises ModelError when it cannot be loaded."""
         if name not in self._others:
             model = config.model
             self._others[name] = load_base(
@@ -266,18 +268,18 @@ class Bases:
         return self._others[name]
 
     def _load_weights(self, files: ModelFiles, config: Config) -> BaseModel:
-        """Load the base, on all ranks together. Raises ModelError where another rank has other weights."""
+        """Load the base on all ranks together. Raises ModelError when the ranks' weights differ."""
         device, dtype, ranks = config.backend.device, config.inference.dtype, self.ranks
         if ranks is None:
             return load_weights(files, device, dtype)
         shards = ranks if config.backend.shard == "fsdp2" else None
         base = ranks.agree("loading the base", lambda: load_weights(files, device, dtype, shards))
         prints = ranks.gather("comparing the base", lambda: base.fingerprint)
-        for rank, found in enumerate(prints):
-            if found != prints[0]:
+        for rank, fingerprint in enumerate(prints):
+            if fingerprint != prints[0]:
                 raise ModelError(
-                    f"rank {rank} has other weights of {base.name} than rank 0 ({found}, not {prints[0]}): give all of "
-                    "them the same model"
+                    f"rank {rank} has other weights of {base.name} than rank 0 ({fingerprint}, not {prints[0]}): "
+                    "give all of them the same model"
                 )
         ranks.in_use = base.in_use if base.sharded is not None else nullcontext
         return base
@@ -289,12 +291,12 @@ class Bases:
             self._server[1].forget()
 
     def forget_sequences(self) -> None:
-        """Let go of what an engine in this process has kept of sequences that go on."""
+        """Drop the sequences cached by an engine in this process."""
         if self._engine is not None:
             self._engine.sequence_cache.clear()
 
     def release(self) -> None:
-        """Take everything off the base and let go of it, and of the servers."""
+        """Undo all preparations of the base, and free it and the servers."""
         if self.ranks is not None:
             self.ranks.in_use = nullcontext
         self._close_server()

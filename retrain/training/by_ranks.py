@@ -1,5 +1,5 @@
-"""Rollouts of a run that several ranks train: each rank samples and grades its share of the prompts, and all get all
-groups. Servers are asked by rank 0 alone, which sends the groups to the others."""
+"""Collects the rollouts of a run on several ranks: each rank samples and grades a share of the prompts, and all ranks
+get all groups. Only rank 0 samples from servers, and sends the groups to the others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ Owner = TypeVar("Owner")
 
 @dataclass(frozen=True)
 class RankCollector:
-    """Collects rollouts as ``collect`` does, on all ranks; ``served``: rank 0 alone samples."""
+    """Collects rollouts as ``collect`` does, on all ranks; ``served``: only rank 0 samples."""
 
     ranks: RankGroup
     served: bool
@@ -29,24 +29,24 @@ class RankCollector:
         ranks = self.ranks
         if self.served:
             return ranks.from_first("rollouts", lambda: collect(engine, requests, max_rows))
-        rows, own = max_rows and max(1, max_rows // ranks.count), requests[ranks.rank :: ranks.count]
+        rows, share = max_rows and max(1, max_rows // ranks.count), requests[ranks.rank :: ranks.count]
 
         def collect_share() -> tuple[CollectResult, int | None]:
             # Without a prompt there is nothing to sample.
-            collected = collect(engine, own, rows) if own else CollectResult([], [])
+            collected = collect(engine, share, rows) if share else CollectResult([], [])
             return collected, engine.state().get("fitting")
 
         parts, fitting = zip(*ranks.gather("rollouts", collect_share), strict=True)
         groups = [parts[i % ranks.count].groups[i // ranks.count] for i in range(len(requests))]
-        if known := [rows for rows in fitting if rows is not None]:
-            # Checkpoints are those of rank 0: the rows that fit are the same on all ranks.
-            engine.restore({**engine.state(), "fitting": min(known)})
+        if limits := [rows for rows in fitting if rows is not None]:
+            # Rank 0 writes the checkpoints for all ranks, so all use the same number of rows.
+            engine.restore({**engine.state(), "fitting": min(limits)})
         slowest = max(parts, key=lambda part: part.spans[-1][2] if part.spans else 0.0)
         return CollectResult(groups, slowest.spans, slowest.sync_seconds)
 
 
 class ServedQueue(RolloutQueue[Owner]):
-    """The queue of a run whose rollouts servers sample: rank 0 has the rollouts, the others get them from there."""
+    """The queue of a run that samples from servers: rank 0 samples and sends the rollouts to the other ranks."""
 
     def __init__(self, engine: Engine, ahead: bool, ranks: RankGroup):
         super().__init__(engine, None, ahead)
@@ -70,7 +70,7 @@ class ServedQueue(RolloutQueue[Owner]):
 
 
 class AbsentEngine:
-    """Stands on the other ranks for the servers that rank 0 asks."""
+    """Engine of the ranks that do not sample, because rank 0 samples from servers."""
 
     gives_entropy = exact = is_concurrent = False
     sync_seconds: float | None = None

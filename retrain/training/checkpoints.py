@@ -67,9 +67,9 @@ def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None]
 
 
 def verify_checkpoint(directory: Path) -> None:
-    """Raise CheckpointError unless every file of the manifest is there with its hash, and nothing is a link.
+    """Raise CheckpointError unless every file of the manifest exists with its hash and is no link.
 
-    Raises NotReadable for a file that the operating system refuses to read, which says nothing about its content.
+    Raises NotReadable for a file that cannot be read, whose content may be intact.
     """
     try:
         manifest = read_json(directory / MANIFEST)
@@ -246,9 +246,9 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
 
 
 class Checkpoints:
-    """Saves and loads one run. ``base_id`` is the fingerprint of its frozen weights, ``accept_other_base`` whether the
-    user has accepted to continue a checkpoint of other ones; ``problems`` is the size of its training data, ``export``
-    the user's directory that also receives the final adapter."""
+    """Saves and loads one run. ``base_id``: fingerprint of the frozen weights; ``accept_other_base``: checkpoints of
+    other weights may be loaded; ``problems``: number of training problems; ``export``: a directory for a copy of the
+    final adapter."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Checkpoints:
         return bool(checkpoint_directories(self.directory))
 
     def write(self, saved: Snapshot) -> None:
-        """Write the checkpoint, unless the run was restored from that very one."""
+        """Write the checkpoint, unless the run was restored from it."""
         try:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
@@ -318,7 +318,7 @@ class Checkpoints:
         self._record_save(f"{step:06d}", step, directory, directory, cursor)
 
     def _owner(self, name: str) -> Owner | None:
-        """Return the mark of what the run writes under this name."""
+        """Return the owner mark of a directory that the run writes."""
         run = owner_of(self.directory)
         return run and run.at(name)
 

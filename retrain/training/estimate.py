@@ -1,4 +1,4 @@
-"""How much the runs of a plan sample, and the memory that they take, from the TOML, the data and ``config.json`` alone.
+"""Estimates the samples and the memory of a plan's runs from the TOML, the data and ``config.json`` alone.
 
 Neither torch nor weights are read. Parameter counts of Llama-like models are exact up to attention biases. Units:
 bytes, tokens.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from retrain.config.evaluation import part_evaluations, whole_evaluations
+from retrain.config import Config
+from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
 from retrain.models.layers import (
     LOGITS_COPIES,
     Architecture,
@@ -23,10 +24,6 @@ from retrain.models.layers import (
     quantized_bytes,
     update_copy,
 )
-
-if TYPE_CHECKING:
-    from retrain.config import Config
-    from retrain.config.evaluation import HeldOut
 
 ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured, which takes the data and the tokenizer
 
@@ -41,13 +38,12 @@ PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one run samples and trains on.
+class RunSize:
+    """The number of completions and tokens of one run.
 
-    A step has ``rows`` completions of at most ``tokens`` tokens; ``draws`` times as many may be sampled for it. An
-    evaluation of all held-out problems has ``evaluated`` completions of at most ``evaluated_tokens`` tokens together;
-    there are ``evaluations`` of them after the start. ``parts`` more have ``part`` completions each, for the curve
-    alone.
+    A step trains on ``rows`` completions of at most ``tokens`` tokens; dynamic sampling may sample ``draws`` times as
+    many. A full evaluation has ``evaluated`` completions with at most ``evaluated_tokens`` tokens in all; there are
+    ``evaluations`` of these after the start, and ``parts`` partial ones with ``part`` completions each, for the curve.
     """
 
     prompt: int
@@ -83,12 +79,14 @@ class Work:
 
 def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> list[HeldOut]:
     """Return the held-out sets with their real number of problems, ``sizes`` by name, if the data was read."""
-    known = sizes or {}
-    return [replace(each, problems=known.get(each.name, each.problems)) for each in config.held_out]
+    real_sizes = sizes or {}
+    return [
+        replace(held_out, problems=real_sizes.get(held_out.name, held_out.problems)) for held_out in config.held_out
+    ]
 
 
-def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str, int] | None = None) -> Work:
-    """Return the work of one resolved run configuration, with ``sizes`` of the held-out sets by name."""
+def run_size(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str, int] | None = None) -> RunSize:
+    """Return the size of a resolved run configuration; ``sizes``: problems of held-out sets by name."""
     training, evaluation, environment = config.training, config.evaluation, config.environment
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
     sets = held_out_sets(config, sizes)
@@ -102,7 +100,7 @@ def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str
         turns = environment.turns
         return sum(each.problems * each.samples * min(each.sampling.max_tokens * turns, most) for each in of)
 
-    return Work(
+    return RunSize(
         prompt=prompt_tokens or ASSUMED_PROMPT_TOKENS,
         tokens=min(training.max_tokens * environment.turns, most),
         rows=training.batch_size * training.group_size,
@@ -119,25 +117,26 @@ def work_of(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str
     )
 
 
-def sampled_evaluations(configs: Sequence[Config], works: Sequence[Work]) -> int:
+def sampled_evaluations(configs: Sequence[Config], sizes: Sequence[RunSize]) -> int:
     """Return the number of held-out completions that all runs of a plan sample.
 
     Runs with the same held-out sets and rewards share the answers of the untrained model, which count once.
     """
     total, untrained = 0, dict[str, int]()
-    for i, (config, work) in enumerate(zip(configs, works, strict=True)):
-        at_start = work.at_start * work.evaluated
-        total += work.evaluation_completions - at_start
-        own = i if config.resume.from_ else None  # not the base model any more
+    for i, (config, size) in enumerate(zip(configs, sizes, strict=True)):
+        at_start = size.at_start * size.evaluated
+        total += size.evaluation_completions - at_start
+        resumed = i if config.resume.from_ else None  # does not start from the base
         audit = config.audit.model_dump_json() if config.audit.is_enabled else None
-        key = (own, config.held_out, config.environment.measured, config.reward.grading, config.campaign.seed, audit)
+        measured, grading = config.environment.measured, config.reward.grading
+        key = (resumed, config.held_out, measured, grading, config.campaign.seed, audit)
         untrained[repr(key)] = at_start
     return total + sum(untrained.values())
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a process computes on. ``memory`` in bytes is a GPU's own (0: not known), or that of a CPU's machine."""
+    """A process's device. ``memory``: bytes of the GPU (0: unknown), or of the machine for a CPU."""
 
     kind: Literal["cpu", "gpu"]
     memory: int = 0
@@ -203,24 +202,24 @@ def run_memory(
     config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Memory:
     """Return the memory of one resolved run configuration, which steps together with others: ``lanes`` in all."""
-    work = work_of(config, prompt_tokens)
+    size = run_size(config, prompt_tokens)
     width, weights = number_bytes(config, device), architecture.parameters()
     adapter, critic = trained_parameters(config, architecture)
     micro_batch_tokens = config.training.micro_batch_tokens
-    whole, parts = base_bytes(config, architecture, width), config.base_parts
-    base = whole
+    full_base, parts = base_bytes(config, architecture, width), config.base_parts
+    base = full_base
     if parts > 1:
         layers = architecture.linear_parameters(architecture.experts) * width
         base = held_weights(base // parts, base - layers, layers // architecture.layers)
     stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
     if device.kind == "cpu":
-        budget = cpu_token_budget(whole)
+        budget = cpu_token_budget(full_base)
     elif device.memory:
         room = max(0, device.memory - base - lanes * stays)
         budget = gpu_token_budget(room, architecture.kept_bytes(width))
     else:
         budget = ASSUMED_MICRO_BATCH_TOKENS
-    micro_batch = min(work.rows * work.length, budget if micro_batch_tokens == "auto" else micro_batch_tokens)
+    micro_batch = min(size.rows * size.length, budget if micro_batch_tokens == "auto" else micro_batch_tokens)
     logits = LOGITS_COPIES * 4 * architecture.vocab
     block_copy = head_copy = 0
     served = config.inference.served
@@ -233,7 +232,7 @@ def run_memory(
         adapter=stays,
         micro_batch_tokens=micro_batch,
         training=micro_batch * architecture.kept_bytes(width) + 4 * LOGITS_BYTES[device.kind],
-        sampling=0 if served else work.rows * (work.length * architecture.cache_bytes(width) + logits),
+        sampling=0 if served else size.rows * (size.length * architecture.cache_bytes(width) + logits),
         process=PROCESS_BYTES[device.kind],
         head_copy=head_copy,
         block_copy=0 if served else block_copy,
@@ -252,11 +251,11 @@ def verified_ranks(config: Config) -> int:
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
     """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not."""
-    whole = architecture.parameters() * width
+    unquantized = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
-        return whole
+        return unquantized
     linear = architecture.linear_parameters(architecture.experts)
-    return whole - linear * width + quantized_bytes(linear, architecture.hidden, width, config.model.quantize)
+    return unquantized - linear * width + quantized_bytes(linear, architecture.hidden, width, config.model.quantize)
 
 
 def number_bytes(config: Config, device: Device) -> int:

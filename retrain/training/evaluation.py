@@ -1,8 +1,8 @@
-"""Held-out evaluation, for the loop, for the untrained model, and for the verification of ranks.
+"""Evaluates policies on held-out sets, for the loop and for the verification of ranks.
 
-An answer is a function of the weights, the problem and its random stream, whose prefix is the subject's: whoever
-evaluates the same weights after the same number of updates gets the same answers. Sets are sampled one after another,
-so that no set changes the numbers of the others.
+An answer is a function of the weights, the problem and its random stream: evaluating equal weights after the same
+number of updates gives equal answers. Sets are sampled one after another, so that no set affects the results of
+another.
 """
 
 import time
@@ -27,7 +27,7 @@ from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedPolicy:
     """A policy to evaluate: weights by name after ``step`` updates, the environment of each held-out set, and the
     prefix of the random streams."""
 
@@ -57,7 +57,7 @@ class Evaluator:
         self.engine, self.renderer, self.sets = engine, _RenderedOnce(renderer), list(sets)
         self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
-    def evaluate(self, held_out: HeldOut, subjects: Sequence[Subject]) -> list[EvalRecord]:
+    def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
         """Return the set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's
         part is the first one that the whole set would have had of it."""
         begin, sampling = time.monotonic(), held_out.sampling.requested
@@ -91,33 +91,33 @@ class Evaluator:
         return records
 
     def known_base(self, held_out: HeldOut, environment: Environment, setting: str) -> EvalRecord | None:
-        """Return an earlier cohort's evaluation of the untrained model on this set, None if there is none. ``setting``
-        is all else that decides about it: environment, grading and seed."""
+        """Return an earlier cohort's evaluation of the untrained model on this set, or None. ``setting`` identifies
+        environment, grading and seed."""
         if self.base_evaluations is None:
             return None
-        known = partial(self.base_evaluations.get, _how(held_out, environment, setting))
+        get = partial(self.base_evaluations.get, _key(held_out, environment, setting))
         problems = environment.problems(held_out.name)
         if self.ranks is not None:
-            return self.ranks.from_first("base evaluation", lambda: known(problems))
-        return known(problems)
+            return self.ranks.from_first("base evaluation", lambda: get(problems))
+        return get(problems)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
-        """Keep the untrained model's evaluation for later cohorts. Raises StorageError when it cannot be written."""
+        """Store the untrained model's evaluation for later cohorts. Raises StorageError."""
         if self.ranks is not None and not self.ranks.is_first:
             return
         if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
-            self.base_evaluations.put(_how(held_out, environment, setting), record)
+            self.base_evaluations.put(_key(held_out, environment, setting), record)
 
 
 class _RenderedOnce(Renderer):
-    """Keeps the prompts: every evaluation asks the same problems."""
+    """A renderer that caches prompts, because every evaluation has the same problems."""
 
     def __init__(self, renderer: Renderer):
         super().__init__(renderer.tokenizer, renderer.data, renderer.tools_prompt)
         self._prompts: dict[int, tuple[tuple[Message, ...], Prompt]] = {}
 
     def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
-        # The id stays the problem's: the prompt holds it. An environment may ask a problem in other words than before.
+        # The cached prompt holds the problem, so its id is not reused. An environment may change a problem's messages.
         rendered, prompt = self._prompts.get(id(problem), (None, None))
         if prompt is None or rendered != tuple(messages):
             prompt = super().prompt(problem, messages, tools)
@@ -125,20 +125,20 @@ class _RenderedOnce(Renderer):
         return prompt
 
 
-def _how(held_out: HeldOut, environment: Environment, setting: str) -> str:
+def _key(held_out: HeldOut, environment: Environment, setting: str) -> str:
     problems = content_hash((), environment.problems(held_out.name))
     return repr((held_out.name, held_out.samples, held_out.sampling.requested, held_out.data, problems, setting))
 
 
 class CohortEvaluator:
-    """Evaluates the runs of a cohort: one decode batch for all that are due, one answer for all that are alike. What an
-    evaluation raises ends the runs that it was for. ``evaluator`` has the held-out sets, which all runs share."""
+    """Evaluates the runs of a cohort in one decode batch; untrained runs with equal settings share an evaluation. An
+    error of an evaluation ends its runs. ``evaluator`` has the held-out sets, which all runs share."""
 
     def __init__(self, evaluator: Evaluator, observer: Observer, saver: Saver, failures: Failures):
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
 
     def trained(self, extents: Mapping[Run, Extent]) -> None:
-        """Evaluate these runs as they are now, each on whole sets or on parts of them."""
+        """Evaluate these runs now, each on full sets or on their parts."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
                 due = [run for run, wanted in extents.items() if run.error is None and wanted == extent]
@@ -153,8 +153,8 @@ class CohortEvaluator:
             yield
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Score untrained runs on a held-out set: they all equal the base, so what is graded alike is sampled once, and
-        not at all where an earlier cohort has."""
+        """Evaluate untrained runs, which all equal the base, on a held-out set: sample once per setting, or reuse the
+        evaluation of an earlier cohort."""
         alike: dict[str, list[Run]] = {}
         for run in runs:
             config = run.config
@@ -174,8 +174,8 @@ class CohortEvaluator:
             self.saver.submit(same[0], partial(self.evaluator.keep_base, held_out, environment, setting, record))
 
     def _evaluate(self, held_out: HeldOut, alike: Sequence[Sequence[Run]]) -> list[EvalRecord]:
-        """Evaluate the first run of each of ``alike`` on a held-out set, in one decode batch; its record, which is
-        returned, counts for all of them."""
+        """Evaluate the first run of each list in ``alike`` on a held-out set, in one decode batch; record the result
+        for all runs of the list, and return the records."""
         if not alike:
             return []
         subjects = [_subject(run) for run, *_ in alike]
@@ -209,14 +209,14 @@ def equals_base(run: Run) -> bool:
 def first_evaluations(run: Run) -> list[Row]:
     """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
-    if run.step == 0:  # nothing is recorded yet: what an earlier process did before its first checkpoint is cut off
+    if run.step == 0:  # records of an earlier process without a checkpoint are discarded
         return []
     for row in run.recorder.evaluations():
         first.setdefault(row["name"], row)
     return [first[name] for name in run.config.evaluation.names if name in first]
 
 
-def _subject(run: Run) -> Subject:
-    """Return the run as it is now; all untrained runs draw alike."""
+def _subject(run: Run) -> EvaluatedPolicy:
+    """Return the run's present policy; untrained runs share their random stream."""
     stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
-    return Subject(run.policy_ref, run.environments, stream, run.step)
+    return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)

@@ -1,5 +1,4 @@
-"""The inputs of a cohort: its runs and how they go on, and how base, data and machine differ from what the records say.
-Nothing of torch is imported here."""
+"""The job of a cohort, and the differences of base, data and machine from the runs' records. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,24 +18,23 @@ BASE_WEIGHTS = "weights of the base model"
 
 
 Guard = Callable[[Path], Callable[[], None]]
-"""Returns what is called before each write into a run's directory; that raises LeaseLost once another process may write
-there."""
+"""Returns, for a run's directory, the check to call before each write; it raises LeaseLost once another process may
+write there."""
 
 
 def allow_all(directory: Path) -> Callable[[], None]:
-    """Return the check of a directory that nobody else writes."""
+    """Return a check that always passes, for a directory with a single writer."""
     return lambda: None
 
 
 @dataclass(frozen=True)
 class CohortJob:
-    """Train these runs together, from where their checkpoints are.
+    """Runs to train together, starting from their checkpoints.
 
     ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
-    runs of the plan.
-    ``failed_at``: those that had failed before, with the steps they had done. ``together``: all go on from the newest
-    step that they have in common, else each from its own newest. ``accepted``: differences from the runs' records
-    with which they may go on.
+    runs of the plan. ``failed_at``: steps done by runs that have failed. ``same_step``: all resume from their newest
+    common step, else each from its newest checkpoint. ``accepted``: differences from the runs' records that the user
+    accepts.
     """
 
     directory: Path
@@ -44,7 +42,7 @@ class CohortJob:
     runs: Sequence[RunSpec]
     longest: CompletionLengths
     failed_at: dict[str, int] = field(default_factory=dict)
-    together: bool = True
+    same_step: bool = True
     accepted: list[str] = field(default_factory=list)
 
 
@@ -54,7 +52,7 @@ def change_line(name: str, old: Any, new: Any) -> str:
 
 
 def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what has to be loaded to be known: weights and tokenizer of the base, the teacher, and the data.
+    """Return the differences in weights and tokenizer of the base, the teacher and the data from a run's record.
 
     ``now`` is nested as in config.json.
     """
@@ -63,8 +61,8 @@ def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences in what only rounding depends on, which no one need accept: device and what drives it, number format,
-    threads. The same kind of GPU at another index is none."""
+    """Return the differences that affect only rounding: device and drivers, dtype, threads. They need no acceptance;
+    the index of a GPU does not count."""
     names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
     names |= {"gpu.driver": "GPU driver", "gpu.cuda": "CUDA", "gpu.cudnn": "cuDNN"}
     return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})

@@ -94,7 +94,6 @@ class Cohort:
             self.saver.settle()
 
     def step(self, active: Sequence[Run]) -> None:
-        """Take one step of these runs."""
         points = self._begin_step(active)
         with self.saver.undo_on_server_failure(points):
             selections, sampled = self._sample(_alive(active))

@@ -1,5 +1,5 @@
-"""One run: its policy, algorithm, data and records, and the parts of its step; which rollouts its steps request, and
-when steps that went wrong fail it."""
+"""One run: its policy, algorithm, data and records, the rollouts that it requests, the parts of its step, and its
+health. ``loop`` calls it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.algorithms.algorithm import Algorithm, samples_of, scores_by_rollout
-from retrain.algorithms.distillation import Context, Teacher, taught, teacher_prompts
+from retrain.algorithms.distillation import Teacher, TeacherContext, taught, teacher_prompts
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.config.training import Training
@@ -61,7 +61,7 @@ LOGGED_ERRORS = 20  # Different grading errors that go into a run's log
 
 
 class DataCursor:
-    """Order of training problems: a fresh permutation for every epoch, a function of the seeds and the position.
+    """The order of training problems: a new permutation per epoch, a function of seeds and position.
 
     ``position`` counts problems taken so far. A batch may span epochs.
     """
@@ -76,13 +76,13 @@ class DataCursor:
         return [self._at(self.position + start + i) for i in range(count)]
 
     def _at(self, position: int) -> Problem:
-        epoch, place = divmod(position, len(self.problems))
+        epoch, index = divmod(position, len(self.problems))
         if not self.shuffle:
-            return self.problems[place]
+            return self.problems[index]
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = generator(*self.stream, "data", epoch).permutation(len(self.problems))
-        return self.problems[int(self._order[place])]
+        return self.problems[int(self._order[index])]
 
 
 @dataclass(eq=False)
@@ -104,14 +104,14 @@ class RolloutRequests:
         self.sampling = training.sampling.requested
         # Prefix of the random streams of all that the run samples (see Config.stream).
         self.stream = self.config.stream("sampling")
-        # A list of its own: what is drawn again must not move the cursor of the first rounds.
+        # Resampling has its own order, so that it does not move the cursor of the first round.
         upcoming = DataCursor(cursor.problems, (*cursor.stream, "dynamic"), cursor.shuffle).ahead
         rounds = training.dynamic_sampling
         self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
 
     def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
-        """Return the requests of ``step``, the next one, and with ``ahead`` of all later steps that may be sampled by
-        now, by step; no step is requested twice."""
+        """Return the requests of ``step``, the next one, by step, and with ``ahead`` those of all later steps within
+        the staleness limit; no step is requested twice."""
         training = self.config.training
         last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
         steps = range(max(step, self.next_step), last + 1)
@@ -119,7 +119,7 @@ class RolloutRequests:
         return {later: self.of_step(step, later) for later in steps}
 
     def of_step(self, now: int, step: int) -> list[RolloutRequest]:
-        """Return the requests of ``step``, which is ``now``, the run's next one, or a later one."""
+        """Return the requests of ``step``; ``now`` is the run's next step."""
         size = self.config.training.batch_size
         problems = self.cursor.ahead((step - now) * size, size)
         return [self._request(problem, step, i) for i, problem in enumerate(problems)]
@@ -140,7 +140,7 @@ class RolloutRequests:
 
     @property
     def resample(self) -> Resample | None:
-        """Dynamic sampling, called with a step's groups once they are sampled; None where it is off."""
+        """Return the function that resamples a step's groups; None without dynamic sampling."""
         return self.resampler and self.resampler.resample
 
     def select(self, groups: Sequence[Group]) -> SelectedGroups:
@@ -152,7 +152,7 @@ class RolloutRequests:
 class StepTimer:
     """Measures the parts of a run's steps: ``with timer("update"): …``.
 
-    A checkpoint and the record itself come after a step's row is made, so their times stand in the next row.
+    Checkpoint and record come after a step's row is made, so their times are in the next row.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,6 @@ class StepTimer:
         self._spans.append((name, begin, end))
 
     def start(self, now: float) -> None:
-        """Begin the first step of this process."""
         self._last_end = now
 
     def finish_step(self, now: float) -> tuple[list[Span], float]:
@@ -183,8 +182,7 @@ class StepTimer:
 
 @dataclass
 class RunHealth:
-    """Counts steps in a row that went wrong, and fails the run at a limit. ``log(text, level)`` writes into the run's
-    log."""
+    """Counts consecutive faulty steps and fails the run at a limit. ``log(text, level)`` writes to the run's log."""
 
     training: Training
     log: Callable[[str, str], None]
@@ -193,7 +191,7 @@ class RunHealth:
     """Errors of grading and auditing that this process has logged."""
 
     def check_grading(self, step: int, groups: Sequence[CreditedGroup]) -> None:
-        """Log failed gradings, each reason once. Raises RunFailed after ``UNGRADED_STEPS`` without any grade."""
+        """Log each reason of failed gradings once. Raises RunFailed after ``UNGRADED_STEPS`` without any grade."""
         results = [rollout.reward for group in groups for rollout in group.rollouts]
         errors = [result.error for result in results if result.error]
         self._log_errors(step, "graded", errors)
@@ -214,8 +212,7 @@ class RunHealth:
                 self.log(f"step {step}: {count} completion(s) not {action}: {error}", "warning")
 
     def check_sampler(self, step: int, mismatches: Sequence[str]) -> None:
-        """Log in what sampler and trainer disagree (``sampler_mismatches``). Raises RunFailed after
-        ``MISMATCHED_STEPS``."""
+        """Log ``sampler_mismatches``. Raises RunFailed after ``MISMATCHED_STEPS`` consecutive steps with one."""
         counters = self.counters
         counters.mismatched_steps = counters.mismatched_steps + 1 if mismatches else 0
         if not mismatches:
@@ -244,8 +241,8 @@ class RunHealth:
 
 
 def sampler_mismatches(watch: Watch, policy: Policy, recent: RecentWeights, groups: Sequence[Group]) -> list[str]:
-    """Compare the sampler's log-probabilities of some tokens with the trainer's, for the weights that drew them; return
-    a line for each version of the weights above the limit, with the likely cause."""
+    """Compare sampler and trainer log-probabilities of some rollouts, under the weights that sampled them; return a
+    message for each policy version above the limit, with the likely cause."""
     weights, mismatches = recent.snapshots(), list[str]()
     for version, samples in by_version(probe_of(groups)):
         if version not in weights:
@@ -262,7 +259,7 @@ def sampler_mismatches(watch: Watch, policy: Policy, recent: RecentWeights, grou
 class Run:
     """One training run. ``step`` is the number of steps done, which is the next step to run.
 
-    ``environments`` holds what it trains in as ``train`` and what it is evaluated in by the held-out set's name.
+    ``environments`` has the training environment as ``train``, and others by the name of their held-out set.
     """
 
     spec: RunSpec
@@ -275,7 +272,7 @@ class Run:
     checkpoints: Checkpoints
     watch: Watch | None  # None where the sampler is the trainer itself
     teacher: Teacher | None  # None without distillation
-    teacher_context: Context | None  # None where the teacher reads the same prompts as the policy
+    teacher_context: TeacherContext | None  # None where the teacher reads the same prompts as the policy
     step: int = 0
     error: str | None = None  # None until the run has failed
     health: RunHealth = field(init=False)
@@ -311,7 +308,7 @@ class Run:
     # -- a step, in order ---------------------------------------------------------------------------------------
 
     def begin_step(self, engine: Engine) -> None:
-        """Do what is due before the next step; where that changes the weights, the engine samples with the new ones."""
+        """Anneal the adapter's rank if the step begins a stage, and publish changed weights."""
         ref = self.policy_ref
         for line in self.policy.begin_step(self.step):
             self.recorder.log(line)
@@ -319,7 +316,7 @@ class Run:
             self.publish_to(engine)
 
     def publish_to(self, engine: Engine) -> None:
-        """Have the engine sample with the present weights."""
+        """Publish the present weights to the engine."""
         self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
 
     def take(self, groups: Sequence[Group]) -> SelectedGroups:
@@ -410,7 +407,6 @@ class Run:
         return self.recorder.record_step(record)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the run failed; its traceback goes to its own log."""
         self.error = without_keys(failure_text(error))
         self.recorder.log_error(error)
 

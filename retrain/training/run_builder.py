@@ -1,4 +1,4 @@
-"""Build the runs of a cohort: where each continues, whether its records still hold, and the run itself."""
+"""Builds the runs of a cohort: finds their checkpoints, compares their records, and restores them."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
-from retrain.algorithms.distillation import Context
+from retrain.algorithms.distillation import TeacherContext
 from retrain.config import Config
 from retrain.config.modes import Need
 from retrain.config.runs import RunSpec, run_directory, run_place
@@ -45,7 +45,7 @@ from retrain.types import Problem
 
 
 class RecordsDiffer(Exception):
-    """What had to be loaded to be known differs from the runs' records, in ways that are not accepted."""
+    """Base, data, teacher or records differ from what the runs recorded, and the user has not accepted that."""
 
     def __init__(self, lines: list[str]):
         super().__init__(lines)
@@ -71,31 +71,39 @@ class ResumePoint:
 
 
 def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
-    """Return where each run of a cohort continues; failed runs are included when the others go back to before their
-    failure. Raises RecordsDiffer where rows of a record are missing that no earlier checkpoint can restore."""
-    points, lost = dict[str, ResumePoint](), list[str]()
-    going = [spec for spec in job.runs if spec.run_id not in job.failed_at]
-    for group in [going] if job.together else [[spec] for spec in job.runs]:
-        reports: list[list[str]] = [[] for _ in group]
-        common = common_step(
-            [(run_directory(job.directory, spec), spec.config.training.max_steps) for spec in group], reports
-        )
-        for spec, report, lines in zip(group, reports, common.missing_rows, strict=True):
-            points[spec.run_id] = ResumePoint(min(common.step, spec.config.training.max_steps), report)
-            lost += [f"{spec.run_id}: {line}; what is missing cannot be restored" for line in lines]
-        if job.together:
-            again = [spec for spec in job.runs if job.failed_at.get(spec.run_id, -1) >= common.step]
-            points |= {spec.run_id: ResumePoint(min(common.step, spec.config.training.max_steps)) for spec in again}
-    if refused := [line for line in lost if line not in job.accepted]:
-        raise RecordsDiffer(refused)
+    """Return where each run of a cohort continues. A failed run is included if the others go back to before its
+    failure. Raises RecordsDiffer when rows of a record are missing that no earlier checkpoint can restore."""
+    points, missing_rows = dict[str, ResumePoint](), list[str]()
+    active = [spec for spec in job.runs if spec.run_id not in job.failed_at]
+    for group in [active] if job.same_step else [[spec] for spec in job.runs]:
+        step = _find_common_step(job, group, points, missing_rows)
+        if job.same_step:
+            retried = [spec for spec in job.runs if job.failed_at.get(spec.run_id, -1) >= step]
+            points |= {spec.run_id: ResumePoint(min(step, spec.config.training.max_steps)) for spec in retried}
+    if unaccepted := [line for line in missing_rows if line not in job.accepted]:
+        raise RecordsDiffer(unaccepted)
     return points
+
+
+def _find_common_step(
+    job: CohortJob, group: Sequence[RunSpec], points: dict[str, ResumePoint], missing_rows: list[str]
+) -> int:
+    """Add the resume points of runs that continue from a common step, and their missing rows; return the step."""
+    reports: list[list[str]] = [[] for _ in group]
+    common = common_step(
+        [(run_directory(job.directory, spec), spec.config.training.max_steps) for spec in group], reports
+    )
+    for spec, report, lines in zip(group, reports, common.missing_rows, strict=True):
+        points[spec.run_id] = ResumePoint(min(common.step, spec.config.training.max_steps), report)
+        missing_rows += [f"{spec.run_id}: {line}; what is missing cannot be restored" for line in lines]
+    return common.step
 
 
 def check_recorded_facts(
     job: CohortJob, specs: Sequence[RunSpec], points: Mapping[str, ResumePoint], model: CohortModel, data: Dataset,
     observer: Observer,
 ) -> None:  # fmt: skip
-    """Compare what runs are made with to their records, and keep it in ``points`` for the new records. Raises
+    """Compare base, data and machine with the runs' records, and store them in ``points`` for the new records. Raises
     RecordsDiffer."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
@@ -103,8 +111,8 @@ def check_recorded_facts(
     records = {run_id: reader.intact_config() for run_id, reader in readers.items()}
     now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
-    if refused := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
-        raise RecordsDiffer(refused)
+    if unaccepted := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
+        raise RecordsDiffer(unaccepted)
     for spec in specs:
         point = points[spec.run_id]
         point.facts = now[spec.run_id] | {"modules": module_hashes(spec.config, job.folder)}
@@ -118,7 +126,7 @@ def check_recorded_facts(
 
 
 def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
-    """Return what every run's ``config.json`` says of what has to be loaded to be known."""
+    """Return the facts about base and data in every run's ``config.json``."""
     return {
         "built": model.built,
         "base": {
@@ -134,11 +142,10 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
 
 
 def _tokenizer_digest(tokenizer: object) -> str:
-    """Return the hash of what turns a problem into tokens: chat template, vocabulary and, where they are known, the
-    tokenizer's rules."""
+    """Return the hash of chat template, vocabulary and, if available, the tokenizer's rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # those are of the last call
+        rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # set by the last call
     else:
         rules = getattr(tokenizer, "get_vocab", dict)()
     parts = [rules, getattr(tokenizer, "chat_template", None)]
@@ -146,20 +153,20 @@ def _tokenizer_digest(tokenizer: object) -> str:
 
 
 def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
-    """Return what the data say that this run is graded by; nothing where only answers count."""
+    """Return the hash of the data's rubric columns that grade this run; {} if only answers count."""
     found = column_values(spec.config.rubric_columns, data.train, *data.sets.values())
     return {"rubrics": found[0]} if found else {}
 
 
 def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
-    """Return whose weights teach this run; nothing where it has no teacher."""
+    """Return the identity of the run's teacher; {} without one."""
     teacher = model.teachers.get(spec.run_id)
     return {} if teacher is None else {"taught_by": teacher.identity}
 
 
 @dataclass(frozen=True)
 class RunBuilder:
-    """Builds the runs of a cohort from what they share. Only where it ``writes`` they have records and checkpoints."""
+    """Builds the runs of a cohort; without ``writes`` (ranks other than 0) they write no records and checkpoints."""
 
     job: CohortJob
     model: CohortModel
@@ -174,7 +181,9 @@ class RunBuilder:
         config, model, (own_modes, detector) = spec.config, self.model, modes
         environments = environments_of(config, self.data, grader, self.job.folder)
         recorder = self._recorder(spec, grader, environments["train"])
-        self.stack.callback(recorder.close, failed=True)  # before training goes wrong; closing twice does nothing
+        self.stack.callback(
+            recorder.close, failed=True
+        )  # closes it if anything below fails; closing twice does nothing
         requests = RolloutRequests(
             config,
             environments["train"],
@@ -199,7 +208,7 @@ class RunBuilder:
             teacher_context=_teacher_context(model, config),
         )
         if spec.export is not None and self.writes:
-            prepare_directory(spec.export)  # now, and not after hours of training
+            prepare_directory(spec.export)  # before training, so that a fault does not cost hours
         notes = [*self.data.notes, *model.notes, *self._inexact(run)]
         if Need.ENTROPY in config.algorithm.needs and not model.engine.gives_entropy:
             raise UsageError(
@@ -275,12 +284,12 @@ def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
     return UpdatePlan(objective, training.updates, rate, config.algorithm if config.chooses_anew else None)
 
 
-def _teacher_context(model: CohortModel, config: Config) -> Context | None:
-    """Return how the teacher's prompts are made; None where it reads those of the policy."""
-    own = config.distillation
-    if not own.active or own.context == "none":
+def _teacher_context(model: CohortModel, config: Config) -> TeacherContext | None:
+    """Return the builder of the teacher's prompts; None if it reads the policy's prompts."""
+    section = config.distillation
+    if not section.active or section.context == "none":
         return None
-    return Context(renderer_of(model, config), own, model.context or 1 << 30)
+    return TeacherContext(renderer_of(model, config), section, model.context or 1 << 30)
 
 
 def _tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
@@ -288,7 +297,7 @@ def _tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
-    """Restore a run from its own checkpoint, or begin with what [resume] from names. Returns lines for the user."""
+    """Restore a run from its checkpoint, or else from [resume] from. Return messages for the user."""
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
@@ -306,7 +315,6 @@ def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
 
 
 def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict[str, Any]:
-    """Return the content of the run's ``config.json``."""
     config = run.config
     is_fresh = initial_adapter and not config.resume.from_
     return run_facts(
@@ -323,23 +331,20 @@ def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict
 def _declared_ranges(
     config: Config, folder: Path, grader: Grader, environment: Environment
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return in which ranges numbers lie, for charts: those of plug-ins under their own keys, and those of components
-    and sample metrics, as data source, reward and [reward] say; where they differ, the last of these counts."""
+    """Return the ranges of numbers for charts: those of plug-ins under their keys, and those of components and sample
+    metrics, of which [reward] overrides the reward and the reward overrides the data source."""
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
-    known = {name: end for name, end in ends.items() if end is not None}
+    limits = {name: end for name, end in ends.items() if end is not None}
     only = grader.names if config.environment.provider is None and len(grader.names) == 1 else ()
-    written = _merged_ranges(dict.fromkeys(("reward", *only), known) if known else {}, config.reward.metrics_ranges)
+    written = _merged_ranges(dict.fromkeys(("reward", *only), limits) if limits else {}, config.reward.metrics_ranges)
     plugins = _merged_ranges(*(ranges for key, ranges in code if not is_source(key)))
     sources = (ranges for key, ranges in code if is_source(key))
     return plugins, _merged_ranges(*sources, environment.ranges, written)
 
 
 def _merged_ranges(*declared: Mapping[str, Values]) -> dict[str, Row]:
-    """Merge the ranges that several owners declare for their numbers (``RunContext.ranges``); later ones win.
-
-    Charts are scaled by them; training never sees them.
-    """
+    """Merge declared ranges (``RunContext.ranges``), which scale charts only; later ones win."""
     ranges: dict[str, Row] = {}
     for name, limits in (item for owner in declared for item in owner.items()):
         ranges.setdefault(name, {}).update(limits)

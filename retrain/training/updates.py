@@ -1,8 +1,8 @@
-"""The updates of one batch: epochs over it, each in minibatches, and their metrics as those of one step.
+"""Updates a policy on one batch in epochs and minibatches, and aggregates the metrics of the step.
 
-With several updates the importance ratio of the loss is π/π_old, π_old being the trainer itself before the first of
-them (PPO, arXiv 1707.06347): its log-probabilities are computed once and kept on the rollouts. Every update divides its
-loss by what its own minibatch counts, groups without signal included.
+With several updates, the importance ratio of the loss is π/π_old, where π_old is the policy before the first of them
+(PPO, arXiv 1707.06347): its log-probabilities are computed once and kept on the rollouts. Every update divides its loss
+by the denominators of its minibatch, which include groups without signal.
 """
 
 import math
@@ -22,14 +22,14 @@ from retrain.policy.objective import Objective
 from retrain.policy.protocol import Policy
 from retrain.policy.update import PROBE_SIZE, without_advantages
 from retrain.rng import generator
-from retrain.types import CreditedBatch, CreditedRollout, Denominators, Group, Sample, TrainBatch, Want
+from retrain.types import CreditedBatch, CreditedRollout, Denominators, Group, Sample, StepBatch, Want
 
 LR_SCHEDULES = ("constant", "linear", "cosine")
 
 
 def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[np.ndarray] | None) -> CreditedBatch:
-    """Return the batch with the policy's log-probabilities before the first of several updates, of every rollout that
-    trains. ``logprobs`` are those of all rollouts where they are known already; else the policy scores."""
+    """Return the batch with ``old_logprobs_T``, the policy's log-probabilities before the first of several updates.
+    ``logprobs``: those of all rollouts if already computed; else the policy scores the trained rollouts."""
     if logprobs is not None:
         return batch.with_fields(batch.rollouts, ({"old_logprobs_T": logprobs_T} for logprobs_T in logprobs))
     trained = batch.trained
@@ -43,7 +43,7 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
 
 
 def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.ndarray | None]) -> CreditedBatch:
-    """Return the batch with the trainer's log-probabilities, of every sample of a single update, where it gave them."""
+    """Return the batch with the log-probabilities that a single update returned for its samples."""
     if not trainer_logprobs:
         return batch
     parts, changes = iter(trainer_logprobs), []
@@ -57,19 +57,19 @@ def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.nd
 
 def iter_minibatches(
     batch: CreditedBatch, training: Training, step: int, stream: tuple[int | str, ...], keep_logprobs: bool = False
-) -> Iterator[list[TrainBatch]]:
-    """Yield the epochs over a batch, each as its minibatches; the rollouts of a minibatch stand in the batch's order.
+) -> Iterator[list[StepBatch]]:
+    """Yield each epoch over a batch as a list of minibatches, with rollouts in the batch's order.
 
-    A minibatch without anything to train on is left out. Where the whole batch has nothing, there is one epoch with one
-    empty batch, whose ``probe`` compares sampler and trainer. ``keep_logprobs`` asks a single update for the trainer's
-    log-probabilities (with several, ``old_logprobs_T`` has them).
+    Minibatches without trained samples are left out. A batch without any yields one empty minibatch, whose ``probe``
+    compares sampler and trainer. ``keep_logprobs`` requests the trainer's log-probabilities from a single update (with
+    several updates, ``old_logprobs_T`` has them).
     """
     samples = {rollout: training_samples(rollout) for rollout in batch.trained}
     flat = [sample for parts in samples.values() for sample in parts]
     is_single = training.num_iterations == 1 and training.minibatches == 1
     if is_single or not flat:
         probe = [] if flat else probe_of(batch.groups)
-        yield [TrainBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
+        yield [StepBatch(flat, batch.denominators, step, stream, probe, keep_logprobs=keep_logprobs)]
         return
     units = _minibatch_units(batch, training)
     for epoch in range(training.num_iterations):
@@ -77,12 +77,12 @@ def iter_minibatches(
         for index, rollouts in enumerate(_dealt(units, training, (*stream, "minibatches", step, epoch))):
             chosen = [sample for rollout in rollouts for sample in samples.get(rollout, ())]
             update = epoch * training.minibatches + index
-            minibatches.append(TrainBatch(chosen, denominators_of(batch, rollouts), step, stream, update=update))
+            minibatches.append(StepBatch(chosen, denominators_of(batch, rollouts), step, stream, update=update))
         yield [minibatch for minibatch in minibatches if minibatch.samples]
 
 
 def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[CreditedRollout]]:
-    """Return what ``minibatch_by`` keeps in one minibatch: the credited rollouts of a group, or single ones."""
+    """Return the units that ``minibatch_by`` keeps together: credited rollouts of a group, or single ones."""
     credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
     if training.minibatch_by == "group":
         return [rollouts for rollouts in credited if rollouts]
@@ -92,19 +92,19 @@ def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[Cred
 def _dealt(
     units: Sequence[Sequence[CreditedRollout]], training: Training, stream: tuple[int | str, ...]
 ) -> list[list[CreditedRollout]]:
-    """Return the rollouts of each minibatch of an epoch, to which the units are dealt in an order drawn anew."""
+    """Return the rollouts of each minibatch of an epoch; the units are shuffled anew for every epoch."""
     order = generator(*stream).permutation(len(units)) if training.minibatches > 1 else np.arange(len(units))
     parts = np.array_split(order, training.minibatches)
     return [[rollout for unit in sorted(part.tolist()) for rollout in units[unit]] for part in parts]
 
 
 def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
-    """Return what the loss of a minibatch is divided by; all of its ``rollouts`` are credited."""
+    """Return the loss denominators of a minibatch; all of its ``rollouts`` are credited."""
     sampled = [rollout for rollout in rollouts if len(rollout) > 0]
     return replace(
         batch.denominators,
-        tokens=sum(len(one) if one.counted_tokens is None else one.counted_tokens for one in sampled),
-        sequences=sum(one.sequences if one.counted_sequences is None else one.counted_sequences for one in sampled),
+        tokens=sum(len(r) if r.counted_tokens is None else r.counted_tokens for r in sampled),
+        sequences=sum(r.sequences if r.counted_sequences is None else r.counted_sequences for r in sampled),
         action_tokens=sum(map(len, sampled)),
     )
 
@@ -113,14 +113,14 @@ def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -
 class MinibatchUpdate:
     """A minibatch and its update's metrics under the catalogue's keys; ``error`` is why the update was skipped."""
 
-    batch: TrainBatch
+    batch: StepBatch
     metrics: Mapping[str, float | None]
     error: NonFinite | None = None
     trainer_logprobs: Sequence[np.ndarray | None] = ()
 
     def weight(self, key: str) -> float:
-        """Return its weight in a mean of this metric: the tokens that it trained on, the action tokens that a critic
-        has a value for, or its completions."""
+        """Return the weight of this update in the mean of a metric: its trained tokens, its action tokens, or its
+        completions."""
         samples = self.batch.samples
         if key in OF_COMPLETIONS:
             return float(len(samples))
@@ -129,8 +129,8 @@ class MinibatchUpdate:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a run updates its policy, as its configuration says: ``per_step`` updates of each batch, at the learning rate
-    of their number in the run. ``masked_by`` chooses tokens to leave out before each update; None where nothing is."""
+    """Update settings of a run: ``per_step`` updates of each batch; ``learning_rate`` maps the update's number in the
+    run to its rate; ``masked_by`` computes the rejection mask before each update, None without one."""
 
     objective: Objective
     per_step: int
@@ -138,8 +138,8 @@ class UpdatePlan:
     masked_by: AlgorithmSection | None
 
 
-def update_minibatch(batch: TrainBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
-    """Take one optimizer step, skipped where its loss or gradient is not finite."""
+def update_minibatch(batch: StepBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
+    """Take one optimizer step; skip it when loss or gradient is not finite."""
     lr, masked = plan.learning_rate(batch.step * plan.per_step + batch.update), dict[str, float]()
     if plan.masked_by is not None and batch.samples:
         batch, masked = mask_minibatch(batch, policy, plan.masked_by)
@@ -224,8 +224,7 @@ def _values(updates: Sequence[MinibatchUpdate], key: str) -> list[float]:
 
 
 def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
-    """Return the mean of a metric, weighted by what it is a mean over; where no update has any of that, as with a
-    probe, over updates."""
+    """Return the weighted mean of a metric; with zero weights, as for a probe, the mean over updates."""
     pairs = _weighted(updates, key)
     if not any(weight for weight, _ in pairs):
         pairs = [(1.0, value) for _, value in pairs]
@@ -252,7 +251,7 @@ def _weighted(updates: Sequence[MinibatchUpdate], key: str) -> list[tuple[float,
 def probe_of(groups: Sequence[Group]) -> list[Sample]:
     """Return up to ``PROBE_SIZE`` rollouts without advantages: the first of every group, then the second, and so on.
 
-    The choice depends on the order of the prompts alone, so a repeated or resumed step scores the same rollouts.
+    The choice depends only on the order of prompts, so that a resumed step scores the same rollouts.
     """
     longest = max((len(group.rollouts) for group in groups), default=0)
     chosen = (

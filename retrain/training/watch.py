@@ -1,7 +1,7 @@
-"""While it trains: whether a server says of its tokens what the trainer says of them, for the weights that drew them.
+"""Watches during training whether a server's log-probabilities agree with the trainer's.
 
-A few rollouts of every step are scored before the update, with the very weights that the server should have used, so
-that rollouts which are meant to be behind the policy are judged as well. Above the limit the likely cause is computed.
+Some rollouts of every step are scored before the update under the weights that should have sampled them, so that stale
+rollouts are compared fairly. Above the limit, the likely cause is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from retrain.types import Sample, Want
 
 @dataclass(frozen=True)
 class Watch:
-    """``limit``: half the mean squared difference of log-probabilities (nats²) above which something is wrong."""
+    """Compares server and trainer. ``limit``: largest half mean squared difference of log-probabilities (nats²)."""
 
     base: BaseModel
     lanes: Lanes
@@ -27,16 +27,16 @@ class Watch:
     limit: float
 
     def mismatch(self, policy: Policy, samples: Sequence[Sample], weights: PolicySnapshot) -> float:
-        """Half the mean squared difference, over all tokens of these samples that ``weights`` drew."""
+        """Return half the mean squared difference (nats²) over the action tokens of samples drawn by ``weights``."""
         scores = policy.score(samples, frozenset({Want.LOGPROBS}), weights).logprobs
         assert scores is not None, "a policy gives what it is asked for"
-        said = [sample.logprobs[sample.action_mask] for sample in samples]
-        return float(0.5 * np.mean(np.square(np.concatenate(said) - np.concatenate(scores))))
+        served = [sample.logprobs[sample.action_mask] for sample in samples]
+        return float(0.5 * np.mean(np.square(np.concatenate(served) - np.concatenate(scores))))
 
     def cause(
         self, samples: Sequence[Sample], weights: PolicySnapshot, others: Sequence[tuple[int, PolicySnapshot]]
     ) -> str:
-        """Why they differ, in words: the weights of another version, none at all, or precision."""
+        """Return a message on the likely cause: a stale or missing adapter, or precision."""
         assert isinstance(weights, LocalSnapshot), "servers are given LoRA adapters"
         named = {f"version {v}": s.weights for v, s in others if isinstance(s, LocalSnapshot)}
         with self.base.in_use():
@@ -44,10 +44,10 @@ class Watch:
 
 
 def by_version(samples: Sequence[Sample]) -> Iterator[tuple[int, list[Sample]]]:
-    """The samples by the version that drew all of their tokens; those of several versions are left out."""
-    found: dict[int, list[Sample]] = {}
+    """Yield policy versions with their samples; samples of several versions are skipped."""
+    samples_of: dict[int, list[Sample]] = {}
     for sample in samples:
         versions = set(sample.versions[sample.action_mask].tolist())
         if len(versions) == 1:
-            found.setdefault(versions.pop(), []).append(sample)
-    yield from found.items()
+            samples_of.setdefault(versions.pop(), []).append(sample)
+    yield from samples_of.items()

@@ -30,7 +30,7 @@ from retrain.types.samples import Denominators as Denominators
 from retrain.types.samples import EvalRecord as EvalRecord
 from retrain.types.samples import Sample as Sample
 from retrain.types.samples import Scores as Scores
+from retrain.types.samples import StepBatch as StepBatch
 from retrain.types.samples import StepRecord as StepRecord
-from retrain.types.samples import TrainBatch as TrainBatch
 from retrain.types.samples import UpdateResult as UpdateResult
 from retrain.types.samples import Want as Want

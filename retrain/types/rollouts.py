@@ -18,16 +18,16 @@ Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"
 StopReason = Literal["stop", "length"]
 
 Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
-"""Why an episode is over: its environment says so; it has had its turns, or its tokens; or its environment raised an
-error, took too long, ended its process, or answered without end."""
+"""Reason for an episode's end: by the environment; at the limit of turns or tokens; or the environment raised an error,
+timed out, ended its process, or sent too long an answer."""
 
 MAX_PROBLEMS = 1_000_000
-"""Problems of one split that a function or environment of the user's may make; a generator may have no end."""
+"""Most problems of one split of a user's function or environment, whose generator may be endless."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One task with its verifiable answer, as a data source yields it."""
+    """One task with its reference answer."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -116,12 +116,11 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One exchange: ``observation_ids`` are the tokens that the policy read since its last action (in the first turn
-    the whole prompt), ``action`` what it sampled then. ``messages`` are the observation as chat messages.
+    """One turn: ``observation_ids`` are the tokens read before the ``action`` (in the first turn the prompt),
+    ``messages`` the observation as chat messages.
 
-    ``fresh``: the conversation was rewritten, so ``observation_ids`` are the whole of it as the policy read it anew.
-    ``reward`` is what the environment gave this turn alone, None where it rewards whole episodes; ``metrics`` and
-    ``logs`` are what it said of the turn.
+    ``fresh``: the conversation was rewritten, and ``observation_ids`` are all of it. ``reward`` is the environment's
+    reward of this turn, None if it rewards only episodes; ``metrics`` and ``logs`` are its data about the turn.
     """
 
     observation_ids: tuple[int, ...]
@@ -222,7 +221,7 @@ class Rollout:
 
     @property
     def sequences(self) -> int:
-        """Number of samples that it trains as: one, and one more for every time that the conversation was rewritten."""
+        """Return the number of its samples: one, and one more per rewrite of the conversation."""
         return len(split_sequences(self.turns))
 
     @property

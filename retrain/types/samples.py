@@ -56,8 +56,8 @@ class CreditedRollout(Rollout):
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
     old_logprobs_T: np.ndarray | None = None
-    """float64 [T]: the trainer's own before the first of several updates; float32 those of a single update's forward
-    pass, which are there after it alone."""
+    """Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
+    of its forward pass (float32)."""
     counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
     counted_sequences: int | None = None  # Sequences that count in it; None is all of them
 
@@ -127,7 +127,7 @@ class CreditedBatch:
     def with_fields(
         self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
     ) -> CreditedBatch:
-        """Return the batch with new fields of some ``rollouts``: for each of them one mapping from name to value."""
+        """Return the batch with fields of ``rollouts`` replaced by the mapping (name to value) of each."""
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
 
@@ -165,10 +165,10 @@ class EvalRecord:
 class StepRecord:
     """One optimizer step of one run; the recorder makes all metrics from it.
 
-    ``groups`` are all groups of the batch, before any filtering, ``dropped`` those that others were sampled in place
-    of: they count in what the run has sampled, and nowhere else. ``update`` holds the policy's numbers of this step
-    under their catalogue keys (loss, optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …),
-    ``spans`` the wall-clock parts: (name, start, end) in seconds since the epoch, names as in ``time/<name>``.
+    ``groups`` are all groups of the batch before filtering; ``dropped`` were replaced by dynamic sampling and count
+    only as sampled. ``update`` holds the policy's numbers of this step under their catalogue keys (loss,
+    optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …), ``spans`` the wall-clock parts: (name,
+    start, end) in seconds since the epoch, names as in ``time/<name>``.
     """
 
     step: int
@@ -195,9 +195,9 @@ class Sample:
     - ``advantages`` 0 0 0.5 0.5 0 0.5 (float64)
 
     ``support`` is that of the sampled tokens, one after the other; None when sampling was not truncated.
-    ``old_logprobs`` are the trainer's own before the first of several updates, ``values`` and ``value_targets`` those
-    of a critic, ``policy_weights`` factors of the policy loss (0: rejected); None where there is no such thing.
-    ``teacher_prompt`` is as in ``CreditedRollout``.
+    ``old_logprobs`` are the trainer's before the first of several updates, ``values`` and ``value_targets`` the
+    critic's, ``policy_weights`` factors of the policy loss (0: rejected); each is None if unused. ``teacher_prompt`` is
+    as in ``CreditedRollout``.
     """
 
     token_ids: np.ndarray
@@ -271,7 +271,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class TrainBatch:
+class StepBatch:
     """The samples with signal of one optimizer step; ``denominators`` also count groups without signal.
 
     ``step`` counts from 0, as does ``update`` within it; ``stream`` is the prefix of the run's random streams. Where

@@ -29,7 +29,7 @@ from retrain.policy.update import PendingUpdate, UpdateContext, policy_step
 from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot
-from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, TrainBatch
+from retrain.types import Action, Denominators, PolicyRef, Sample, SampleRequest, StepBatch
 
 from .campaigns import is_timing_key, toy_toml
 from .models import campaign_head
@@ -219,7 +219,7 @@ def update(
     **keys: Any,
 ) -> dict[str, Any]:
     """Make one optimizer step on these samples with the objective of ``keys``, by default without clipping."""
-    batch = TrainBatch(samples, denominators or totals(samples), step, stream, probe)
+    batch = StepBatch(samples, denominators or totals(samples), step, stream, probe)
     context = UpdateContext(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)
     optimizer = optimizer or adamw(adapter)
     pending = PendingUpdate(context, adapter, optimizer, batch, objective(**keys), lr)

@@ -13,7 +13,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.ranks import RankGroup
 from retrain.threads import Workers
 from retrain.training.bases import Bases
-from retrain.types import Denominators, TrainBatch, Want
+from retrain.types import Denominators, StepBatch, Want
 
 SCORES = frozenset(Want) - {Want.TEACHER}
 
@@ -34,7 +34,7 @@ def updated(config, bases, folder, samples):
     policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=bases.ranks)
     objective = objective_of(config, load_modes(config.algorithm, folder).loss)
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    batch = TrainBatch(samples, Denominators(tokens, len(samples), action_tokens=tokens), 0, (0, 0), keep_logprobs=True)
+    batch = StepBatch(samples, Denominators(tokens, len(samples), action_tokens=tokens), 0, (0, 0), keep_logprobs=True)
     try:
         gradient = policy.gradient(batch, objective)
         before, policy.budget.checkpointing = policy.budget.checkpointing, True

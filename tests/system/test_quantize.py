@@ -192,7 +192,7 @@ def test_answers_that_measure_the_difference_end_with_an_end_token(toy, tmp_path
         write_json(path / name, read_json(path / name) | {"eos_token_id": ends})
     measured = base_in(path, "int8").quantized
     assert measured.tokens == len(quantized.QUESTIONS)
-    assert f"over {measured.tokens} tokens of its own" in measured.words
+    assert f"over {measured.tokens} tokens of its own" in measured.summary
 
 
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").is_file(), reason="not made here: make real-model")

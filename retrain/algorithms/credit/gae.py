@@ -25,8 +25,7 @@ from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want
 
 @dataclass(frozen=True)
 class RewardKL:
-    """The KL to the base in the reward of every token: its estimator (``k1``, ``k2``, ``k3``) and its weight, 0 where
-    it is only recorded."""
+    """The KL penalty in every token's reward: its estimator (``k1``, ``k2``, ``k3``) and weight (0: recorded only)."""
 
     estimator: str
     coef: float
@@ -96,8 +95,8 @@ class GaeAdvantage(CreditStep):
 
 
 def sequence_kl(scores: Scores, kl: RewardKL) -> dict[str, float]:
-    """Return what TRL records of the KL to the base: the mean over all rollouts of its sum over their tokens, estimated
-    as in the reward or else by k1, and what it takes from the reward. Empty without scores or tokens."""
+    """Return TRL's metrics of the KL to the base: the mean over rollouts of its sum over tokens (by the estimator of
+    the reward, else k1), and the penalty in the reward. {} without scores or tokens."""
     lengths = [len(logprobs_T) for logprobs_T in scores.logprobs or ()]
     rows = [row for row, length in enumerate(lengths) if length]
     if scores.reference is None or not rows:
@@ -118,8 +117,8 @@ def _rewards(rated: Sequence[Rollout], kl_BT: Floats_BT, mask_BT: Mask_BT, kl_co
 
 
 def _earlier_rewards(rollout: Rollout) -> np.ndarray:
-    """Return the rewards of all turns but the last, each at its turn's last token, float64 [T]. A turn in which nothing
-    was sampled leaves its own to the one before it, or to the first that has something."""
+    """Return the rewards of all turns but the last, each at its turn's last token, float64 [T]. The reward of a turn
+    without tokens goes to the turn before it, or else to the first turn with tokens."""
     rewards_T = np.zeros(len(rollout))
     ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1
     np.add.at(rewards_T, np.maximum(ends, 0).astype(int), own_rewards(rollout)[:-1])

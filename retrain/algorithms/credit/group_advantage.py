@@ -58,7 +58,7 @@ class GroupContext:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparedRollouts:
     """Rollouts that are compared by their ``returns``, as a whole or (``turns``) one turn of each; a rollout may be
     there with several turns. ``weight`` is the factor of the advantage."""
 
@@ -74,12 +74,12 @@ class Comparison:
 
     @property
     def actions(self) -> list[Action]:
-        """The action of each in that turn, or its last."""
+        """Return each rollout's action in its turn, or its last action."""
         return [rollout.turns[-1 if turn is None else turn].action for rollout, turn in self._pairs()]
 
     @property
     def tokens(self) -> list[int]:
-        """Number of tokens that the advantage of each is for."""
+        """Return the number of tokens that each advantage applies to."""
         return [len(rollout if turn is None else rollout.turns[turn].action) for rollout, turn in self._pairs()]
 
     def _pairs(self) -> Iterator[tuple[CreditedRollout, int | None]]:
@@ -88,18 +88,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Credit of turns, with a ``discount`` for rewards one turn later: compared by turns of the same number or, with a
-    ``state_weight``, by turns in the same state and whole episodes."""
+    """Turn-level credit with a ``discount`` per turn: compares turns of equal number or, with a ``state_weight``, turns
+    in the same state and whole episodes."""
 
     discount: float
     state_weight: float | None = None
 
 
-def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[Comparison]:
+def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[ComparedRollouts]:
     """Yield the comparisons of a group's rollouts that have a reward; those of whole episodes first."""
     rewarded = [rollout for rollout in group.rollouts if rollout.has_reward and rollout.turns]
     if by is None or by.state_weight is not None:
-        yield Comparison(group, rewarded, [rollout.reward.total_reward or 0.0 for rollout in rewarded])
+        yield ComparedRollouts(group, rewarded, [rollout.reward.total_reward or 0.0 for rollout in rewarded])
     if by is None:
         return
     alike: dict[object, list[tuple[CreditedRollout, int, float]]] = {}
@@ -109,7 +109,7 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
             alike.setdefault(place, []).append((rollout, turn, value))
     for here in alike.values():
         rollouts, turns, values = (list(part) for part in zip(*here, strict=True))
-        yield Comparison(group, rollouts, values, turns, by.state_weight or 1.0)
+        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
@@ -121,15 +121,15 @@ def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
 
 
 def own_rewards(rollout: Rollout) -> list[float]:
-    """Return the reward of each turn. The part of the total reward that no turn was given comes with the last."""
+    """Return the reward of each turn; the part of the total that no turn received is added to the last turn."""
     rewards = [turn.reward or 0.0 for turn in rollout.turns]
     rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
     return rewards
 
 
 def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
-    """Return the rollout with an advantage: its own, or that of one of its turns, added to the rollout's where it has
-    one; the rollout's is then the mean over its tokens."""
+    """Return the rollout with an advantage of its own, or of one turn, which is added to its token advantages; the
+    rollout's is then their mean."""
     if turn is None:
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages
@@ -150,14 +150,13 @@ def has_signal(group: CreditedGroup) -> bool:
 
 @dataclass(frozen=True)
 class GroupAdvantage(CreditStep):
-    """Compares the rollouts of each group, whole or (``turn_credit``) turn by turn, by the ``formula`` of a built-in
-    ``mode`` or by a ``mode`` that is a function of the user's; ``facts`` is the mode's row in ``config.modes``,
-    ``reward_name`` stands in messages.
+    """Computes advantages from the rewards of each group, by rollout or (``turn_credit``) by turn, with the ``formula``
+    of a built-in ``mode`` or a user's function ``mode``. ``facts``: the mode's row in ``config.modes``;
+    ``reward_name``: the reward in messages.
 
-    Rollouts without a reward (grading failed) take no part: NaN, and the rest of the group is compared among itself.
-    Some modes are whitened over the batch. A group whose advantages are all 0 carries no signal and is discarded as
-    ``zero_advantage``, one without any reward as ``no_reward``. Raises RunFailed where the mode is not defined for a
-    reward.
+    Rollouts without a reward are excluded and get NaN. Some modes are whitened over the batch. A group with only zero
+    advantages is discarded as ``zero_advantage``, one without rewards as ``no_reward``. Raises RunFailed when the mode
+    is not defined for a reward.
     """
 
     mode: Named
@@ -167,7 +166,7 @@ class GroupAdvantage(CreditStep):
     reward_name: str = "reward"
 
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
-        facts, rated = self.facts, list[tuple[Comparison, list[float]]]()
+        facts, rated = self.facts, list[tuple[ComparedRollouts, list[float]]]()
         for group in batch.groups:
             for comparison in comparisons(group, self.turn_credit):
                 smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
@@ -183,7 +182,7 @@ class GroupAdvantage(CreditStep):
                 credited[rollout] = add_advantage(credited[rollout], turn, comparison.weight * value)
         return discard_without_signal(batch.with_rollouts(credited.values()))
 
-    def _advantages(self, comparison: Comparison) -> list[float]:
+    def _advantages(self, comparison: ComparedRollouts) -> list[float]:
         """Return the advantage of each rollout that is compared."""
         returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
         outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
@@ -224,7 +223,7 @@ def _is_rated(rollouts: Sequence[CreditedRollout]) -> bool:
     return any(math.isfinite(rollout.advantage) for rollout in rollouts)
 
 
-def _whitened(rated: Sequence[tuple[Comparison, list[float]]]) -> list[tuple[Comparison, list[float]]]:
+def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tuple[ComparedRollouts, list[float]]]:
     """Return the comparisons with their values whitened over all of them."""
     values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
     tokens_N = torch.tensor([tokens for comparison, _ in rated for tokens in comparison.tokens])

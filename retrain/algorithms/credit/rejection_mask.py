@@ -20,7 +20,7 @@ from retrain.config.algorithm import AlgorithmSection
 from retrain.maths.corrections import Correction, kept_sequences
 from retrain.maths.shapes import Mask_BT
 from retrain.policy.protocol import Policy
-from retrain.types import CreditedBatch, CreditedRollout, TrainBatch, Want
+from retrain.types import CreditedBatch, CreditedRollout, StepBatch, Want
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,7 @@ def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, float]:
     }
 
 
-def mask_minibatch(
-    batch: TrainBatch, policy: Policy, algorithm: AlgorithmSection
-) -> tuple[TrainBatch, dict[str, float]]:
+def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection) -> tuple[StepBatch, dict[str, float]]:
     """Return the batch of one of several updates, masked by M2PO with the policy as it is now, and the shares masked.
 
     The choice is over all sampled tokens of the update that have an advantage, so that micro-batches do not change it;

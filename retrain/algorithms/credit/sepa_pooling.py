@@ -75,7 +75,7 @@ def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: floa
 
 @dataclass(frozen=True)
 class SepaState:
-    """What SEPA remembers between steps.
+    """The state of SEPA between steps.
 
     ``opened_at``: first step with an open gate, None while shut; ``var_ema``: running execution variance; ``var_0``:
     its value at the end of warm-up; ``observed``: batches that had a variance.

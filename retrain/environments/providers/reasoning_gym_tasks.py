@@ -21,7 +21,7 @@ from retrain.environments.arguments import imported
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.errors import printable
 from retrain.plugins import described
-from retrain.rewards.workers import WorkerPool
+from retrain.rewards.workers import WorkerLimits, WorkerPool
 
 INSTANCES = 8  # Problems of each task that a check makes, twice
 FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
@@ -156,8 +156,7 @@ class TaskWorker:
             f"{__name__}:serve",
             {},
             workers=1,
-            timeout_s=ENTRIES_SECONDS,
-            memory_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0],
+            limits=WorkerLimits(ENTRIES_SECONDS, resource.getrlimit(resource.RLIMIT_DATA)[0]),
             subject="the data set",
         )
 

@@ -5,7 +5,7 @@ import signal
 from retrain.environments.arguments import validated
 from retrain.environments.tools import ToolError
 from retrain.sandbox.inside import FLOOD
-from retrain.sandbox.sandbox import Limits, Outcome, Sandbox
+from retrain.sandbox.sandbox import Sandbox, SandboxLimits, SandboxOutcome
 
 ANEW = "[The interpreter was started anew: nothing of earlier calls is left.]\n"
 
@@ -37,7 +37,7 @@ class Python:
     ):
         limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "output_characters": output_characters}
         limits |= {"processes": processes, "file_mb": file_mb}
-        self.limits, self.keep_state = validated(Limits, limits, "tool python"), keep_state
+        self.limits, self.keep_state = validated(SandboxLimits, limits, "tool python"), keep_state
         self._sandbox = Sandbox(self.limits, keep_state)
         self._called = False
 
@@ -57,7 +57,7 @@ class Python:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _described(self, outcome: Outcome) -> str:
+    def _described(self, outcome: SandboxOutcome) -> str:
         """Return the output, and why the code was stopped if it did not end by itself."""
         output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
         ending = {

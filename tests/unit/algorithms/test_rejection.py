@@ -21,7 +21,7 @@ from retrain.types import (
     RewardResult,
     Sample,
     Scores,
-    TrainBatch,
+    StepBatch,
     Turn,
     Want,
 )
@@ -175,7 +175,7 @@ def samples_with(advantages: list) -> list[Sample]:
 def update(samples: list[Sample], number: int, logprobs: list, algorithm) -> tuple[list[list[float]], dict, int]:
     """The weights of the sampled tokens in this update, the shares, and how often the policy was asked."""
     policy = FixedScores(logprobs)
-    batch, shares = mask_minibatch(TrainBatch(samples, Denominators(5, 2), 0, (), update=number), policy, algorithm)
+    batch, shares = mask_minibatch(StepBatch(samples, Denominators(5, 2), 0, (), update=number), policy, algorithm)
     assert not any(sample.policy_weights[~sample.action_mask].any() for sample in batch.samples)
     return [sample.policy_weights[sample.action_mask].tolist() for sample in batch.samples], shares, policy.calls
 

@@ -31,7 +31,7 @@ from retrain.policy.lora import Lanes, apply_gradient
 from retrain.policy.packing import NAME, Budget, register_attention
 from retrain.records.observer import NullObserver
 from retrain.rng import generator
-from retrain.types import Sample, TrainBatch, Want
+from retrain.types import Sample, StepBatch, Want
 
 EIGHT_B = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 QWEN = partial(Qwen3Config, **EIGHT_B, intermediate_size=12288, tie_word_embeddings=False)
@@ -279,7 +279,7 @@ def two_steps(engine: LocalEngine, policy: LocalPolicy):
             for c in group
         ]
         scores = policy.score(samples, frozenset({Want.LOGPROBS}))
-        policy.update(TrainBatch(samples, totals(samples), step, ()), objective(), 0.01)
+        policy.update(StepBatch(samples, totals(samples), step, ()), objective(), 0.01)
         ids += [c.token_ids for group in groups for c in group]
         logprobs += [c.logprobs_T for group in groups for c in group] + list(scores.logprobs or ())
     return ids, np.concatenate(logprobs), policy.adapter.flat.detach().clone(), (engine.fitting, policy.budget.tokens)
@@ -362,6 +362,6 @@ def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, fuse_on_cpu,
             fused.snapshot(resumable=True).write(tmp_path)
             later.load(tmp_path)
         for policy in (plain, fused, later)[: 2 + (step == 2)]:
-            policy.update(TrainBatch(samples, totals(samples), step, ()), objective(), 0.01)
+            policy.update(StepBatch(samples, totals(samples), step, ()), objective(), 0.01)
     assert torch.equal(later.adapter.flat, fused.adapter.flat)
     torch.testing.assert_close(fused.adapter.flat, plain.adapter.flat, rtol=1e-5, atol=1e-6)

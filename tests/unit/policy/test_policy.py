@@ -7,7 +7,7 @@ from helpers.lanes import fresh_scores, in_turns, local_policy, objective, rollo
 
 from retrain.errors import CheckpointError, NonFinite, UsageError
 from retrain.policy.local import LocalPolicy
-from retrain.types import TrainBatch, Want
+from retrain.types import StepBatch, Want
 
 EVERYTHING = frozenset({Want.LOGPROBS, Want.ENTROPY, Want.REFERENCE})
 SCALED = {"lora": {"alpha": 8.0}}
@@ -21,7 +21,7 @@ def policy(base, lanes) -> LocalPolicy:
 
 
 def taught(policy: LocalPolicy, samples, step: int = 0, **keys):
-    batch = TrainBatch(samples, totals(samples), step, (0, 1))
+    batch = StepBatch(samples, totals(samples), step, (0, 1))
     return policy.update(batch, objective(temperature=0.7, **keys), 1e-2).metrics
 
 
@@ -56,7 +56,7 @@ def test_an_update_returns_the_log_probabilities_of_the_samples_that_it_trains_o
     samples = samples_of(policy)
     samples[1] = with_tokens(samples[1], loss_mask=False)
     scores = policy.score(samples, frozenset({Want.LOGPROBS}))
-    batch = TrainBatch(samples, totals(samples), 0, (0, 1), keep_logprobs=True)
+    batch = StepBatch(samples, totals(samples), 0, (0, 1), keep_logprobs=True)
     kept = policy.update(batch, objective(temperature=0.7), 1e-2).trainer_logprobs
     assert kept[1] is None
     for i in (0, *range(2, len(samples))):

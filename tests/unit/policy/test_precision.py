@@ -206,7 +206,7 @@ def rotated_otherwise(decoder: DenseDecoder) -> None:
     right = decoder.rotary.inv_freq.clone()
     decoder.rotary.inv_freq.pow_(0.9)
     decoder.frame = decoder.frame._replace(cos=decoder.frame.cos[:0])
-    decoder.turned(256)
+    decoder.frame_of(256)
     decoder.rotary.inv_freq.copy_(right)
 
 

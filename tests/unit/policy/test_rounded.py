@@ -9,7 +9,7 @@ from torch import nn
 from retrain.policy.arithmetic import NARROW, rounded_linear
 from retrain.policy.packing import Budget
 from retrain.threads import Workers
-from retrain.types import TrainBatch, Want
+from retrain.types import StepBatch, Want
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -79,6 +79,6 @@ def test_scores_are_computed_as_the_update_computes_them(base, lanes):
             old = np.zeros(len(sample))
             old[sample.action_mask] = of_actions
             scored.append(replace(sample, old_logprobs=old))
-        numbers = policy.update(TrainBatch(scored, totals(scored), 0, ("s",)), objective(), 1e-3).metrics
+        numbers = policy.update(StepBatch(scored, totals(scored), 0, ("s",)), objective(), 1e-3).metrics
         assert numbers["val/ratio"] == pytest.approx(1, abs=1e-6)
     assert 1e-5 < np.abs(logprobs[0] - logprobs[1]).max() < 0.2

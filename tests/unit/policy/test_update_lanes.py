@@ -16,7 +16,7 @@ from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.policy.local import LocalPolicy
 from retrain.records.observer import NullObserver
-from retrain.types import TrainBatch
+from retrain.types import StepBatch
 
 SMALL = {"keep_last": 0, "micro_batch_tokens": 64}
 """Several micro-batches in every update."""
@@ -78,7 +78,7 @@ def poison(monkeypatch, *faults: tuple[str, int, int]) -> None:
     """Make advantages, or the targets of a critic, infinite in these (run, step, update)."""
     update = LocalPolicy.update
 
-    def poisoned(self, batch: TrainBatch, objective, lr):
+    def poisoned(self, batch: StepBatch, objective, lr):
         if (name_of(self), batch.step, batch.update) in faults:
             field = "advantages" if self.critic is None else "value_targets"
             batch = replace(

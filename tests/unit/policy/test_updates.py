@@ -21,7 +21,7 @@ from retrain.training.updates import (
     iter_minibatches,
     with_old_logprobs,
 )
-from retrain.types import CreditedBatch, Denominators, Sample, TrainBatch, Want
+from retrain.types import CreditedBatch, Denominators, Sample, StepBatch, Want
 
 STREAM = (0, 0)
 
@@ -40,11 +40,11 @@ def sample_of(length: int) -> Sample:
     return batch.samples[0]
 
 
-def split(batch: CreditedBatch, step: int = 0, **training) -> list[list[TrainBatch]]:
+def split(batch: CreditedBatch, step: int = 0, **training) -> list[list[StepBatch]]:
     return list(iter_minibatches(batch, parse_dict({"training": training}).training, step, STREAM))
 
 
-def lengths_of(batch: TrainBatch) -> list[int]:
+def lengths_of(batch: StepBatch) -> list[int]:
     return [len(drawn(sample)) for sample in batch.samples]
 
 
@@ -181,7 +181,7 @@ def test_the_row_of_several_updates_is_that_of_all_their_tokens():
         numbers = {**loss_metrics(sums), "loss": float(number), "optim/lr": 0.1 * number,
                    "optim/grad_norm": 2.0 - number, "optim/grad_clipped": number == 1, "optim/skipped": False,
                    "timing_forward_total": 1.0, "num_datums": 2}  # fmt: skip
-        updates.append(MinibatchUpdate(TrainBatch(2 * [sample_of(count)], Denominators(0, 0), 0, STREAM), numbers))
+        updates.append(MinibatchUpdate(StepBatch(2 * [sample_of(count)], Denominators(0, 0), 0, STREAM), numbers))
     row = aggregate_metrics(updates, 1)
     log_ratio_T = np.concatenate([each.numpy().ravel() for each, _ in everything])
     advantages_T = np.concatenate([each.numpy().ravel() for _, each in everything])
@@ -204,7 +204,7 @@ def test_the_row_of_several_updates_is_that_of_all_their_tokens():
 def made(numbers: dict, *lengths: int) -> MinibatchUpdate:
     """An update on completions of these lengths, with these numbers."""
     samples = [sample_of(length) for length in lengths]
-    return MinibatchUpdate(TrainBatch(samples, Denominators(4, 1), 0, STREAM), {"optim/skipped": False} | numbers)
+    return MinibatchUpdate(StepBatch(samples, Denominators(4, 1), 0, STREAM), {"optim/skipped": False} | numbers)
 
 
 def test_the_extremes_are_those_of_all_updates_and_an_update_left_out_counts_in_nothing():

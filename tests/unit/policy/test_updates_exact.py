@@ -11,7 +11,7 @@ from retrain.campaign.controller import launch
 from retrain.config import load, parse_dict
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
-from retrain.types import TrainBatch
+from retrain.types import StepBatch
 
 GAE = {"advantage_mode": "gae", "transform_mode": "none"}
 
@@ -40,12 +40,12 @@ def critic_policy(base, lanes, weight_decay: float = 0.0, **critic):
     return policy, objective_of(parse_dict(sections), "ppo")
 
 
-def batch_of(policy, target: float = 1.0) -> TrainBatch:
+def batch_of(policy, target: float = 1.0) -> StepBatch:
     samples = [
         replace(one, values=np.zeros(len(one)), value_targets=np.where(one.action_mask, target, 0.0))
         for one in rollout(policy.base, policy.lanes, policy.adapter)
     ]
-    return TrainBatch(samples, replace(totals(samples), action_tokens=totals(samples).tokens), 0, (0,))
+    return StepBatch(samples, replace(totals(samples), action_tokens=totals(samples).tokens), 0, (0,))
 
 
 @pytest.mark.parametrize("share", [False, True])

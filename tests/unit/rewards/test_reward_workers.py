@@ -15,7 +15,7 @@ from retrain.errors import PluginError
 from retrain.rewards import Grader, RewardResult, build_grader
 from retrain.rewards.custom import CustomReward
 from retrain.rewards.symbolic import MathReward, verifier
-from retrain.rewards.workers import WorkerPool
+from retrain.rewards.workers import WorkerLimits, WorkerPool
 from retrain.types import Problem
 from retrain.util.answers import verdict_by_text
 
@@ -313,8 +313,8 @@ def pool():
     with ExitStack() as stack:
 
         def start(entry: str, workers: int = 1, timeout_s: float = 20.0) -> WorkerPool:
-            limits = {"workers": workers, "timeout_s": timeout_s, "memory_bytes": 2 << 30}
-            return stack.enter_context(closing(WorkerPool(f"{__name__}:{entry}", {}, **limits)))
+            limits = WorkerLimits(timeout_s, memory_bytes=2 << 30)
+            return stack.enter_context(closing(WorkerPool(f"{__name__}:{entry}", {}, workers=workers, limits=limits)))
 
         yield start
 

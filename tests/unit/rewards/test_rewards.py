@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config import tasks
-from retrain.data.sources import Columns, problem_of_row
+from retrain.data.sources import ProblemColumns, problem_of_row
 from retrain.errors import MissingExtra, PluginError, printable
 from retrain.rewards import Grader, Reward, RewardResult, build_grader
 from retrain.rewards.base import FormatReward, MatchReward
@@ -68,7 +68,7 @@ def test_match(completion, answer, strict, loose):
 )
 def test_the_marker_of_the_data_set_marks_an_answer(completion, correct, format_ok):
     row = {"question": "Ducks?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
-    ducks = problem_of_row("gsm8k.jsonl:1", row, Columns("question", "answer"))
+    ducks = problem_of_row("gsm8k.jsonl:1", row, ProblemColumns("question", "answer"))
     for kind in ("match", "math") if find_spec("math_verify") else ("match",):
         with build_grader(tasks.RewardSection.model_validate({"type": kind, "workers": 1})) as grader:
             (result,) = grader.grade([(ducks, completion)])

@@ -20,7 +20,7 @@ from retrain.environments.protocol import EpisodeLimits, Observation, Step
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
-from retrain.training.evaluation import Evaluator, Subject
+from retrain.training.evaluation import EvaluatedPolicy, Evaluator
 from retrain.types import Action, Group, PolicyRef, Problem, SampleRequest
 
 RENDERER = Renderer(word_tokenizer(["a b c d"]), Data())
@@ -301,7 +301,9 @@ def test_held_out_problems_are_rendered_with_the_template_of_their_environment()
     evaluator = Evaluator(Scripted({}), RENDERER, [held_out])
     for template, texts in (("{prompt}", ["a", "b"]), ("c {prompt}", ["c a", "c b"]), ("{prompt}", ["a", "b"])):
         environment = SplitEnvironment(problems, Data(prompt_template=template), Lengths())
-        (record,) = evaluator.evaluate(held_out, [Subject(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)])
+        (record,) = evaluator.evaluate(
+            held_out, [EvaluatedPolicy(PolicyRef("r", 0), {HELDOUT: environment}, ("r",), 0)]
+        )
         assert [group.prompt.text.split(">")[1].split("<")[0] for group in record.groups] == texts
 
 

@@ -25,7 +25,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.threads import Workers
-from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, TrainBatch, Want
+from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, StepBatch, Want
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
 _ANSWERS = (
@@ -389,7 +389,7 @@ def test_an_update_takes_the_tokens_of_all_actions_and_no_others(base, policy, e
     ]
     tokens = sum(map(len, rollouts))
     assert sum(int(sample.loss_mask.sum()) for sample in samples) == tokens
-    batch = TrainBatch(samples, Denominators(tokens, len(samples)), 0, ("turns",))
+    batch = StepBatch(samples, Denominators(tokens, len(samples)), 0, ("turns",))
     numbers = policy.update(batch, Objective((PolicyTerm(PPO()),)), 1e-3).metrics
     assert numbers["num_datums"] == 12
     assert numbers["val/ratio"] == pytest.approx(1, abs=1e-5)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrain.config.evaluation import Backpressure
-from retrain.maths.backpressure import DecodeWork, Limits, decide, fit_usl, usl
+from retrain.maths.backpressure import DecodeWork, PressureLimits, decide, fit_usl, usl
 from retrain.rollouts.pressure import Pressure, decode_work
 
 CISCO = [
@@ -15,7 +15,7 @@ CISCO = [
     *(11806, 12089.37, 12075.41, 12177.29, 12211.41, 12158.93, 12155.27, 12118.04, 12140.4, 12074.39),
 ]
 LOADS = list(range(1, 33))
-LIMITS = Limits(1, 64, warmup_steps=3)
+LIMITS = PressureLimits(1, 64, warmup_steps=3)
 
 
 def curve(loads, lam=1000.0, sigma=0.02, kappa=0.002, noise=0.0, seed=0):
@@ -48,8 +48,10 @@ PEAKED = [1, 2, 4, 8, 16, 24, 32, 48, 64]
         pytest.param(PEAKED, None, 23, LIMITS, ("fit", "throttle", 19), id="above the peak"),
         pytest.param(PEAKED, None, 22, LIMITS, ("fit", "hold", 22), id="at the peak"),
         pytest.param(PEAKED, None, 2, LIMITS, ("fit", "increase", 19), id="below 0.85 of the peak"),
-        pytest.param(PEAKED, None, 64, Limits(1, 10, warmup_steps=3), ("fit", "hold", 10), id="at most 10"),
-        pytest.param(PEAKED, None, 64, Limits(30, 64, warmup_steps=3), ("fit", "throttle", 30), id="at least 30"),
+        pytest.param(PEAKED, None, 64, PressureLimits(1, 10, warmup_steps=3), ("fit", "hold", 10), id="at most 10"),
+        pytest.param(
+            PEAKED, None, 64, PressureLimits(30, 64, warmup_steps=3), ("fit", "throttle", 30), id="at least 30"
+        ),
         pytest.param([8, 16, 32, 64], [8.0, 16.0, 32.0, 64.0], 64, LIMITS, ("unbounded", "hold", 64), id="the maximum"),
     ],
 )

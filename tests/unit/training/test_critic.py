@@ -50,7 +50,7 @@ from retrain.types import (
     Rollout,
     Sample,
     Scores,
-    TrainBatch,
+    StepBatch,
     Turn,
     Want,
 )
@@ -72,9 +72,9 @@ def ppo_policy(base, lanes, **critic) -> LocalPolicy:
     return policy
 
 
-def batch_of(samples: list[Sample], step: int = 0) -> TrainBatch:
+def batch_of(samples: list[Sample], step: int = 0) -> StepBatch:
     counted = totals(samples)
-    return TrainBatch(samples, Denominators(counted.tokens, counted.sequences, False, counted.tokens), step, ("ppo",))
+    return StepBatch(samples, Denominators(counted.tokens, counted.sequences, False, counted.tokens), step, ("ppo",))
 
 
 def ppo_batch(policy: LocalPolicy) -> list[Sample]:

@@ -7,7 +7,7 @@ from helpers.models import Messages
 
 from retrain.campaign.controller import launch, resume
 from retrain.config import load
-from retrain.data.dataset import Wanted, load_data
+from retrain.data.dataset import HeldOutRequest, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
@@ -148,7 +148,9 @@ def test_sets_are_parts_of_one_file_or_files_of_their_own(tmp_path):
         'answer_column = "a"\nprompt_template = "Say {prompt}"\n'
     )
     config = load(tmp_path / "f.toml").config
-    data = load_data(config.data, [Wanted(s.name, s.problems, s.data) for s in config.held_out], base_dir=tmp_path)
+    data = load_data(
+        config.data, [HeldOutRequest(s.name, s.problems, s.data) for s in config.held_out], base_dir=tmp_path
+    )
     assert data.sets["less"] == data.sets["part"][:3]
     assert [problem.prompt for problem in data.sets["t"]] in (["q1", "other"], ["other", "q1"])
     held_out = {problem.prompt for problem in data.heldout}

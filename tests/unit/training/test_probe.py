@@ -22,7 +22,7 @@ from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.probe.gradients import comparable, probe
 from retrain.records.observer import NullObserver
-from retrain.types import Sample, TrainBatch
+from retrain.types import Sample, StepBatch
 
 REWARDS = '''
 def score(completion, answer):
@@ -80,7 +80,7 @@ def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
 
 
 @pytest.fixture
-def batch(base, lanes) -> TrainBatch:
+def batch(base, lanes) -> StepBatch:
     """Rollouts with made-up values from before and targets, which a critic's loss reads."""
     noise = np.random.default_rng(3)
 
@@ -90,7 +90,7 @@ def batch(base, lanes) -> TrainBatch:
     samples = rollout(base, lanes, trained(lanes, 1))
     samples = [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
     counted = totals(samples)
-    return TrainBatch(samples, replace(counted, action_tokens=counted.tokens), 0, ("test",))
+    return StepBatch(samples, replace(counted, action_tokens=counted.tokens), 0, ("test",))
 
 
 UPDATES: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def test_the_gradient_is_the_updates_own(lanes, batch, kind):
     assert float(gradient.norm()) > 0
     if "critic" in kind:  # while the critic warms up, the gradient is that of the steps that follow
         assert torch.equal(learner(lanes, kind, warmup_steps=2).gradient(batch, objective), gradient)
-    assert not bool(policy.gradient(TrainBatch([], totals([]), 0, ()), objective).any())
+    assert not bool(policy.gradient(StepBatch([], totals([]), 0, ()), objective).any())
     plain = learner(lanes, "plain")
     without = plain.gradient(batch, objective_of(plain.config, "ppo"))
     assert torch.equal(gradient, without) == (kind in ("plain", "own critic"))  # the others are not the plain one's

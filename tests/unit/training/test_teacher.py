@@ -28,7 +28,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from retrain.algorithms import objective_of
-from retrain.algorithms.distillation import AdapterTeacher, BaseTeacher, Context, ModelTeacher, PolicyTeacher, taught
+from retrain.algorithms.distillation import (
+    AdapterTeacher,
+    BaseTeacher,
+    ModelTeacher,
+    PolicyTeacher,
+    TeacherContext,
+    taught,
+)
 from retrain.algorithms.teachers import teachers_of
 from retrain.campaign.controller import launch, resume
 from retrain.config import load, parse_dict
@@ -43,7 +50,7 @@ from retrain.policy.head import Head, head_divergence
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import with_prompt
-from retrain.policy.teaching import place_of
+from retrain.policy.teaching import teacher_source
 from retrain.policy.update import without_advantages
 from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
@@ -57,7 +64,7 @@ from retrain.types import (
     Rollout,
     Sample,
     Scores,
-    TrainBatch,
+    StepBatch,
     Turn,
     single_turn,
 )
@@ -200,7 +207,7 @@ def made_for(base, lanes, folder: Path, sections=None, **keys):
     spec = RunSpec("run", "label", 1, 0, {}, False, config)
     messages: list[str] = []
     with Bases() as bases:
-        teachers, copies = teachers_of([spec], folder, base, lanes, bases.beside, None, messages.append)
+        teachers, copies = teachers_of([spec], folder, base, lanes, bases.second_model, None, messages.append)
         yield teachers["run"]
         yield copies
         yield messages
@@ -370,12 +377,12 @@ def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpo
     for folder in ("run/checkpoints/step_000002", "run/checkpoints/step_000010", "run/final", "run"):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / folder / "adapter_model.safetensors").touch()
-        assert place_of(configured(teacher="run"), tmp_path).name.endswith(folder)
+        assert teacher_source(configured(teacher="run"), tmp_path).name.endswith(folder)
     with pytest.raises(ModelError):
-        place_of(configured(teacher="./gone"), tmp_path)
-    assert place_of(configured(), tmp_path).kind == "base"
-    assert place_of(configured(teacher="base", url="http://a:1"), tmp_path).kind == "server"
-    assert place_of(configured(teacher="tiny-reasoner"), tmp_path).kind == "model"
+        teacher_source(configured(teacher="./gone"), tmp_path)
+    assert teacher_source(configured(), tmp_path).kind == "base"
+    assert teacher_source(configured(teacher="base", url="http://a:1"), tmp_path).kind == "server"
+    assert teacher_source(configured(teacher="tiny-reasoner"), tmp_path).kind == "model"
 
 
 def states(*shape, seed=0):
@@ -416,11 +423,11 @@ def student(base, lanes, teacher, **keys):
     return policy, objective_of(policy.config, "ppo")
 
 
-def unrewarded(samples, prompts) -> TrainBatch:
+def unrewarded(samples, prompts) -> StepBatch:
     """A batch without advantages whose teacher reads these prompts."""
     pairs = zip(samples, prompts, strict=True)
     views = [replace(without_advantages(sample), teacher_prompt=prompt) for sample, prompt in pairs]
-    return TrainBatch(views, totals(views), 0, ("whole",))
+    return StepBatch(views, totals(views), 0, ("whole",))
 
 
 @pytest.mark.parametrize(("who", "alpha", "top"), [("base", 0.5, 0), ("policy", 1.0, 0), ("adapter", 0.0, 7)])
@@ -461,8 +468,8 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     assert numbers["num_datums"] == 5
 
 
-def teacher_context(base, longest: int = 1000, **keys) -> Context:
-    return Context(Renderer(base.text.source, parse_dict({}).data), configured(**keys).distillation, longest)
+def teacher_context(base, longest: int = 1000, **keys) -> TeacherContext:
+    return TeacherContext(Renderer(base.text.source, parse_dict({}).data), configured(**keys).distillation, longest)
 
 
 def answered(base, samples, rights: list[bool], answer: str = "46") -> Group:
