@@ -96,7 +96,6 @@ const CHART_KEYS = [
   ["Escape", "all of the x axis again, then no cursor"],
 ];
 
-/** @param {{caption: string, rows: any[]}} props */
 function KeyTable({caption, rows}) {
   const row = ([key, words]) => html`<tr key=${key}><td><kbd>${key}</kbd></td><td>${words}</td></tr>`;
   return html`<table><caption>${caption}</caption><tbody>${rows.map(row)}</tbody></table>`;

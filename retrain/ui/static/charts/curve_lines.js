@@ -6,7 +6,6 @@ import {columnsOf, isValue} from "./data.js";
 /**
  * @typedef {import("./data.js").Line} Line
  * @typedef {{key: string, spread?: {min: string, max: string} | null}} Metric
- * @typedef {(label: string, name: string) => boolean} Keeps
  */
 
 // Bands of more runs would hide each other.
@@ -31,11 +30,11 @@ function bandOf(run, x, metric) {
 /**
  * @param {any[]} runs of /api/columns
  * @param {Metric} metric
- * @param {Keeps} keeps by the label of the condition and the name of the run
+ * @param {(run: any, name: string) => boolean} keeps
  * @returns {Line[]}
  */
 export function runLines(runs, metric, keeps) {
-  const shown = runs.filter((run) => run.columns[metric.key] && keeps(run.label, nameOf(run.place)));
+  const shown = runs.filter((run) => run.columns[metric.key] && keeps(run, nameOf(run.place)));
   // Seed by seed, so that no condition lies wholly over another.
   shown.sort((a, b) => (a.seed || 0) - (b.seed || 0) || a.index - b.index);
   const banded = shown.length <= MOST_BANDS;

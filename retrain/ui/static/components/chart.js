@@ -32,10 +32,7 @@ import {Failed, Loading} from "./states.js";
 const DRAWN = ["x", "unit", "height", "group", "logX", "logY", "clip", "full", "range", "healthy", "zero", "zoom"];
 DRAWN.push("counts", "marks");
 
-/**
- * The canvas; it draws again where the lines or one of the options are others.
- * @param {{lines: Line[], options: PlotOptions, label: string, plot: {current: Plot | null}}} props
- */
+// The canvas; it draws again where the lines or one of the options are others.
 function Canvas({lines, options, label, plot}) {
   const root = useRef(null);
   useLayoutEffect(() => {
@@ -71,7 +68,6 @@ function hasValues(lines) {
   return Boolean(lines && lines.some((line) => line.x.length && line.y.some(isValue)));
 }
 
-/** @param {ChartOptions & PlotOptions} props */
 export function Chart({title, lines, words, hint, level = "h3", tools, error, retry, ...more}) {
   const {emptyWords, share, id, children, ...options} = more;
   const plot = useRef(/** @type {Plot | null} */ (null));

@@ -2,7 +2,6 @@
 
 import {html, render, useEffect, useId, useRef} from "../lib/html.js";
 
-/** @param {{title: string, id?: string, class?: string, onClose: () => void, children?: any}} props */
 function Dialog({title, id, class: name, onClose, children}) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   const heading = useId();
@@ -26,10 +25,7 @@ function Dialog({title, id, class: name, onClose, children}) {
   </dialog>`;
 }
 
-/**
- * Open a dialog from an event: outside of any component, with the given children.
- * @param {{title: string, id?: string, class?: string}} props
- */
+// Open a dialog from an event: outside of any component, with the given children.
 export function openDialog(props, children) {
   const root = document.createElement("div");
   const onClose = () => {

@@ -5,10 +5,7 @@ import {classOf, isOpen} from "../verdicts.js";
 
 const COLOURS = {up: "var(--good)", down: "var(--bad)", same: "var(--muted)", unclear: "var(--warn)"};
 
-/**
- * A pattern for areas from which nothing may be concluded yet, for an SVG's `<defs>`.
- * @param {{id: string, paint: string}} props
- */
+// A pattern for areas from which nothing may be concluded yet, for an SVG's `<defs>`.
 export function Hatch({id, paint}) {
   return html`<pattern id=${id} width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
     <rect width="6" height="6" fill=${paint} fill-opacity="0.1" />
@@ -16,13 +13,8 @@ export function Hatch({id, paint}) {
   </pattern>`;
 }
 
-/**
- * @param {object} props
- * @param {any} props.verdict {difference, low, high, margin, word, sentence}
- * @param {number} props.most what either end of the bar stands for (`reach` in verdicts.js)
- * @param {number} [props.width]
- * @param {number} [props.height]
- */
+// `verdict`: {difference, low, high, margin, word, sentence}. `most`: what either end of the bar stands for (`reach`
+// in verdicts.js).
 export function IntervalBar({verdict, most, width = 190, height = 26}) {
   const id = useId();
   const {difference, low, high, margin, word} = verdict;

@@ -115,7 +115,6 @@ export function spokenReadings(options) {
   return `${X_TITLES[options.x] || options.x} ${[where, ...values].join(", ")}`;
 }
 
-/** @param {ReadoutOptions & {outside?: number}} props */
 export function Readout({outside = 0, ...options}) {
   const {where, events, items, many} = readings(options);
   const item = ({line, value, rest}) =>

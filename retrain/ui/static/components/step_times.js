@@ -17,10 +17,6 @@ export function stepOf(shown, number) {
   return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
 }
 
-/**
- * @param {{shown: Step[], phases: string[], lanes: string[], cut?: boolean, step: string | undefined,
- *   choose: (step: number) => void}} props
- */
 export function StepTimes({shown, phases, lanes, cut, step: number, choose}) {
   const [root, wide] = useWidth();
   const paint = paintOf(phases);
@@ -44,7 +40,6 @@ export function StepTimes({shown, phases, lanes, cut, step: number, choose}) {
   </div>`;
 }
 
-/** @param {{steps: Step[], step: Step, paint: Map<string, string>}} props */
 function PhaseTable({steps, step, paint}) {
   const sum = (of) => steps.reduce((total, each) => total + of(each), 0);
   const whole = Math.max(

@@ -27,10 +27,6 @@ export function paintOf(names) {
   return new Map(all.map((name, i) => [name, name === "other" ? "var(--line)" : `var(--c${(i % 8) + 1})`]));
 }
 
-/**
- * @param {{steps: Step[], paint: Map<string, string>, chosen: number, width: number,
- *   choose: (step: number) => void}} props
- */
 export function StepBars({steps, paint, chosen, width, choose}) {
   const bottom = HEIGHT - 26;
   const slot = (width - LEFT - 8) / Math.max(1, steps.length);
@@ -64,16 +60,11 @@ function range(end, unit) {
   return Array.from({length: Math.floor(end / unit + 1e-9) + 1}, (_, i) => i * unit);
 }
 
-/** @param {{tick: number, y: number, width: number}} props */
 function Seconds({tick, y, width}) {
   return html`<line class="grid" x1=${LEFT} x2=${width - 8} y1=${y} y2=${y} />
     <text x=${LEFT - 6} y=${y + 4} text-anchor="end">${tick === 0 ? "0" : duration(tick)}</text>`;
 }
 
-/**
- * @param {{step: Step, x: number, slot: number, y: (seconds: number) => number, paint: Map<string, string>,
- *   on: boolean, choose: (step: number) => void}} props
- */
 function StepBar({step, x, slot, y, paint, on, choose}) {
   const gap = slot > 3 ? 1 : 0;
   const width = Math.max(0.5, slot - gap);
@@ -91,7 +82,6 @@ function StepBar({step, x, slot, y, paint, on, choose}) {
     </rect>`;
 }
 
-/** @param {{step: Step, lanes: string[], paint: Map<string, string>, width: number}} props */
 export function Lanes({step, lanes, paint, width}) {
   const left = 116;
   const used = [...new Set(step.spans.map(([lane]) => lane))].sort((a, b) => a - b);

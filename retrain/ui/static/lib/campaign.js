@@ -6,10 +6,8 @@ import {useEffect, useState} from "./html.js";
 
 /** @typedef {{place: string, run_id: string, label: string, index: number, seed: number | null, state: string}} Run */
 
-/**
- * Return the runs of the campaign that holds a place (`family`), of a run without one itself; those at or below the
- * place (`runs`); and the campaign's place (`home`, null until it is known). `known` says whether the runs were read.
- */
+// Return the runs of the campaign that holds a place (`family`), of a run without one itself; those at or below the
+// place (`runs`); and the campaign's place (`home`, null until it is known). `known` says whether the runs were read.
 export function useRuns(place) {
   const [home, setHome] = useState(/** @type {string | null} */ (null));
   useEffect(() => {

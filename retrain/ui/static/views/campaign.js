@@ -41,7 +41,6 @@ function workerWords(workers) {
   return `on ${names}${more > 0 ? ` and ${plural(more, "more worker")}` : ""}`;
 }
 
-/** @param {{body: any}} props */
 function Head({body: {summary, fresh}}) {
   const {conditions, workers, left_s, device_hours, updated} = summary;
   const facts = [
@@ -72,7 +71,6 @@ const COLUMNS = [
   {key: "links", title: "look at", cell: (run) => html`<${RunLinks} run=${run} />`},
 ];
 
-/** @param {{runs: any[]}} props */
 function Runs({runs}) {
   const rows = [...runs].sort((a, b) => a.index - b.index || a.seed - b.seed);
   const open = (run) => go(link("metrics", run.place));
@@ -80,14 +78,12 @@ function Runs({runs}) {
   return html`<section id="runs"><h2>Runs</h2><${DataTable} ...${table} onOpen=${open} /></section>`;
 }
 
-/** @param {{run: any}} props */
 function RunState({run: {state, reason, worker}}) {
   return html`<span class=${`pill flush ${state}`}>${state}</span>
     ${reason && html`<span class="small bad reason">${reason}</span>`}
     ${worker && html`<span class="small muted reason">worker ${worker}</span>`}`;
 }
 
-/** @param {{run: any}} props */
 function RunSteps({run: {run_id, state, step, max_steps}}) {
   const label = `steps of ${run_id}`;
   const bar = state === "running" && max_steps;
@@ -95,7 +91,6 @@ function RunSteps({run: {run_id, state, step, max_steps}}) {
     ${bar && html`<progress max=${max_steps} value=${step} aria-label=${label} />`}`;
 }
 
-/** @param {{run: any}} props */
 function RunLinks({run: {place, run_id}}) {
   return html`<span class="links">
     <a href=${link("metrics", place)} aria-label=${`metrics of ${run_id}`}>metrics</a>
@@ -104,7 +99,6 @@ function RunLinks({run: {place, run_id}}) {
   </span>`;
 }
 
-/** @param {{sums: Record<string, any>}} props */
 function Checksums({sums}) {
   const known = Object.entries(sums || {}).filter(([, value]) => value);
   if (!known.length) return null;

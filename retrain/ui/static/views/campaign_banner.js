@@ -11,7 +11,6 @@ import {classOf, isOpen} from "../verdicts.js";
 const ONE_CONDITION = "One condition only: there is nothing to compare it with.";
 const NOTHING = "No two conditions have a finished run with a value.";
 
-/** @param {{body: any}} props the answer of /api/campaign */
 export function Outcome({body}) {
   const {banner, comparison, summary} = body;
   const {failed, resume, state} = banner;
@@ -36,7 +35,6 @@ export function Outcome({body}) {
   <//>`;
 }
 
-/** @param {{failed: any[], all: number}} props */
 function Failures({failed, all}) {
   const item = ({place, run_id, label, seed, step, line}) => html`<li key=${run_id}>
     <a href=${link("notes", place)} aria-label=${`log of ${run_id}`}>${label}, seed ${seed}</a>
@@ -48,7 +46,6 @@ function Failures({failed, all}) {
   </ul>`;
 }
 
-/** @param {{command: string, now: boolean}} props */
 function Resume({command, now}) {
   const label = "command that continues this campaign";
   return html`<${Copyable} text=${command} label=${label} message="Command copied">
@@ -56,10 +53,7 @@ function Resume({command, now}) {
   <//>`;
 }
 
-/**
- * What the comparison warns of.
- * @param {{comparison: any}} props
- */
+// What the comparison warns of.
 export function Warnings({comparison}) {
   if (!comparison) return null;
   const warnings = comparison.warnings || [];

@@ -43,14 +43,12 @@ function levelIntervals({comparison, summary}) {
   return {over: "problems", rows};
 }
 
-/** @param {{body: any}} props the answer of /api/campaign */
 export function Forests({body}) {
   const {comparison} = body;
   if (!comparison || !comparison.conditions.some((each) => each.after_values.length)) return null;
   return html`<div class="two"><${Levels} body=${body} /><${Differences} comparison=${comparison} /></div>`;
 }
 
-/** @param {{body: any}} props */
 function Levels({body}) {
   const {metric, share, summary, conditions} = body.comparison;
   const {over, rows: intervals} = levelIntervals(body);
@@ -78,7 +76,6 @@ function Levels({body}) {
   <//>`;
 }
 
-/** @param {{comparison: any}} props */
 function Differences({comparison}) {
   const {metric, share, baseline, margin} = comparison;
   const apart = comparison.conditions
@@ -125,7 +122,6 @@ function Differences({comparison}) {
   <//>`;
 }
 
-/** @param {{body: any}} props */
 export function Costs({body: {comparison, cost}}) {
   const gains = (each) => each.seconds_per_run && (each.index === 0 || each.typical_difference !== null);
   const known = (cost || []).map((each, index) => ({...each, index})).filter(gains);
@@ -163,7 +159,6 @@ export function Costs({body: {comparison, cost}}) {
   <//>`;
 }
 
-/** @param {{power: any[]}} props */
 export function Seeds({power}) {
   const known = (power || []).filter((each) => each.line);
   if (!known.length) return null;
