@@ -85,10 +85,7 @@ async function samePrompt({step_a, step_b, ...about}) {
   return same ? kept : null;
 }
 
-/**
- * The answer that was kept, the nearest there is, or null.
- * @returns {Promise<any>}
- */
+/** The answer that was kept, the nearest there is, or null. @returns {Promise<any>} */
 export async function answer(name, params) {
   if (name === "columns") return columns(params);
   const exact = await one(name, params);

@@ -31,10 +31,7 @@ export function frameKey(key, words, run) {
   frame.set(key, {words, run});
 }
 
-/**
- * Bind keys while the component is mounted; what they do may change with each rendering.
- * @param {KeyMap | null} map
- */
+// Bind keys while the component is mounted; what they do may change with each rendering.
 export function useKeys(map) {
   const newest = useRef(map);
   newest.current = map;

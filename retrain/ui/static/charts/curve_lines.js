@@ -11,15 +11,11 @@ import {columnsOf, isValue} from "./data.js";
 // Bands of more runs would hide each other.
 export const MOST_BANDS = 4;
 
-/** @param {{label: string, seed: number | null}} run */
 function lineName({label, seed}) {
   return seed === null || seed === undefined ? label : `${label}, seed ${seed}`;
 }
 
-/**
- * Return least and greatest of a sample metric at the same rows as its mean.
- * @param {Metric} metric
- */
+// Return least and greatest of a sample metric at the same rows as its mean.
 function bandOf(run, x, metric) {
   const {spread} = metric;
   const ends = spread ? [run.columns[spread.min], run.columns[spread.max]] : [];
@@ -27,12 +23,7 @@ function bandOf(run, x, metric) {
   return same ? {low: ends[0].y, high: ends[1].y} : {};
 }
 
-/**
- * @param {any[]} runs of /api/columns
- * @param {Metric} metric
- * @param {(run: any, name: string) => boolean} keeps
- * @returns {Line[]}
- */
+/** Return a line for each run of /api/columns. @returns {Line[]} */
 export function runLines(runs, metric, keeps) {
   const shown = runs.filter((run) => run.columns[metric.key] && keeps(run, nameOf(run.place)));
   // Seed by seed, so that no condition lies wholly over another.
@@ -46,20 +37,12 @@ export function runLines(runs, metric, keeps) {
   });
 }
 
-/**
- * @param {any} condition of /api/curves: its mean, band and own values
- * @param {string} key of the metric
- * @returns {Line}
- */
+/** @returns {Line} */
 function meanLine({label, index, mean, band, raw = null, n}, key) {
   return {name: label, index, kind: "mean", sparse: key.startsWith("eval/"), n, raw, ...columnsOf(mean, band)};
 }
 
-/**
- * @param {any} body of /api/curves
- * @param {boolean} thin also a line for each run
- * @returns {Line[]}
- */
+/** Return the means of an answer of /api/curves; with `thin` also a line for each run. @returns {Line[]} */
 export function conditionLines({key, smoothing, conditions}, thin) {
   const line = ({label, index, runs}) =>
     runs.map((run) => {
@@ -75,18 +58,13 @@ export function conditionLines({key, smoothing, conditions}, thin) {
   ];
 }
 
-/**
- * Return the paired differences to the baseline.
- * @param {any} body of /api/curves
- * @returns {Line[]}
- */
+/** Return the paired differences of an answer of /api/curves. @returns {Line[]} */
 export function differenceLines({key, differences}) {
   return differences.map((each) => meanLine({...each, raw: null}, key));
 }
 
 /**
  * Return how many seeds there are from each x on; null where no condition has two.
- * @param {any[]} conditions of /api/curves
  * @returns {import("./paint.js").Counts[] | null}
  */
 export function countsOf(conditions) {

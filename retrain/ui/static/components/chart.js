@@ -63,7 +63,6 @@ function Canvas({lines, options, label, plot}) {
   />`;
 }
 
-/** @param {Line[] | null} lines */
 function hasValues(lines) {
   return Boolean(lines && lines.some((line) => line.x.length && line.y.some(isValue)));
 }

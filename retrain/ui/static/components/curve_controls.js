@@ -53,7 +53,7 @@ export function useCurveSettings([usual] = SMOOTHINGS[0]) {
 }
 
 // The choices of axis and smoothing, the view's own ones, and what is drawn how; `thin` names the single lines.
-export function CurveTools({usual = null, thin = null, children = null}) {
+export function CurveTools({usual, thin, children}) {
   const {query, patch} = useAddress();
   const smoothings = usual ? [usual, ...SMOOTHINGS] : SMOOTHINGS;
   const chosen = smoothOf(query.smooth, smoothings[0][0]);

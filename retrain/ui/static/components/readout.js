@@ -27,11 +27,7 @@ function leadingLines(lines) {
   return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
 }
 
-/**
- * Return a chart in words: its last values.
- * @param {string} title
- * @param {Omit<ReadoutOptions, "cursor">} options
- */
+// Return a chart in words: its last values.
 export function spokenChart(title, {lines, x, share, zoom}) {
   const leading = leadingLines(lines);
   const values = leading.slice(0, 8).flatMap((line) => {
@@ -41,10 +37,7 @@ export function spokenChart(title, {lines, x, share, zoom}) {
   return `${title} over ${X_TITLES[x] || x}, ${plural(leading.length, "line")}. Last values: ${values.join(", ")}.`;
 }
 
-/**
- * Return the count of seeds that holds at x.
- * @param {any[] | null | undefined} counts
- */
+// Return the count of seeds that holds at x.
 function countAt(counts, line, point) {
   const found = counts && counts.find((each) => each.index === line.index);
   if (!found) return null;

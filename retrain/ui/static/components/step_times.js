@@ -8,11 +8,7 @@ import {Lanes, StepBars, paintOf} from "./time_bars.js";
 
 /** @typedef {import("./time_bars.js").Step} Step */
 
-/**
- * Return the step of this number, or the last one.
- * @param {Step[]} shown
- * @param {string | undefined} number
- */
+// Return the step of this number, or the last one.
 export function stepOf(shown, number) {
   return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
 }

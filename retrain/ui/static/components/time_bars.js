@@ -19,7 +19,6 @@ const LANE = 24;
 
 /**
  * Return the colour of each phase: those that every run has in their order, then others.
- * @param {string[]} names
  * @returns {Map<string, string>}
  */
 export function paintOf(names) {

@@ -5,11 +5,7 @@ import {useRef} from "./html.js";
 
 const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};
 
-/**
- * Return whether an answer is of these lines, whatever part and smoothing of them.
- * @param {import("./answer.js").Answer} answer
- * @param {Record<string, any>} params
- */
+// Return whether an answer is of these lines, whatever part and smoothing of them.
 function isAbout(answer, name, params) {
   if (!answer.data) return false;
   const [asked, {key, x}] = JSON.parse(String(answer.about));
@@ -18,11 +14,9 @@ function isAbout(answer, name, params) {
 
 /**
  * Return the answer to show, its error, and how to ask again. Until the part in sight is there, what is known of the
- * lines is shown; all of them is not read for an address that has only a part.
+ * lines is shown; all of them is not read for an address that has only a part. Nothing is read while `asking` is false.
  * @param {"curves" | "columns"} name
- * @param {Record<string, any>} params without a part
  * @param {number[] | null} zoom the part of the x axis in sight
- * @param {boolean} asking false: nothing is read for now
  */
 export function useCurves(name, params, zoom, asking) {
   const readWhole = useRef(/** @type {string | null} */ (null));

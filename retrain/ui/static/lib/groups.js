@@ -5,12 +5,8 @@ import {nameOf} from "../names.js";
 
 const USUAL = ["campaign", "condition"];
 
-/**
- * Return the keys that runs are grouped by: campaign and condition, so that a group differs in its seeds alone; with a
- * key for the colour also by it, or by it alone.
- * @param {string} by
- * @param {boolean} isAlone
- */
+// Return the keys that runs are grouped by: campaign and condition, so that a group differs in its seeds alone; with a
+// key for the colour also by it, or by it alone.
 export function groupKeys(by, isAlone) {
   if (!by) return USUAL;
   return isAlone ? [by] : [by, ...USUAL.filter((key) => key !== by)];
@@ -22,10 +18,8 @@ export function shownValue(value) {
 }
 
 /**
- * Return each group's index of colour, dash and shape: one colour for each value of the key, and another dash and
- * shape for each group that has it.
- * @param {any[]} groups
- * @param {string} by
+ * Return each group's index of colour, dash and shape: one colour for each value of the key, and another dash and shape
+ * for each group that has it.
  * @returns {number[]}
  */
 function indices(groups, by) {
@@ -41,11 +35,7 @@ function indices(groups, by) {
   });
 }
 
-/**
- * Return the groups with the `label` and the `index` that they are drawn with. Names leave out what all groups share.
- * @param {any[]} groups
- * @param {string} by
- */
+// Return the groups with the `label` and the `index` that they are drawn with. Names leave out what all groups share.
 export function namedGroups(groups, by) {
   const keys = Object.keys(groups.length ? groups[0].group : {});
   const differs = (key) => new Set(groups.map(({group}) => shownValue(group[key]))).size > 1;

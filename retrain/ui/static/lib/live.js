@@ -15,13 +15,9 @@ export function announce(change) {
   for (const listener of [...listeners]) listener(change);
 }
 
-/**
- * Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
- * "comparison"; null: never), at most once in `wait` ms.
- * @param {string[] | null} kinds
- * @param {number | (() => number)} wait
- */
-export function useChanges(kinds, run, wait = 2000) {
+// Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
+// "comparison"; null: never), at most once in `wait` ms.
+export function useChanges(kinds, run, /** @type {number | (() => number)} */ wait = 2000) {
   const newest = useRef(run);
   newest.current = run;
   const wanted = kinds && kinds.join(" ");

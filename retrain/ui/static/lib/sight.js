@@ -4,7 +4,6 @@ import {useEffect, useState} from "./html.js";
 
 const MARGIN = "250px";
 
-/** @param {{current: Element | null}} root */
 export function useInSight(root) {
   const [inSight, setInSight] = useState(false);
   useEffect(() => {

@@ -2,10 +2,7 @@
 
 import {useLayoutEffect, useRef, useState} from "./html.js";
 
-/**
- * Return a ref for an element, and its width in pixels, 0 before it is drawn.
- * @returns {[{current: any}, number]}
- */
+/** Return a ref for an element, and its width in pixels, 0 before it is drawn. @returns {[{current: any}, number]} */
 export function useWidth() {
   const element = useRef(/** @type {HTMLElement | null} */ (null));
   const [width, setWidth] = useState(0);

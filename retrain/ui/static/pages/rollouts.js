@@ -72,11 +72,7 @@ function startThinking() {
   });
 }
 
-/**
- * Sort elements of one parent by a number of each, the largest first; those without one come last.
- * @param {Element[]} elements
- * @param {(element: any) => number} valueOf
- */
+// Sort elements of one parent by a number of each, the largest first; those without one come last.
 function sort(elements, valueOf) {
   const rank = (element) => (Number.isNaN(valueOf(element)) ? -Infinity : valueOf(element));
   const ordered = [...elements].sort((a, b) => rank(b) - rank(a) || 0);

@@ -19,11 +19,8 @@ const ATTRIBUTES = [
   ["t", "target", 1000],
 ];
 
-/**
- * Return integers from base-64 VLQ: digits of five bits, the lowest first, all but the last marked by 32; the lowest
- * bit of all is the sign.
- * @param {string} text
- */
+// Return integers from base-64 VLQ: digits of five bits, the lowest first, all but the last marked by 32; the lowest
+// bit of all is the sign.
 function integers(text) {
   /** @type {number[]} */
   const found = [];
@@ -42,7 +39,7 @@ function integers(text) {
   return found;
 }
 
-/** @param {HTMLElement} element @returns {Tokens} */
+/** @returns {Tokens} */
 export function tokensOf(element) {
   const {l = "", p, ...data} = element.dataset;
   let tokens = known.get(element);
@@ -58,14 +55,13 @@ export function tokensOf(element) {
   return tokens;
 }
 
-/** Take the colours away. @param {HTMLElement} element */
+// Take the colours away.
 export function clear(element) {
   element.querySelectorAll("span.t").forEach((span) => span.replaceWith(...span.childNodes));
   element.normalize();
   delete element.dataset.shown;
 }
 
-/** @param {HTMLElement} element */
 function textNodes(element) {
   const walk = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   /** @type {Text[]} */
@@ -77,11 +73,7 @@ function textNodes(element) {
   return nodes;
 }
 
-/**
- * Yield the parts of the text nodes that belong to one token: its index is null behind the last token.
- * @param {Text[]} nodes
- * @param {number[]} lengths
- */
+// Yield the parts of the text nodes that belong to one token: its index is null behind the last token.
 function* parts(nodes, lengths) {
   let token = 0;
   let left = lengths[0] || 0;
@@ -98,11 +90,7 @@ function* parts(nodes, lengths) {
   }
 }
 
-/**
- * Colour the tokens of an element by one of their numbers.
- * @param {HTMLElement} element
- * @param {import("../components/token_scales.js").Scale} scale
- */
+// Colour the tokens of an element by one of their numbers.
 export function colour(element, name, scale) {
   const {lengths, numbers} = tokensOf(element);
   if (!lengths.length || element.dataset.shown === name) return;
@@ -118,8 +106,7 @@ export function colour(element, name, scale) {
   element.dataset.shown = name;
 }
 
-/** @param {number | null} token */
-export function tokenSpan(css, text, token = null) {
+export function tokenSpan(css, text, /** @type {number | null} */ token = null) {
   const span = document.createElement("span");
   span.className = `t ${css}`;
   span.textContent = text;
