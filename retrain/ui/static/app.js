@@ -10,7 +10,7 @@ import {html, render, useErrorBoundary} from "./lib/html.js";
 import {EVERY_KIND, announce} from "./lib/live.js";
 import {nameOf} from "./names.js";
 import {switchTheme} from "./lib/theme_button.js";
-import {listed, owner} from "./places.js";
+import {owner, readPlaces} from "./places.js";
 import {go, link, onRoute, startRouter} from "./router.js";
 import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
@@ -144,6 +144,8 @@ function show(next) {
   scrollTo(0, 0);
   main.dataset.view = next.view;
   if (view) follow(next.place);
+  // The view in sight says what is wrong.
+  if (next.place && !owner(next.place)) readPlaces().then(draw, () => {});
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
@@ -159,6 +161,3 @@ WITH_PLACE.forEach(({title}, i) =>
 main.replaceChildren();
 onRoute(show);
 startRouter();
-listed().then(draw, () => {
-  // The view in sight says what is wrong.
-});

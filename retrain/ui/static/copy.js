@@ -92,6 +92,6 @@ export async function answer(name, params) {
   if (exact) return exact;
   if (name === "curves") return one(name, {at: params.at, key: params.key, x: params.x || "step"});
   if (name === "prompt") return samePrompt(params);
-  if (name === "metrics") return one(name, {...params, at: holder(KEPT.homes, params.at || "")});
+  if (name === "metrics" || name === "runs") return one(name, {...params, at: holder(KEPT.homes, params.at || "")});
   return null;
 }

@@ -6,7 +6,7 @@ import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {AddressChoice, AddressTick, Choice} from "./inputs.js";
-import {Swatch} from "./marks.js";
+import {Legend} from "./marks.js";
 
 const SMOOTHINGS = [
   ["none", "no smoothing"],
@@ -96,17 +96,13 @@ export function MetricChoice({of: {metric, usual, watched, rest}}) {
   </select>`;
 }
 
-// A button for each group, which hides and shows it; the address names the hidden ones by their index.
-export function Legend({groups, hidden}) {
+// The legend of groups that the address hides by their index; fewer than two need none.
+export function GroupLegend({groups, hidden}) {
   const {patch} = useAddress();
-  const entry = ({name, index, hint}) => {
-    const isHidden = hidden.has(index);
+  const toggle = ({index}) => {
     const others = [...hidden].filter((each) => each !== index);
-    const toggle = () => patch({hide: (isHidden ? others : [...others, index]).join(",") || null});
-    const state = {class: isHidden ? "off" : null, "aria-pressed": String(!isHidden)};
-    return html`<button type="button" key=${name} title=${hint} ...${state} onClick=${toggle}>
-      <${Swatch} index=${index} />${name}
-    </button>`;
+    patch({hide: (hidden.has(index) ? others : [...others, index]).join(",") || null});
   };
-  return groups.length > 1 && html`<div class="legend">${groups.map(entry)}</div>`;
+  const shown = groups.map((each) => ({...each, hidden: hidden.has(each.index)}));
+  return groups.length > 1 && html`<${Legend} groups=${shown} onToggle=${toggle} />`;
 }

@@ -26,6 +26,17 @@ export function Condition({index, children}) {
   return html`<span class="condition"><${Swatch} index=${index} />${children}</span>`;
 }
 
+// One entry for each group; with `onToggle` they are buttons that hide and show it.
+export function Legend({groups, onToggle}) {
+  const entry = ({name, index, hidden = false, hint = null}) => {
+    const inside = html`<${Swatch} index=${index} />${name}`;
+    if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
+    const state = {title: hint, class: hidden ? "off" : null, "aria-pressed": String(!hidden)};
+    return html`<button type="button" key=${name} ...${state} onClick=${() => onToggle({name, index})}>${inside}</button>`;
+  };
+  return html`<div class="legend">${groups.map(entry)}</div>`;
+}
+
 // Lines without axes, from the least to the largest value of all; null where a value is missing.
 export function Sparkline({lines, label, width = 110, height = 30}) {
   const known = lines.map(({points, index}) => ({index, points: points.filter(([, y]) => Number.isFinite(y))}));

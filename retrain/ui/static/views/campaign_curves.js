@@ -2,7 +2,7 @@
 
 import {conditionLines, countsOf, differenceLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {AS_IN_REPORT, CurveTools, Legend, MetricChoice} from "../components/curve_controls.js";
+import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
 import {useCurveSettings, useMetric} from "../components/curve_controls.js";
 import {SignButton} from "../components/inputs.js";
 import {useKeys} from "../keys.js";
@@ -111,7 +111,7 @@ export function Curves({campaign}) {
       <${MetricChoice} of=${of} /><${CurveTools} usual=${AS_IN_REPORT} thin="every seed" />
       <a href=${link("metrics", place)}>all metrics</a>
     </div>
-    <${Legend} groups=${groups} hidden=${settings.hidden} />
+    <${GroupLegend} groups=${groups} hidden=${settings.hidden} />
     <div class="two">
       <${ConditionChart} ...${shared} runs=${campaign.runs} tools=${tools} />
       ${conditions.length !== 1 && html`<${DifferenceChart} ...${shared} />`}

@@ -1,6 +1,6 @@
 // Runs of several campaigns and tools on one chart: coloured by a key of their configuration, a mean for each group.
 
-import {AS_IN_REPORT, CurveTools, Legend, MetricChoice} from "../components/curve_controls.js";
+import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
 import {useCurveSettings, useMetric} from "../components/curve_controls.js";
 import {AddressChoice, AddressTick, SignButton} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
@@ -42,7 +42,7 @@ export function Groups() {
         ${by && html`<${AddressTick} name="alone" title=${ALONE}>group by it alone<//>`}
       <//>
     </div>
-    <${Legend} groups=${body ? body.conditions.map(entry) : []} hidden=${hidden} />
+    <${GroupLegend} groups=${body ? body.conditions.map(entry) : []} hidden=${hidden} />
     <${ConditionChart} ...${chart} />
     ${body && html`<${Differ} groups=${body.conditions} rows=${body.differ || []} />`}`;
 }

@@ -83,7 +83,7 @@ export function MetricChart({metric, page: {place, runs, settings, marks}, big =
   const seen = useRef(options);
   if (inSight) seen.current = options;
   const tools = html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`;
-  return html`<div class=${big ? "big" : "chartplace"} ref=${root}>
+  return html`<div class=${big ? "big" : "chartplace"} data-key=${key} ref=${root}>
     <${Chart} ...${seen.current} tools=${tools}>
       ${onFilter && html`<${Field} ...${filter} value=${only} onEnter=${onFilter} />`}
     <//>

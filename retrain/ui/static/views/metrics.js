@@ -1,6 +1,6 @@
 // Metrics: watched, all or one's own charts over one x axis, with one cursor; each row appears as it is written.
 
-import {CurveTools, Legend, useCurveSettings} from "../components/curve_controls.js";
+import {CurveTools, GroupLegend, useCurveSettings} from "../components/curve_controls.js";
 import {AddressChoice, AddressSearch, AddressTick, Tabs} from "../components/inputs.js";
 import {Answered, Banner, NotRecorded, Title} from "../components/states.js";
 import {plural} from "../format.js";
@@ -82,7 +82,7 @@ export function Metrics() {
   return html`<${Title} title=${nameOf(place)} words=${counts}><${NotRecorded} items=${body && body.missing} /><//>
     ${facts && html`<${RunFacts} facts=${facts} />`}
     <${Tools} tags=${body ? body.tags : []} wrong=${Boolean(wrong)} byCondition=${byCondition} runs=${runs} />
-    <${Legend} groups=${[...conditions.values()]} hidden=${settings.hidden} />
+    <${GroupLegend} groups=${[...conditions.values()]} hidden=${settings.hidden} />
     ${wrong && html`<${Banner} kind="down" title="The search">${wrong}<//>`}
     <${Answered} of=${{...answer, data: body}}>
       ${() => html`${query.hist && html`<${Distribution} place=${place} runs=${runs} />`}
