@@ -7,7 +7,7 @@ import {madeAt} from "./copy.js";
 import {frameKey, help, startKeys} from "./keys.js";
 import {AddressContext} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
-import {EVERY_KIND, announce} from "./lib/live.js";
+import {EVERY_KIND, announce} from "./lib/answer.js";
 import {nameOf} from "./names.js";
 import {switchTheme} from "./lib/theme_button.js";
 import {owner, readPlaces} from "./places.js";

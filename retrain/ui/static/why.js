@@ -6,7 +6,7 @@ import {Failed, Loading} from "./components/states.js";
 import {number} from "./format.js";
 import {html, useEffect, useState} from "./lib/html.js";
 import {nameOf} from "./names.js";
-import {link} from "./router.js";
+import {link} from "./lib/address.js";
 
 const MOST_RUNS = 12;
 const UNKNOWN = "The catalogue has no definition of this key: it comes from your own code or from another tool.";

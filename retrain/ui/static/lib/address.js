@@ -3,6 +3,8 @@
 import {here, link, patch as patchAddress} from "../router.js";
 import {createContext, useCallback, useContext} from "./html.js";
 
+export {go, link} from "../router.js";
+
 /**
  * @typedef {Record<string, string>} Query
  * @typedef {{view: string, place: string, query: Query}} State

@@ -5,7 +5,7 @@ import {Copyable} from "../components/inputs.js";
 import {Banner} from "../components/states.js";
 import {plural} from "../format.js";
 import {html} from "../lib/html.js";
-import {link} from "../router.js";
+import {link} from "../lib/address.js";
 import {classOf, isOpen} from "../verdicts.js";
 
 const ONE_CONDITION = "One condition only: there is nothing to compare it with.";

@@ -6,10 +6,9 @@ import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components
 import {useCurveSettings, useMetric} from "../components/curve_controls.js";
 import {SignButton} from "../components/inputs.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useCurves} from "../lib/curves.js";
+import {link, useAddress} from "../lib/address.js";
+import {useCurves} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
-import {link} from "../router.js";
 import {why} from "../why.js";
 import {openRollouts} from "./reading.js";
 

@@ -7,12 +7,10 @@ import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
 import {DataTable} from "../components/data_table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
-import {EVERY_KIND} from "../lib/live.js";
 import {tell} from "../places.js";
-import {go, link} from "../router.js";
 import {classOf, reach} from "../verdicts.js";
 
 const STATES = ["running", "done", "failed", "stopped", "interrupted", "pending"];

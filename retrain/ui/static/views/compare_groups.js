@@ -6,7 +6,7 @@ import {AddressChoice, AddressTick, SignButton} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
 import {Table} from "../components/table.js";
 import {useAddress} from "../lib/address.js";
-import {useCurves} from "../lib/curves.js";
+import {useCurves} from "../lib/answer.js";
 import {groupKeys, namedGroups, shownValue} from "../lib/groups.js";
 import {html, useMemo} from "../lib/html.js";
 import {ConditionChart} from "./campaign_curves.js";

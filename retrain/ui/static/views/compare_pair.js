@@ -4,10 +4,8 @@ import {Answered, Empty} from "../components/states.js";
 import {Table} from "../components/table.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
+import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
-import {EVERY_KIND} from "../lib/live.js";
-import {useRuns} from "../lib/campaign.js";
 import {KEY_COLUMN, PlaceField, Value} from "./compare_places.js";
 
 const OPEN_LINES = 80;

@@ -2,11 +2,10 @@
 
 import {Answered, Title} from "../components/states.js";
 import {plural} from "../format.js";
-import {useAddress} from "../lib/address.js";
+import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html} from "../lib/html.js";
 import {nameOf} from "../names.js";
-import {go, link} from "../router.js";
 import {splitName} from "./reading.js";
 import {Filters, Samples, filtersOf} from "./rollouts_parts.js";
 

@@ -5,11 +5,10 @@ import {RunChoice} from "../components/inputs.js";
 import {Answered, Empty, Title} from "../components/states.js";
 import {Table} from "../components/table.js";
 import {amount, number, percent, plural} from "../format.js";
-import {useAddress} from "../lib/address.js";
+import {link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
-import {link} from "../router.js";
 
 const KEPT = 0.95;
 const RANKS = [1, 2, 4, 8, 16, 32, 64];

@@ -5,12 +5,9 @@ import {AddressChoice, AddressSearch, RunChoice} from "../components/inputs.js";
 import {Answered, Failed, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useRuns} from "../lib/campaign.js";
+import {link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer, useChanges, useRuns} from "../lib/answer.js";
 import {html, useEffect, useElement, useLayoutEffect, useRef, useState} from "../lib/html.js";
-import {EVERY_KIND, useChanges} from "../lib/live.js";
-import {link} from "../router.js";
 import {Marked} from "./conversation.js";
 
 const LEVELS = [

@@ -5,11 +5,10 @@ import {Rate} from "../components/marks.js";
 import {Answered} from "../components/states.js";
 import {Table} from "../components/table.js";
 import {shortened} from "../format.js";
-import {useAddress} from "../lib/address.js";
+import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
 import {runName} from "../names.js";
-import {go, link} from "../router.js";
 import {LongText} from "./conversation.js";
 import {nearestLine} from "./reading.js";
 

@@ -3,9 +3,8 @@
 import {RunChoice} from "../components/inputs.js";
 import {Swatch} from "../components/marks.js";
 import {scaleOf} from "../components/token_scales.js";
-import {useAddress} from "../lib/address.js";
+import {link, useAddress} from "../lib/address.js";
 import {html, useEffect, useMemo, useState} from "../lib/html.js";
-import {link} from "../router.js";
 import {Outcome, Turns} from "./conversation.js";
 import {Steps} from "./reading.js";
 import {EMPTY_TEXT, FORK, SpokenToken, TokenArea, TokenFacts} from "./token_text.js";

@@ -2,12 +2,10 @@
 
 import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered, Empty, Failed} from "../components/states.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {useAnswer, useRuns} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
-import {useRuns} from "../lib/campaign.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
-import {go, link} from "../router.js";
 
 /**
  * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to

@@ -5,13 +5,10 @@ import {StepTimes, stepOf} from "../components/step_times.js";
 import {Answered, Empty, Loading, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useRuns} from "../lib/campaign.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
-import {EVERY_KIND} from "../lib/live.js";
 import {nameOf} from "../names.js";
-import {go, link} from "../router.js";
 
 const WINDOW = 60;
 
