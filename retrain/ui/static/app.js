@@ -26,8 +26,8 @@ import {Tokens} from "./views/tokens.js";
 
 /** @typedef {import("./lib/address.js").State} State */
 
-// In the order of the navigation. `at` is the place that a view is of: none, a campaign, a campaign or a run ("either"),
-// or the whole campaign where there is one; `heading` stands in the window's title.
+// In the order of the navigation. `at` is the place that a view is of: none, a campaign, a campaign or a run
+// ("either"), or the whole campaign where there is one; `heading` stands in the window's title.
 const VIEWS = [
   {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
   {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},

@@ -27,7 +27,8 @@ export function Choice({label, options, value, onChoose, class: name}) {
   const option = ([key, text]) =>
     html`<option key=${key} value=${key} selected=${String(key) === String(value)}>${text}</option>`;
   if (all.length < 2) return null;
-  return html`<select class=${name} aria-label=${label} value=${value} onChange=${(event) => onChoose(event.target.value)}>
+  const change = (event) => onChoose(event.target.value);
+  return html`<select class=${name} aria-label=${label} value=${value} onChange=${change}>
     ${all.map(option)}
   </select>`;
 }

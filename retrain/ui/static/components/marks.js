@@ -32,7 +32,8 @@ export function Legend({groups, onToggle}) {
     const inside = html`<${Swatch} index=${index} />${name}`;
     if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
     const state = {title: hint, class: hidden ? "off" : null, "aria-pressed": String(!hidden)};
-    return html`<button type="button" key=${name} ...${state} onClick=${() => onToggle({name, index})}>${inside}</button>`;
+    const toggle = () => onToggle({name, index});
+    return html`<button type="button" key=${name} ...${state} onClick=${toggle}>${inside}</button>`;
   };
   return html`<div class="legend">${groups.map(entry)}</div>`;
 }

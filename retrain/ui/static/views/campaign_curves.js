@@ -32,7 +32,8 @@ function differenceWords(body) {
   return `mean of the pairs, n: how many; ${words}, no verdict`;
 }
 
-// The mean of each condition or group of /api/curves, without the hidden ones; a click on a step opens rollouts of `runs`.
+// The mean of each condition or group of /api/curves, without the hidden ones; a click on a step opens rollouts of
+// `runs`.
 export function ConditionChart({body, metric, settings, runs = [], ...more}) {
   const {thin, hidden, plot} = settings;
   const [lines, counts] = useMemo(() => {
@@ -43,7 +44,8 @@ export function ConditionChart({body, metric, settings, runs = [], ...more}) {
   const {range, healthy} = about || {range: null, healthy: null};
   const options = {lines, counts, x, share, range, healthy, unit: share ? "%" : "", ...plot, ...more};
   const words = body && levelWords(body, counts !== null);
-  return html`<${Chart} title=${key} words=${words} ...${options} onStep=${openRollouts({metric: key, x, lines, runs})} />`;
+  const onStep = openRollouts({metric: key, x, lines, runs});
+  return html`<${Chart} title=${key} words=${words} ...${options} onStep=${onStep} />`;
 }
 
 function DifferenceChart({body, metric, settings: {hidden, plot}, ...more}) {

@@ -34,20 +34,23 @@ function NoteList() {
   const {q: search, level} = query;
   const answer = useAnswer("notes", {at: place, search, level}, {kinds: ["notes"], wait: 3000});
   const nothing = search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
-  return html`<${Answered} of=${answer}>
-    ${({notes, total}) =>
-      notes.length
-        ? html`<ul class="notes">${notes.slice(0, MOST_NOTES).map((note, i) => html`<${Note} key=${i} ...${note} />`)}</ul>
-          ${total > MOST_NOTES && html`<p class="muted">${plural(total - MOST_NOTES, "further note")}: search for them.</p>`}`
-        : html`<p class="muted">${nothing}</p>`}
-  <//>`;
+  const content = ({notes, total}) => {
+    const rest = total - MOST_NOTES;
+    const item = (note, i) => html`<${Note} key=${i} ...${note} />`;
+    if (!notes.length) return html`<p class="muted">${nothing}</p>`;
+    return html`<ul class="notes">${notes.slice(0, MOST_NOTES).map(item)}</ul>
+      ${rest > 0 && html`<p class="muted">${plural(rest, "further note")}: search for them.</p>`}`;
+  };
+  return html`<${Answered} of=${answer}>${content}<//>`;
 }
 
 function Note({place, run, step: number, level, text, remedy}) {
   return html`<li class=${`note ${level}`} tabindex="-1">
     <div class="head">
       <b class=${level === "warning" ? "warn" : null}>${text}</b>
-      <span class="muted small"><a href=${link("metrics", place)} class="quiet">${run || place}</a>, step ${number}</span>
+      <span class="muted small">
+        <a href=${link("metrics", place)} class="quiet">${run || place}</a>, step ${number}
+      </span>
     </div>
     ${remedy && html`<div class="muted">${remedy}</div>`}
   </li>`;

@@ -27,8 +27,8 @@ const THAN = {before: "worse than before", baseline: "worse than the baseline"};
 const HINT =
   "Held-out problems appear here with the first evaluation ([evaluation] problems, [training] eval_every).";
 const RATES =
-  "Each rate stands with its 95 % interval (Wilson) and its number of answers. p is of the exact test over seeds that " +
-  "the problem got worse.";
+  "Each rate stands with its 95 % interval (Wilson) and its number of answers. p is of the exact test over seeds " +
+  "that the problem got worse.";
 
 // Two rates with their intervals, before above after.
 function Intervals({before, after, index}) {
@@ -112,7 +112,7 @@ function Tools({data: {sets, set, tags, of_tag: ofTag}}) {
   const other = {first: null, id: null, tag: null};
   return html`<div class="tools">
     <${AddressSearch} name="text" label="search in problems" resets=${FIRST} />
-    ${sets.length > 1 && html`<${AddressChoice} name="set" label="held-out set" options=${same} usual=${set} resets=${other} />`}
+    <${AddressChoice} name="set" label="held-out set" options=${same} usual=${set} resets=${other} />
     <${AddressChoice} name="sort" label="sort" options=${SORTS} resets=${FIRST} />
     <${AddressChoice} name="tag" label="tag" options=${tagged} resets=${FIRST} />
   </div>`;

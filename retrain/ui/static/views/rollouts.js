@@ -68,7 +68,9 @@ function OneStep() {
       }
       <${Filters} body=${data} />
       <div class=${`panes ${index === null ? "" : "opened"}`}>
-        <section class="list" aria-label="rollouts"><${SampledAnswer} sampled=${sampled} of=${list}>${body}<//></section>
+        <section class="list" aria-label="rollouts">
+          <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
+        </section>
         <aside class="beside" aria-label="the chosen rollout">
           ${index !== null && ready && html`<${Opened} ...${{sampled, index, choose, close}} />`}
         </aside>

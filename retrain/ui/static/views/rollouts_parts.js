@@ -109,7 +109,8 @@ export function Filters({body}) {
       html`${choice("stop", "stop", same("any stop", body.stops))}${choice("tag", "tag", same("any tag", body.tags))}
         ${choice("kept", "trained on or discarded", KEPT)}
         <${AddressTick} name="errors" title=${ERRORS} resets=${FIRST}>with errors<//>
-        ${without("problem", `problem ${shortened(query.problem || "", 30)}`)}${without("group", `group ${query.group}`)}`
+        ${without("problem", `problem ${shortened(query.problem || "", 30)}`)}
+        ${without("group", `group ${query.group}`)}`
     }
     ${isFiltered && html`<button type="button" onClick=${() => patch(none)}>Clear filters</button>`}
   </div>`;
@@ -141,7 +142,8 @@ function Reward({row: {reward, correct}}) {
 // A table of rollouts with further `columns` in front. The server sorts; `value` says by which columns it can.
 export function Samples({rows, columns = [], isSortable = true, href, ...table}) {
   const name = (row) => html`<a class="quiet" href=${href(row)}
-    ><span class="called">${shortName(row.problem_id ?? row.group, 24)}</span><span class="muted"> · ${row.sample}</span></a
+    ><span class="called">${shortName(row.problem_id ?? row.group, 24)}</span
+    ><span class="muted"> · ${row.sample}</span></a
   >`;
   const plain = (key, title, cell) => ({key, title, number: true, value: (row) => row[key], cell});
   const all = [

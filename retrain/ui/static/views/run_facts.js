@@ -29,10 +29,10 @@ export function RunFacts({facts: {tiles, command, marks}}) {
     const content = html`<span aria-hidden="true">${sign}</span> ${plural(n, kind)}`;
     return n > 0 && html`<span class=${`mark ${kind}`} key=${kind}>${content}</span>`;
   };
-  const legend = html`<p class="small muted marks" aria-label="marks on the charts">${Object.entries(SIGNS).map(entry)}</p>`;
+  const all = Object.entries(SIGNS).map(entry);
   return html`<section class="runfacts" aria-label="this run">
     <div class="tiles">${tiles.map((tile) => html`<${Tile} key=${tile.key} tile=${tile} />`)}</div>
     ${command && html`<${Copyable} text=${command} label="command that launched it" message="Command copied" />`}
-    ${marks.length > 0 && legend}
+    ${marks.length > 0 && html`<p class="small muted marks" aria-label="marks on the charts">${all}</p>`}
   </section>`;
 }

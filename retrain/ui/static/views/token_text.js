@@ -13,10 +13,9 @@ import {Turns} from "./conversation.js";
 const MOVES = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10});
 export const EMPTY_TEXT = html`<span class="muted">(an empty text)</span>`;
 
+const PARTING = "first token that differs";
 /** The place at which two answers part. */
-export const FORK = html`<span class="fork" role="img" aria-label="first token that differs" title="first token that differs">
-  ▶
-</span>`;
+export const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
 
 // Buttons of what tokens can be coloured by, and what the colours mean.
 export function ColourChoice({names, others, value, scale, onChoose, children = null}) {
