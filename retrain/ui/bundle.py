@@ -44,7 +44,7 @@ FREE = ("points", "wait_ms", "since", "count")
 PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
 """Parts of a query that do not change the name of an answer, as in ``static/copy.js``."""
 
-OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run")
+OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run", "runs")
 """Answers whose texts are of programs and settings; those of models and problems stay as they are."""
 ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
@@ -169,7 +169,7 @@ def _of_home(
     places = list(dict.fromkeys([at, *(run.place for run in home.runs)]))
     metrics = answers["metrics"](_query({"at": at}))
     keys, watched = [metric["key"] for metric in metrics["metrics"]], metrics["watch"]
-    yield "campaign", [("campaign", {"at": at, "wait_ms": WAIT_MS}), ("metrics", {"at": at})]
+    yield "campaign", [("campaign", {"at": at, "wait_ms": WAIT_MS}), ("runs", {"at": at}), ("metrics", {"at": at})]
     by_section: dict[str, list[str]] = {}
     for key in keys:
         by_section.setdefault(key.partition("/")[0] if "/" in key else "general", []).append(key)

@@ -170,7 +170,8 @@ def whole(run: Index, one: Iteration, index: int) -> Row:
 NUMBERS = (
     "surprisal", "entropy", "advantage", "credit", "mismatch", "planning", "trained", "version", "value", "target",
 )  # fmt: skip
-"""Numbers that tokens can be coloured by."""
+"""Numbers that tokens can be coloured by, in the order of the page's choices."""
+LEAST_DIFFERENCE = 2e-6
 
 
 def shown_tokens(found: RolloutTokens) -> Row:
@@ -192,7 +193,10 @@ def shown_tokens(found: RolloutTokens) -> Row:
         numbers["credit"] = arrays["advantages"] - np.repeat(np.array(own, np.float64), lengths)
     if "trainer_logprobs" in arrays:
         numbers["mismatch"] = arrays["trainer_logprobs"] - arrays["logprobs"]
-    listed = {name: _listed(numbers[name]) for name in NUMBERS if name in numbers}
+    for name in {"credit", "mismatch"} & numbers.keys():  # Differences of float32 numbers that are rounding alone
+        numbers[name] = np.where(np.abs(numbers[name]) < LEAST_DIFFERENCE, 0.0, numbers[name])
+    known = [name for name in NUMBERS if name in numbers and np.isfinite(numbers[name]).any()]
+    listed = {name: _listed(numbers[name]) for name in known}
     return {"prompt": found.prompt, "line": line, "pieces": found.pieces(), "numbers": listed}
 
 
@@ -203,12 +207,10 @@ def shown_text(row: Row) -> Row:
     return {"prompt": prompt, "line": row | {"turns": [turn]}, "pieces": None, "numbers": {}}
 
 
-def _listed(values: np.ndarray) -> list[float | int | None] | None:
-    """Return numbers for JSON, six digits; None where none of them is finite."""
+def _listed(values: np.ndarray) -> list[float | int | None]:
+    """Return numbers for JSON, six digits."""
     if values.dtype.kind in "iu":
         return values.tolist()
-    if len(values) and not np.isfinite(values).any():
-        return None
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 

@@ -12,7 +12,8 @@ CURVES = "/campaign/long?key=mean_reward&thin=0"
 CHARTS = "/metrics/long?keys=mean_reward,correct_rate"
 # Every chart that is made, to be asked for its axes.
 KEPT = """(() => { let kept; window.charts = []; Object.defineProperty(window, "uPlot", {get: () => kept, set(real) {
-  kept = function (...values) { const made = new real(...values); charts.push(made); return made; }; }}); })()"""
+  kept = function (...values) { const made = new real(...values); charts.push(made); return made; };
+  Object.assign(kept, real); }}); })()"""
 AXES = """() => charts.filter((each) => each.root.isConnected).map((each) =>
   ["x", "y"].map((axis) => [each.scales[axis].min, each.scales[axis].max]))"""
 

@@ -28,7 +28,7 @@ def file(browser):
 
 def test_of_hostile_texts_a_browser_runs_our_script_alone(file, hostile):
     page = file(hostile / "runs" / RUNS[0] / "train_iteration_000000.html", "#color=s")
-    page.wait_for_selector(".t.su", state="attached")
+    page.wait_for_selector(".t.s6", state="attached")
     assert page.evaluate("() => window.hacked") is None
     assert page.locator("main script, main img, main svg").count() == 0
     retrain("report", str(hostile))
@@ -67,19 +67,19 @@ def test_values_and_signed_advantages_are_coloured_and_labelled(file, tmp_path):
             recorder.record_step(step([updated(with_action(group([1.0], [5]), text="abcde"), credit)], number))
     page = file(tmp_path / "train_iteration_000000.html")
     for mode, classes, legend in (
-        ("v", "va h0,va h2,va h2,va h5,va h6", "−0.25 0.25 0.75"),
-        ("a", "dn h3,up h6,,dn h6,", "−2.00 −0.50 0 +0.50 +2.00"),
+        ("value", ",s2,s3,s5,s6", "−0.25 0 0.25 0.5 0.75"),
+        ("advantage", "m2,p6,,m6,", "≤ −2 −1 0 +1 ≥ +2"),
     ):
-        page.click(f"[data-mode={mode}]")
+        page.click(f"[data-mode={mode[0]}]")
         page.wait_for_selector(f".sample[data-shown={mode}]")
         shown = "() => [...document.querySelectorAll('.sample .t')].map((each) => each.className.slice(2)).join()"
         assert page.evaluate(shown) == classes
         assert " ".join(page.locator("#legend .t").all_text_contents()) == legend
         page.hover(".sample .t >> nth=0")
-        readout = '"a" · token 0 · surprisal 1.00 · advantage −0.500 · V −0.250 (target 0.000)'
+        readout = '"a" · token 0 · surprisal 1 nats · advantage −0.5 · value −0.25 · value target 0'
         assert page.text_content("#readout") == readout
     page = file(tmp_path / "train_iteration_000001.html", "#color=v")
-    assert page.text_content("#legend") == "0.500"  # equal values have no scale
+    assert page.text_content("#legend") == "0.5"  # equal values have no scale
     page.click("[data-mode=a]")
     assert page.text_content("#legend") == "0"
 

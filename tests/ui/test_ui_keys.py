@@ -14,7 +14,7 @@ FOCUS = """() => { const own = document.activeElement;
 WALKS = {
     "/": ("j k Enter", "a.open", {}),
     f"/campaign{HOME}": ("j k h l Escape", "#runs tr", {"llh": "key"}),
-    f"/metrics{HOME}?tab=all": ("j k g c h l Escape", ".chartcard", {"cc": "lines"}),
+    f"/metrics{HOME}?tab=all": ("j k g c Escape", ".chartcard", {"cc": "lines"}),
     f"/metrics{HOME}?hist=reward": ("j k g c h l Escape", None, {"hhl": "step"}),
     f"/problems{HOME}": ("j k d s Escape", None, {"jjk": "id"}),
     f"/prompt{HOME}": (

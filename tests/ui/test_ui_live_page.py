@@ -148,7 +148,7 @@ FIRST_STEP = {
     "metrics/two?keys=mean_reward": ".chartcard .readout .at",
     "problems/two": ".matrixtable",
     "prompt/two": ".sides .message",
-    "rollouts/two": "tr[data-index]",
+    "rollouts/two": "tr[data-key]",
     "tokens/two": ".t",
     "lora/two": ".matrix",
 }

@@ -71,7 +71,7 @@ def rollout_page(batch: Batch, shown: int) -> str:
     samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
     limit = fair_share(PAGE_CHARACTERS, SAMPLE_CHARACTERS, samples)
     return document(
-        "rollouts.html", styles=["pages/rollouts.css"], script="pages/rollouts.js",
+        "rollouts.html", styles=["tokens.css", "pages/rollouts.css"], script="pages/rollouts.js",
         title=f"{batch.title} · {batch.run}", heading=batch.title[:1].upper() + batch.title[1:],
         run=batch.run, condition=batch.condition, iteration=batch.iteration, name=batch.name,
         numbers=_facts(groups), map=_overview(groups), modes=_modes(chosen),

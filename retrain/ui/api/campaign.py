@@ -38,7 +38,11 @@ def routes(library: Library, findings: Findings, summaries: Summaries) -> list[R
             "checksums": checksums_of(library, home),
         }
 
-    return [json_route("/api/campaign", campaign)]
+    def runs(query: Query) -> dict[str, Any]:
+        home = library.campaign(query.text("at"))
+        return {"home": home.place, "runs": [run.to_json() for run in home.runs]}
+
+    return [json_route("/api/campaign", campaign), json_route("/api/runs", runs)]
 
 
 def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:

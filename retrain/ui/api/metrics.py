@@ -17,14 +17,16 @@ MOST_KEYS, MOST_PLACES = 5_000, 64
 
 def routes(library: Library) -> list[Route]:
     def metrics(query: Query) -> dict[str, Any]:
-        runs = [run for place in query.texts("at", MOST_PLACES) for run in library.home(place).runs]
+        homes = [library.home(place) for place in query.texts("at", MOST_PLACES)]
+        runs = [run for home in homes for run in home.runs]
         keys = keys_of(library, runs)
         ranges: dict[str, Any] = {}
         for run in runs:
             declared = library.settings(run).get("ranges")
             ranges |= declared if isinstance(declared, dict) else {}
         shown = [{"place": run.place, "label": run.label, "index": run.index, "seed": run.seed} for run in runs]
-        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys), "runs": shown}
+        return {"metrics": listed(keys, ranges), "watch": watched(keys), "tags": tags_of(keys), "runs": shown,
+                "missing": [text for home in homes for text in home.missing]}  # fmt: skip
 
     def why(query: Query) -> dict[str, Any]:
         run, key = library.run(query.text("at")), query.text("key")

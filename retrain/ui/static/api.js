@@ -15,9 +15,6 @@ class ApiError extends Error {
 /**
  * get("curves", {at, key: [a, b]}, signal): lists repeat their key. Throws ApiError with the server's one sentence, and
  * AbortError once nobody waits for the answer.
- * @param {string} name
- * @param {Record<string, unknown>} [params]
- * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
 export async function get(name, params, signal) {
@@ -26,10 +23,7 @@ export async function get(name, params, signal) {
   return body;
 }
 
-/**
- * @param {AbortSignal} [signal]
- * @returns {Promise<any>}
- */
+/** @returns {Promise<any>} */
 async function ask(name, params, signal) {
   if (isCopy()) {
     const body = await kept(name, params || {});
@@ -59,13 +53,8 @@ export function gone(error) {
   return error && error.name === "AbortError";
 }
 
-/**
- * Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to
- * stop.
- * @param {string} place
- * @param {{changed: (event: any) => void, view: (event: any) => void,
- *   state: (word: "live" | "lost" | "copy") => void}} listeners
- */
+// Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to
+// stop.
 export function listen(place, {changed, view, state}) {
   if (isCopy()) {
     state("copy");

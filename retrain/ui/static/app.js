@@ -7,10 +7,10 @@ import {madeAt} from "./copy.js";
 import {frameKey, help, startKeys} from "./keys.js";
 import {AddressContext} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
-import {EVERY_KIND, announce} from "./lib/live.js";
+import {EVERY_KIND, announce} from "./lib/answer.js";
 import {nameOf} from "./names.js";
 import {switchTheme} from "./lib/theme_button.js";
-import {listed, owner} from "./places.js";
+import {owner, readPlaces} from "./places.js";
 import {go, link, onRoute, startRouter} from "./router.js";
 import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
@@ -24,19 +24,10 @@ import {Rollouts} from "./views/rollouts.js";
 import {Timeline} from "./views/timeline.js";
 import {Tokens} from "./views/tokens.js";
 
-/**
- * @typedef {import("./lib/address.js").State} State
- * @typedef {object} View
- * @property {string} view its name in the address
- * @property {string} title
- * @property {"none" | "campaign" | "either" | "whole"} at its place: none, a campaign, a campaign or a run, or the
- *   whole campaign where there is one
- * @property {string} [heading] for the window's title, where it differs
- * @property {() => any} component
- */
+/** @typedef {import("./lib/address.js").State} State */
 
-// In the order of the navigation.
-/** @type {View[]} */
+// In the order of the navigation. `at` is the place that a view is of: none, a campaign, a campaign or a run
+// ("either"), or the whole campaign where there is one; `heading` stands in the window's title.
 const VIEWS = [
   {view: "campaigns", title: "Campaigns", component: Campaigns, at: "none"},
   {view: "campaign", title: "Campaign", component: Campaign, at: "campaign"},
@@ -59,79 +50,56 @@ let state = null;
 /** @type {"" | "live" | "lost" | "copy"} */
 let connection = "";
 
-/** @param {{place: string}} props */
-function Crumbs({place}) {
-  const above = place && owner(place);
-  const crumb = (view, at, name) => html`<a href=${link(view, at)} title=${at}>${name}</a>`;
-  const home = above && crumb(above.kind === "campaign" ? "campaign" : "metrics", above.place, above.name);
-  const own = place && (!above || above.place !== place) && crumb("metrics", place, nameOf(place));
-  const mark = html`<a href=${link("campaigns")} class="mark">retrain</a>`;
-  return html`<nav class="crumbs" aria-label="place">${mark}${home}${own}</nav>`;
+/** Return the view of a state; undefined where there is none, or it lacks a place. @param {State} state */
+function viewOf({view, place}) {
+  return VIEWS.find((each) => each.view === view && (each.at === "none" || place));
 }
 
-/** @param {{state: State}} props */
-function ViewLinks({state: {view, place}}) {
-  if (!place) return null;
-  const above = owner(place);
+function Bar({state: {view, place}}) {
+  const above = place ? owner(place) : null;
   const whole = above && above.kind === "campaign" ? above.place : null;
-  const shown = WITH_PLACE.filter((each) => each.at !== "campaign" || whole || !above);
+  const crumb = (to, at, name) => html`<a href=${link(to, at)} title=${at}>${name}</a>`;
   const item = (each) => {
     const target = each.at === "either" ? place : whole || place;
     const current = each.view === view ? "page" : null;
     return html`<a key=${each.view} href=${link(each.view, target)} aria-current=${current}>${each.title}</a>`;
   };
-  return html`<nav aria-label="views">${shown.map(item)}</nav>`;
-}
-
-/** @param {{state: State}} props */
-function Bar({state: shown}) {
-  const texts = {
-    "": "",
-    live: "live",
-    lost: "connection lost",
-    copy: connection === "copy" ? `copy of ${madeAt()}` : "",
-  };
-  return html`<${Crumbs} place=${shown.place} />
-    <${ViewLinks} state=${shown} />
+  const shown = WITH_PLACE.filter((each) => each.at !== "campaign" || whole || !above);
+  const words = {"": "", live: "live", lost: "connection lost", copy: connection === "copy" && `copy of ${madeAt()}`};
+  return html`<nav class="crumbs" aria-label="place">
+      <a href=${link("campaigns")} class="mark">retrain</a>
+      ${above && crumb(whole ? "campaign" : "metrics", above.place, above.name)}
+      ${place && (!above || above.place !== place) && crumb("metrics", place, nameOf(place))}
+    </nav>
+    ${place && html`<nav aria-label="views">${shown.map(item)}</nav>`}
     <div class="end">
-      <span class=${`live ${connection}`} role="status">${texts[connection]}</span>
+      <span class=${`live ${connection}`} role="status">${words[connection]}</span>
       <button type="button" title="keys (?)" aria-label="keys and help" onClick=${help}>?</button>
       <button type="button" title="light or dark" aria-label="light or dark" onClick=${keepTheme}>◐</button>
     </div>`;
 }
 
-/** @param {{state: State}} props */
 function Main({state: shown}) {
   const [error, reset] = useErrorBoundary((reason) => console.error(reason));
-  const view = VIEWS.find((each) => each.view === shown.view);
+  const view = viewOf(shown);
   if (error) return html`<${Failed} error=${{sentence: `The page failed here: ${error}`}} retry=${reset} />`;
-  if (!view || (view.at !== "none" && !shown.place)) {
-    return html`<${Empty} title="There is no such page">${shown.view} is none of the views.<//>
-      <p class="state"><a href=${link("campaigns")}>All campaigns</a></p>`;
-  }
-  return html`<${AddressContext.Provider} value=${shown}><${view.component} /><//>`;
+  if (view) return html`<${AddressContext.Provider} value=${shown}><${view.component} /><//>`;
+  return html`<${Empty} title="There is no such page">${shown.view} is none of the views.<//>
+    <p class="state"><a href=${link("campaigns")}>All campaigns</a></p>`;
 }
 
 let isDue = false;
 
 // Draw in a microtask: an effect may change the address while Preact is rendering, and must not render inside of that.
 function draw() {
-  if (isDue) return;
+  if (isDue || !state) return;
   isDue = true;
   queueMicrotask(() => {
     isDue = false;
-    drawNow();
+    const shown = /** @type {State} */ (state);
+    render(html`<${Bar} state=${shown} />`, bar);
+    render(html`<${Main} key=${`${shown.view}/${shown.place}`} state=${shown} />`, main);
   });
-}
-
-function drawNow() {
-  if (!state) return;
-  render(html`<${Bar} state=${state} />`, bar);
-  render(html`<${Main} key=${`${state.view}/${state.place}`} state=${state} />`, main);
-}
-
-function setTitle(title, place) {
-  document.title = [title, place, "retrain"].filter(Boolean).join(" · ");
 }
 
 function keepTheme() {
@@ -158,26 +126,26 @@ function follow(place) {
       if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url);
     },
     state: (word) => {
-      const lost = connection === "lost";
+      const wasLost = connection === "lost";
       connection = word;
       draw();
-      if (word === "live" && lost) announce({place, what: EVERY_KIND});
+      if (word === "live" && wasLost) announce({place, what: EVERY_KIND});
     },
   });
 }
 
 function show(next) {
-  const same = state && state.view === next.view && state.place === next.place;
+  const isSame = state && state.view === next.view && state.place === next.place;
   state = next;
-  if (same) return draw();
-  const view = VIEWS.find((each) => each.view === next.view);
-  const known = view && (view.at === "none" || next.place) ? view : null;
-  if (known) setTitle(known.heading || known.title, next.place);
-  else document.title = "retrain";
+  draw();
+  if (isSame) return;
+  const view = viewOf(next);
+  document.title = [view && (view.heading || view.title), view && next.place, "retrain"].filter(Boolean).join(" · ");
   scrollTo(0, 0);
   main.dataset.view = next.view;
-  draw();
-  if (known) follow(next.place);
+  if (view) follow(next.place);
+  // The view in sight says what is wrong.
+  if (next.place && !owner(next.place)) readPlaces().then(draw, () => {});
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themeChanged);
@@ -193,6 +161,3 @@ WITH_PLACE.forEach(({title}, i) =>
 main.replaceChildren();
 onRoute(show);
 startRouter();
-listed().then(draw, () => {
-  // The view in sight says what is wrong.
-});

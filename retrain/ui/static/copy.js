@@ -77,6 +77,17 @@ async function columns(params) {
   return runs.size ? {runs: [...runs.values()]} : null;
 }
 
+// Curves are kept for a whole campaign; of a run its own lines are taken from them.
+async function curves({at, key, x}) {
+  const [place] = [at].flat();
+  const home = holder(KEPT.homes, place);
+  const body = await one("curves", {at: home, key, x: x || "step"});
+  if (!body || home === place) return body;
+  const own = ({runs, ...each}) => ({...each, runs: runs.filter((run) => run.place === place), mean: [], band: []});
+  const conditions = body.conditions.map(own).filter(({runs}) => runs.length);
+  return {...body, conditions, differences: []};
+}
+
 // The same prompt is kept for the newest steps alone.
 async function samePrompt({step_a, step_b, ...about}) {
   const kept = await one("prompt", about);
@@ -85,16 +96,13 @@ async function samePrompt({step_a, step_b, ...about}) {
   return same ? kept : null;
 }
 
-/**
- * The answer that was kept, the nearest there is, or null.
- * @returns {Promise<any>}
- */
+/** The answer that was kept, the nearest there is, or null. @returns {Promise<any>} */
 export async function answer(name, params) {
   if (name === "columns") return columns(params);
   const exact = await one(name, params);
   if (exact) return exact;
-  if (name === "curves") return one(name, {at: params.at, key: params.key, x: params.x || "step"});
+  if (name === "curves") return curves(params);
   if (name === "prompt") return samePrompt(params);
-  if (name === "metrics") return one(name, {...params, at: holder(KEPT.homes, params.at || "")});
+  if (name === "metrics" || name === "runs") return one(name, {...params, at: holder(KEPT.homes, params.at || "")});
   return null;
 }

@@ -4,38 +4,19 @@ import {openDialog} from "./components/dialog.js";
 import {copy} from "./lib/browser.js";
 import {html, useEffect, useRef} from "./lib/html.js";
 
-/**
- * @typedef {Record<string, [words: string | null | undefined, run: () => void]>} KeyMap
- * @typedef {{words: string, run: () => void}} Key
- */
+/** @typedef {Record<string, [words: string, run: () => void]>} KeyMap what a key does, in words and as a function */
 
-/** @type {Map<string, Key>} */
+/** @type {Map<string, [words: string, run: () => void]>} */
 const frame = new Map();
-/** @type {Set<() => KeyMap | null | undefined>} the keys of each component in view */
+/** @type {Set<() => KeyMap | null>} the keys of each component in view */
 const layers = new Set();
 
-// Keys have fixed meanings on every page that has such things; a page gives what they do there.
-/** @type {Record<string, string>} */
-const MEANINGS = {
-  j: "next",
-  k: "previous",
-  h: "step back",
-  l: "step forward",
-  g: "group",
-  c: "colour",
-  d: "difference",
-  Enter: "open",
-};
-
 export function frameKey(key, words, run) {
-  frame.set(key, {words, run});
+  frame.set(key, [words, run]);
 }
 
-/**
- * Bind keys while the component is mounted; what they do may change with each rendering.
- * @param {KeyMap | null} map
- */
-export function useKeys(map) {
+// Bind keys while the component is mounted; what they do may change with each rendering.
+export function useKeys(/** @type {KeyMap | null} */ map) {
   const newest = useRef(map);
   newest.current = map;
   useEffect(() => {
@@ -45,10 +26,9 @@ export function useKeys(map) {
   }, []);
 }
 
-/** @returns {Map<string, Key>} */
-function pageMap() {
-  const entries = [...layers].flatMap((layer) => Object.entries(layer() || {}));
-  return new Map(entries.map(([key, [words, run]]) => [key, {words: words || MEANINGS[key], run}]));
+/** Return the keys of all components in view. @returns {KeyMap} */
+function pageKeys() {
+  return Object.assign({}, ...[...layers].map((layer) => layer()));
 }
 
 function isTyping(target) {
@@ -65,10 +45,10 @@ function onKeyDown(event) {
   }
   if (document.querySelector("dialog[open]") && event.key !== "?") return;
   if (event.key === "Enter" && target.closest("a, button, summary")) return;
-  const key = pageMap().get(event.key) || frame.get(event.key);
-  if (!key) return;
+  const [, run] = pageKeys()[event.key] || frame.get(event.key) || [];
+  if (!run) return;
   event.preventDefault();
-  key.run();
+  run();
 }
 
 function search() {
@@ -96,7 +76,6 @@ const CHART_KEYS = [
   ["Escape", "all of the x axis again, then no cursor"],
 ];
 
-/** @param {{caption: string, rows: any[]}} props */
 function KeyTable({caption, rows}) {
   const row = ([key, words]) => html`<tr key=${key}><td><kbd>${key}</kbd></td><td>${words}</td></tr>`;
   return html`<table><caption>${caption}</caption><tbody>${rows.map(row)}</tbody></table>`;
@@ -108,14 +87,14 @@ export function help() {
     open.close();
     return;
   }
-  const rows = (map) => [...map].map(([key, {words}]) => [key, words]);
-  const own = rows(pageMap());
+  const rows = (entries) => entries.map(([key, [words]]) => [key, words]);
+  const own = rows(Object.entries(pageKeys()));
   const charts = document.querySelector("main .plot[tabindex]");
   openDialog(
     {title: "Keys", id: "help"},
     html`${own.length > 0 && html`<${KeyTable} caption="On this page" rows=${own} />`}
       ${charts && html`<${KeyTable} caption="In a chart that has the focus (Tab)" rows=${CHART_KEYS} />`}
-      <${KeyTable} caption="Everywhere" rows=${rows(frame)} />
+      <${KeyTable} caption="Everywhere" rows=${rows([...frame])} />
       <p class="muted">Every view is a link: the address holds all that you chose, back and forward work.</p>`,
   );
 }

@@ -14,7 +14,7 @@ ROWS = {
     "/api/places": {}, "/api/campaign": {"at": "one", "wait_ms": 2_000}, "/api/metrics": {"at": "one"},
     "/api/curves": {"at": "one", "key": "mean_reward"}, "/api/columns": {"at": "one", "key": "mean_reward"},
     "/api/notes": {"at": "one"}, "/api/log": {"at": RUN}, "/api/compare": {"a": RUN, "b": OTHER},
-    "/api/why": {"at": RUN, "key": "kl"}, "/api/lora": {"at": "one"}, "/api/run": {"at": RUN},
+    "/api/why": {"at": RUN, "key": "kl"}, "/api/lora": {"at": "one"}, "/api/run": {"at": RUN}, "/api/runs": {"at": RUN},
 }  # fmt: skip
 SAMPLES = {
     "/api/places": {}, "/api/timeline": {"at": RUN}, "/api/histogram": {"at": RUN, "metric": "reward"},

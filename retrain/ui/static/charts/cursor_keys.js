@@ -33,11 +33,7 @@ function zoomed(plot, factor) {
   return factor < 1 && inside.length < FEWEST ? undefined : [start, end];
 }
 
-/**
- * Return whether the key was one of the chart's: "moved" where the cursor went on.
- * @param {Target} target
- * @returns {"moved" | boolean}
- */
+/** Return whether the key was one of the chart's: "moved" where the cursor went on. @returns {"moved" | boolean} */
 export function pressed({plot, onZoom, zoom}, key, shift) {
   const by = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1})[key];
   const factor = /** @type {Record<string, number>} */ ({"+": 0.5, "=": 0.5, "-": 2})[key];

@@ -6,21 +6,16 @@ import {columnsOf, isValue} from "./data.js";
 /**
  * @typedef {import("./data.js").Line} Line
  * @typedef {{key: string, spread?: {min: string, max: string} | null}} Metric
- * @typedef {(label: string, name: string) => boolean} Keeps
  */
 
 // Bands of more runs would hide each other.
 export const MOST_BANDS = 4;
 
-/** @param {{label: string, seed: number | null}} run */
 function lineName({label, seed}) {
   return seed === null || seed === undefined ? label : `${label}, seed ${seed}`;
 }
 
-/**
- * Return least and greatest of a sample metric at the same rows as its mean.
- * @param {Metric} metric
- */
+// Return least and greatest of a sample metric at the same rows as its mean.
 function bandOf(run, x, metric) {
   const {spread} = metric;
   const ends = spread ? [run.columns[spread.min], run.columns[spread.max]] : [];
@@ -28,14 +23,9 @@ function bandOf(run, x, metric) {
   return same ? {low: ends[0].y, high: ends[1].y} : {};
 }
 
-/**
- * @param {any[]} runs of /api/columns
- * @param {Metric} metric
- * @param {Keeps} keeps by the label of the condition and the name of the run
- * @returns {Line[]}
- */
+/** Return a line for each run of /api/columns. @returns {Line[]} */
 export function runLines(runs, metric, keeps) {
-  const shown = runs.filter((run) => run.columns[metric.key] && keeps(run.label, nameOf(run.place)));
+  const shown = runs.filter((run) => run.columns[metric.key] && keeps(run, nameOf(run.place)));
   // Seed by seed, so that no condition lies wholly over another.
   shown.sort((a, b) => (a.seed || 0) - (b.seed || 0) || a.index - b.index);
   const banded = shown.length <= MOST_BANDS;
@@ -47,20 +37,12 @@ export function runLines(runs, metric, keeps) {
   });
 }
 
-/**
- * @param {any} condition of /api/curves: its mean, band and own values
- * @param {string} key of the metric
- * @returns {Line}
- */
+/** @returns {Line} */
 function meanLine({label, index, mean, band, raw = null, n}, key) {
   return {name: label, index, kind: "mean", sparse: key.startsWith("eval/"), n, raw, ...columnsOf(mean, band)};
 }
 
-/**
- * @param {any} body of /api/curves
- * @param {boolean} thin also a line for each run
- * @returns {Line[]}
- */
+/** Return the means of an answer of /api/curves; with `thin` also a line for each run. @returns {Line[]} */
 export function conditionLines({key, smoothing, conditions}, thin) {
   const line = ({label, index, runs}) =>
     runs.map((run) => {
@@ -76,18 +58,13 @@ export function conditionLines({key, smoothing, conditions}, thin) {
   ];
 }
 
-/**
- * Return the paired differences to the baseline.
- * @param {any} body of /api/curves
- * @returns {Line[]}
- */
+/** Return the paired differences of an answer of /api/curves. @returns {Line[]} */
 export function differenceLines({key, differences}) {
   return differences.map((each) => meanLine({...each, raw: null}, key));
 }
 
 /**
  * Return how many seeds there are from each x on; null where no condition has two.
- * @param {any[]} conditions of /api/curves
  * @returns {import("./paint.js").Counts[] | null}
  */
 export function countsOf(conditions) {

@@ -36,57 +36,20 @@ function placed(lines, zoom) {
   return lines.map((line) => ({...line, x: line.x.map((x) => low + width * Math.round((x - low) / width))}));
 }
 
-function commonX(lines) {
-  const every = new Float64Array(lines.reduce((sum, line) => sum + line.x.length, 0));
-  let at = 0;
-  for (const line of lines) {
-    every.set(line.x, at);
-    at += line.x.length;
-  }
-  every.sort();
-  /** @type {number[]} */
-  const x = [];
-  for (const value of every) if (value !== x[x.length - 1]) x.push(value);
-  return x;
-}
-
 /**
- * Return one common list of x, and [y, low, high] of every line on it: undefined where a line has no point.
- * @param {{zoom?: number[] | null} | null} [rough] where x may be moved within a pixel
+ * Return one common list of x, and [y, low, high] of every line on it: undefined where a line has no point. `rough` is
+ * given where x may be moved within a pixel.
+ * @param {{zoom?: number[] | null} | null} rough
  * @returns {{x: number[], columns: (Values | null)[][]}}
  */
 export function aligned(lines, rough = null) {
-  const first = lines.find((line) => line.x.length);
-  if (!first) return {x: [], columns: lines.map(() => [[], null, null])};
-  const sameX = (line) =>
-    line.x === first.x || (line.x.length === first.x.length && line.x.every((x, i) => x === first.x[i]));
-  if (lines.every(sameX)) {
-    return {x: first.x, columns: lines.map((line) => [line.y, line.low || null, line.high || null])};
-  }
   const points = lines.reduce((sum, line) => sum + line.x.length, 0);
   const moved = rough && points > MANY_POINTS ? placed(lines, rough.zoom) : lines;
-  const x = commonX(moved);
-  const columns = moved.map((line) => {
-    const places = new Uint32Array(line.x.length);
-    let place = 0;
-    line.x.forEach((value, i) => {
-      while (x[place] < value) place += 1;
-      places[i] = place;
-    });
-    return [line.y, line.low, line.high].map((values) => {
-      if (!values) return null;
-      /** @type {Values} */
-      const column = new Array(x.length).fill(undefined);
-      values.forEach((value, i) => {
-        column[places[i]] = value;
-      });
-      return column;
-    });
-  });
-  return {x, columns};
+  const tables = moved.map(({x, y, low, high}) => [x, y, ...(low ? [low, high] : [])]);
+  const [x, ...rest] = tables.length ? globalThis.uPlot.join(tables) : [[]];
+  return {x, columns: tables.map((table) => [...rest.splice(0, table.length - 1), null, null].slice(0, 3))};
 }
 
-/** @param {Values | null | undefined} values */
 function finite(values) {
   return /** @type {number[]} */ ((values || []).filter((value) => isValue(value) && Number.isFinite(value)));
 }
@@ -121,10 +84,7 @@ export function flat(low, high) {
   return low < high && high - low < least ? [centre - least / 2, centre + least / 2] : [low, high];
 }
 
-/**
- * Return a line's point that is nearest to x, or the last one with a value before it.
- * @returns {Point | null}
- */
+/** Return a line's point that is nearest to x, or the last one with a value before it. @returns {Point | null} */
 export function valueAt(line, x) {
   let [low, high, nearest] = [0, line.x.length - 1, -1];
   while (low <= high) {
@@ -155,11 +115,7 @@ function lastBefore(line, from) {
   return null;
 }
 
-/**
- * Return [[x, y]…] and [[x, low, high]…] as columns.
- * @param {[number, number | null][]} points
- * @param {[number, number, number][] | null} [band]
- */
+// Return [[x, y]…] and [[x, low, high]…] as columns.
 export function columnsOf(points, band) {
   const x = points.map((point) => point[0]);
   const y = points.map((point) => point[1]);

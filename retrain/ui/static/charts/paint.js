@@ -14,11 +14,8 @@ const MARK_COLOURS = {resume: "--bad", checkpoint: "--muted", evaluation: "--acc
 
 const MOST_SHAPES = 12;
 
-/**
- * Return a painter of uPlot's for the points of a line: marks in the shape of its condition, at every point with a
- * value where there are few (`all`), else at a dozen of them.
- * @param {boolean} all
- */
+// Return a painter of uPlot's for the points of a line: marks in the shape of its condition, at every point with a
+// value where there are few (`all`), else at a dozen of them.
 export function shapes(index, radius, all) {
   const shape = SHAPES[shapeOf(index)];
   return (
@@ -55,12 +52,8 @@ function horizontal(u, y, stroke, dash) {
   ctx.stroke();
 }
 
-/**
- * Paint the healthy range and the line at zero.
- * @param {any} u the chart of uPlot
- * @param {{healthy?: Healthy | null, zero?: boolean, logY?: boolean}} options
- */
-export function paintBehind(u, {healthy, zero, logY}) {
+// Paint the healthy range and the line at zero on a chart of uPlot.
+export function paintBehind(u, /** @type {any} */ {healthy, zero, logY}) {
   const {ctx, bbox} = u;
   ctx.save();
   ctx.beginPath();
@@ -80,10 +73,7 @@ export function paintBehind(u, {healthy, zero, logY}) {
   ctx.restore();
 }
 
-/**
- * Paint a row for every condition, the stronger the more seeds there are at that x.
- * @param {Counts[] | null | undefined} counts
- */
+// Paint a row for every condition, the stronger the more seeds there are at that x.
 export function paintCounts(u, counts) {
   if (!counts) return;
   const scale = devicePixelRatio || 1;
@@ -107,11 +97,8 @@ export function paintCounts(u, counts) {
   ctx.restore();
 }
 
-/**
- * Paint where the run was resumed, wrote a checkpoint or was evaluated: a triangle at the top, a dashed line down for a
- * resume.
- * @param {EventMark[] | null | undefined} marks
- */
+// Paint where the run was resumed, wrote a checkpoint or was evaluated: a triangle at the top, a dashed line down for a
+// resume.
 export function paintMarks(u, marks) {
   if (!marks) return;
   const {ctx, bbox} = u;

@@ -19,10 +19,7 @@ function text(picture) {
   return new XMLSerializer().serializeToString(picture);
 }
 
-/**
- * Return the picture as a PNG of twice its size.
- * @returns {Promise<Blob>}
- */
+/** Return the picture as a PNG of twice its size. @returns {Promise<Blob>} */
 async function png(picture) {
   const size = picture.viewBox.baseVal;
   const image = new Image();
@@ -54,10 +51,7 @@ async function copyPng({picture}) {
   }
 }
 
-/**
- * The menu that saves a chart.
- * @param {{get: () => Saved}} props
- */
+// The menu that saves a chart.
 export function SaveMenu({get}) {
   const save = (ending, content, type) => download(fileName(get().title, ending), new Blob([content], {type}));
   /** @type {[string, () => void][]} */
@@ -101,10 +95,7 @@ function cell(value) {
   return /[",\n\r]/.test(safe) ? `"${safe.replace(/"/g, '""')}"` : safe;
 }
 
-/**
- * Return CSV: rows of numbers and names under these headings.
- * @param {unknown[][]} rows
- */
+// Return CSV: rows of numbers and names under these headings.
 export function table(heads, rows) {
   return [heads, ...rows].map((row) => `${row.map(cell).join(",")}\n`).join("");
 }

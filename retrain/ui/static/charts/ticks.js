@@ -44,12 +44,7 @@ function exact(value) {
   return minus(String(Number(value.toPrecision(12))));
 }
 
-/**
- * Return the texts of ticks: all digits where the short texts repeat, and nothing for one that still repeats.
- * @param {(number | null)[]} ticks
- * @param {(value: number) => string} short
- * @param {(value: number) => string} [long]
- */
+// Return the texts of ticks: all digits where the short texts repeat, and nothing for one that still repeats.
 function distinct(ticks, short, long = exact) {
   const write = (text) => ticks.map((tick) => (tick === null ? "" : text(tick)));
   const texts = write(short);
@@ -58,26 +53,18 @@ function distinct(ticks, short, long = exact) {
   return write(long).map((text, i, all) => (all.indexOf(text) === i ? text : ""));
 }
 
-/** @param {(number | null)[]} ticks */
 export function xTexts(kind, ticks) {
   const short = (value) => xText(kind, value);
   return distinct(ticks, short, isTime(kind) ? short : exact);
 }
 
-/**
- * @param {(number | null)[]} ticks
- * @param {number} step between two ticks
- */
 export function yTexts(ticks, step, unit) {
   const percent = unit === "%" || unit === "points";
   const long = (value) => exact(percent ? 100 * value : value) + (unit === "%" ? "%" : "");
   return distinct(ticks, (value) => tickText(value, step, unit), long);
 }
 
-/**
- * Return the ticks of a linear axis of a picture, about as many as wanted.
- * @param {string} [kind] of an x axis
- */
+// Return the ticks of a linear axis of a picture, about as many as wanted; `kind` names an x axis.
 export function linearTicks(low, high, wanted, kind) {
   const least = (high - low) / wanted || 1;
   const whole = kind && xSteps(kind).find((each) => each >= least * (1 - 1e-9));

@@ -6,93 +6,56 @@ import {figure} from "../charts/figure.js";
 import {Plot} from "../charts/plot.js";
 import {SaveMenu} from "../charts/save.js";
 import {X_TITLES} from "../charts/ticks.js";
-import {html, useLayoutEffect, useMemo, useRef, useState} from "../lib/html.js";
+import {html, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
 import {Readout, spokenChart, spokenReadings} from "./readout.js";
 import {Failed, Loading} from "./states.js";
 
-/**
- * @typedef {import("../charts/data.js").Line} Line
- * @typedef {import("../charts/plot.js").PlotOptions} PlotOptions
- * @typedef {object} ChartOptions
- * @property {string} title
- * @property {Line[] | null} lines null while they are read; keep the array between renderings (`useMemo`)
- * @property {any} [words] below the title
- * @property {string} [hint] of the title
- * @property {"h2" | "h3"} [level] of the title
- * @property {any} [tools] the view's buttons
- * @property {any} [error]
- * @property {() => void} [retry]
- * @property {string} [emptyWords]
- * @property {import("./readout.js").Share} [share]
- * @property {string} [id] of the figure, for links and keys
- * @property {any} [children] below the plot
- */
+const NO_CURSOR = {x: /** @type {number | null} */ (null), y: /** @type {number | null} */ (null)};
 
-/** @type {(keyof PlotOptions)[]} */
-const DRAWN = ["x", "unit", "height", "group", "logX", "logY", "clip", "full", "range", "healthy", "zero", "zoom"];
-DRAWN.push("counts", "marks");
-
-/**
- * The canvas; it draws again where the lines or one of the options are others.
- * @param {{lines: Line[], options: PlotOptions, label: string, plot: {current: Plot | null}}} props
- */
-function Canvas({lines, options, label, plot}) {
-  const root = useRef(null);
+// The canvas; it draws again where the lines or one of the options are others. `plot` is a ref for its Plot.
+function Canvas({lines, options: {onZoom, onStep, onCursor, ...drawn}, label, plot}) {
+  const root = useElement();
   useLayoutEffect(() => {
-    const made = new Plot(/** @type {any} */ (root.current), {...options});
-    plot.current = made;
+    plot.current = new Plot(root.current, /** @type {any} */ ({...drawn}));
     return () => {
-      made.stop();
+      plot.current.stop();
       plot.current = null;
     };
   }, []);
   useLayoutEffect(() => {
-    const {onZoom, onStep, onCursor} = options;
-    if (plot.current) Object.assign(plot.current.options, {onZoom, onStep, onCursor});
+    Object.assign(plot.current.options, {onZoom, onStep, onCursor});
   });
   useLayoutEffect(() => {
     const {current} = plot;
-    if (!current) return;
-    current.set(lines, Object.fromEntries(DRAWN.map((name) => [name, options[name]])));
+    current.set(lines, drawn);
     if (current.held !== null) queueMicrotask(() => current.hold(current.held));
-  }, [lines, ...DRAWN.map((name) => options[name])]);
-  return html`<div
-    class="plot"
-    ref=${root}
-    role="application"
-    aria-roledescription="chart"
-    tabindex="0"
-    aria-label=${label}
-  />`;
+  }, [lines, ...Object.values(drawn)]);
+  const spoken = {role: "application", "aria-roledescription": "chart", tabindex: "0", "aria-label": label};
+  return html`<div class="plot" ref=${root} ...${spoken} />`;
 }
 
-/** @param {Line[] | null} lines */
-function hasValues(lines) {
-  return Boolean(lines && lines.some((line) => line.x.length && line.y.some(isValue)));
-}
-
-/** @param {ChartOptions & PlotOptions} props */
-export function Chart({title, lines, words, hint, level = "h3", tools, error, retry, ...more}) {
-  const {emptyWords, share, id, children, ...options} = more;
-  const plot = useRef(/** @type {Plot | null} */ (null));
-  const [cursor, setCursor] = useState({
-    x: /** @type {number | null} */ (null),
-    y: /** @type {number | null} */ (null),
-  });
+/**
+ * `lines` are null while they are read, and the same array between renderings (`useMemo`); `share` says how values are
+ * written (readout.js); `tools` are the view's buttons. Further properties are PlotOptions (charts/plot.js), always the
+ * same ones.
+ */
+export function Chart({title, lines, words = "", hint = null, level = "h3", tools = null, error = null, ...more}) {
+  const {retry, emptyWords, share, children, ...options} = more;
+  const plot = useElement();
+  const [cursor, setCursor] = useState(NO_CURSOR);
   const [spoken, setSpoken] = useState(false);
   const drawn = useMemo(() => withRaw(lines || []), [lines]);
   const {x, zoom, counts, marks, onZoom} = options;
   const reading = {lines: lines || [], cursor, x, share, zoom, counts, marks};
-  const get = () => {
+  const saved = () => {
     const {unit, logX, logY, zero} = options;
-    const limits = plot.current && plot.current.limits;
+    const {limits} = plot.current || {};
     const picture = () => figure({title, xKind: x, unit, lines: drawn, logX, logY, zoom, zero, limits});
     return {title, csv: () => csv(X_TITLES[x] || x, drawn), picture};
   };
   const press = (event) => {
-    const target = /** @type {Element} */ (event.target);
     const modified = event.ctrlKey || event.metaKey || event.altKey;
-    if (modified || !plot.current || !plot.current.chart || !target.matches(".plot, .chartcard")) return;
+    if (modified || !plot.current || !plot.current.chart || !event.target.matches(".plot, .chartcard")) return;
     const done = pressed({plot: plot.current, onZoom, zoom}, event.key, event.shiftKey);
     if (!done) return;
     setSpoken(done === "moved");
@@ -104,24 +67,22 @@ export function Chart({title, lines, words, hint, level = "h3", tools, error, re
     plot.current.hold(null);
     setSpoken(false);
   };
-  const move = (atX, atY) => setCursor({x: atX, y: atY});
-  const full = hasValues(lines);
-  let content = html`<div class="plot"><p class="state">${emptyWords || "No values yet"}</p></div>`;
-  if (error && !full) content = html`<div class="plot"><${Failed} error=${error} retry=${retry} /></div>`;
-  else if (!lines) content = html`<div class="plot"><${Loading} /></div>`;
-  else if (full) {
-    const label = spokenChart(title, reading);
-    content = html`<${Canvas} lines=${drawn} options=${{...options, onCursor: move}} label=${label} plot=${plot} />`;
-  }
-  const outside = full && plot.current && plot.current.limits ? plot.current.limits.outside : 0;
-  return html`<figure class="card chartcard" id=${id} tabindex="-1" onKeyDown=${press} onFocusOut=${leave}>
+  const isFull = drawn.some((line) => line.x.length && line.y.some(isValue));
+  let content = html`<p class="state">${emptyWords || "No values yet"}</p>`;
+  if (error) content = html`<${Failed} error=${error} retry=${retry} />`;
+  else if (!lines) content = html`<${Loading} />`;
+  if (isFull) {
+    const canvas = {lines: drawn, options: {...options, onCursor: (atX, atY) => setCursor({x: atX, y: atY})}, plot};
+    content = html`<${Canvas} ...${canvas} label=${spokenChart(title, reading)} />`;
+  } else content = html`<div class="plot">${content}</div>`;
+  const {outside = 0} = (isFull && plot.current && plot.current.limits) || {};
+  return html`<figure class="card chartcard" tabindex="-1" onKeyDown=${press} onFocusOut=${leave}>
     <div class="head">
       <${level} class="heading" title=${hint}>${title}${words && html`<small>${words}</small>`}<//>
-      <div class="no-print buttons">${tools}<${SaveMenu} get=${get} /></div>
+      <div class="no-print buttons">${tools}<${SaveMenu} get=${saved} /></div>
     </div>
-    ${full ? html`<${Readout} ...${reading} outside=${outside} />` : html`<div class="readout" />`}
-    ${content}
-    ${children}
-    <p class="away" role="status">${spoken && full ? spokenReadings(reading) : ""}</p>
+    ${isFull ? html`<${Readout} ...${reading} outside=${outside} />` : html`<div class="readout" />`}
+    ${content}${children}
+    <p class="away" role="status">${spoken && isFull ? spokenReadings(reading) : ""}</p>
   </figure>`;
 }

@@ -1,105 +1,108 @@
-// Choices of all views with curves, kept in the address: metric, x axis, smoothing, hidden lines, the part in sight.
+// Settings of all views with curves, kept in the address: metric, x axis, smoothing, hidden groups, the part in sight.
 
 import {isCopy} from "../copy.js";
 import {X_CHOICES} from "../charts/ticks.js";
 import {useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
-import {Choice, Tick} from "./inputs.js";
+import {AddressChoice, AddressTick, Choice} from "./inputs.js";
+import {Legend} from "./marks.js";
 
-/** @type {[string, string][]} */
 const SMOOTHINGS = [
   ["none", "no smoothing"],
-  ...["0.6", "0.9", "0.97", "0.99"].map(
-    (weight) => /** @type {[string, string]} */ ([`ema:${weight}`, `EMA ${weight}`]),
-  ),
-  ...[5, 10, 20, 50, 100].map(
-    (steps) => /** @type {[string, string]} */ ([`mean:${steps}`, `mean of ${steps} steps`]),
-  ),
+  ...["0.6", "0.9", "0.97", "0.99"].map((weight) => [`ema:${weight}`, `EMA ${weight}`]),
+  ...[5, 10, 20, 50, 100].map((steps) => [`mean:${steps}`, `mean of ${steps} steps`]),
 ];
+/** The smoothing that a campaign's curves begin with. */
+export const AS_IN_REPORT = ["auto", "smoothed as in the report"];
 
-/**
- * Return the smoothing of the address, as the API takes it; the default where there is none. `20` is `mean:20`.
- * @param {string | undefined} smooth
- */
-export function smoothOf(smooth, usual = "none") {
+// Return the smoothing of the address, as the API takes it; the usual one where there is none. `20` is `mean:20`.
+function smoothOf(smooth, usual) {
   if (isCopy() || !smooth) return usual;
   if (/^[01]$/.test(smooth)) return "none";
   return /^\d+$/.test(smooth) ? `mean:${smooth}` : smooth;
 }
 
+/** Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it. */
+function zoomOf(text = "") {
+  const range = text.split(",").map(Number);
+  return range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
+}
+
+/** Return the settings of the address; `plot` holds those that are options of a chart. */
+export function useCurveSettings([usual] = SMOOTHINGS[0]) {
+  const {query, patch} = useAddress();
+  const {x = "step", smooth, zoom, hide = "", thin, logx, logy, clip, full} = query;
+  return useMemo(() => {
+    const range = zoomOf(zoom);
+    const onZoom = (part) => {
+      const text = part && part.map((value) => Number(value.toPrecision(9))).join(",");
+      patch({zoom: text}, {replace: true});
+    };
+    const axes = {logX: logx === "1", logY: logy === "1", clip: clip === "1", full: full === "1"};
+    const hidden = new Set(hide.split(",").filter(Boolean).map(Number));
+    return {
+      x,
+      smooth: smoothOf(smooth, usual),
+      thin: thin === "1",
+      hidden,
+      zoom: range,
+      plot: {...axes, zoom: range, onZoom},
+    };
+  }, [x, smooth, zoom, hide, thin, logx, logy, clip, full, patch]);
+}
+
+// The choices of axis and smoothing, the view's own ones, and what is drawn how; `thin` names the single lines.
+export function CurveTools({usual, thin, children}) {
+  const {query, patch} = useAddress();
+  const smoothings = usual ? [usual, ...SMOOTHINGS] : SMOOTHINGS;
+  const chosen = smoothOf(query.smooth, smoothings[0][0]);
+  const smooth = (value) => patch({smooth: value === smoothings[0][0] ? null : value});
+  const whole = html`<button type="button" onClick=${() => patch({zoom: null})}>whole range</button>`;
+  return html`<${AddressChoice} name="x" label="x axis" options=${X_CHOICES} resets=${{zoom: null}} />
+    ${!isCopy() && html`<${Choice} label="smoothing" options=${smoothings} value=${chosen} onChoose=${smooth} />`}
+    ${children}${thin && html`<${AddressTick} name="thin">${thin}<//>`}
+    <${AddressTick} name="logx">log x<//><${AddressTick} name="logy">log y<//>${query.zoom && whole}`;
+}
+
 /**
- * The choice of the smoothing; a copy without a server holds one answer of each curve.
- * @param {{usual?: [string, string] | null}} props `usual`: the default, "none" without it
+ * Return the metrics of places to choose from, and the chosen one: that of the address, else the first of `first`, else
+ * the first that is worth watching.
  */
-export function SmoothingChoice({usual = null}) {
-  const {query, patch} = useAddress();
-  if (isCopy()) return null;
-  const value = smoothOf(query.smooth, usual ? usual[0] : "none");
-  const known = usual ? [usual, ...SMOOTHINGS] : SMOOTHINGS;
-  const options = known.some(([key]) => key === value) ? known : [...known, [value, value]];
-  const choose = (smooth) => patch({smooth: smooth === known[0][0] ? null : smooth});
-  return html`<${Choice} label="smoothing" options=${options} value=${value} onChoose=${choose} />`;
+export function useMetric(at, first = []) {
+  const {query} = useAddress();
+  const {data} = useAnswer("metrics", {at}, {kinds: ["metrics", "evals"], wait: 4000});
+  const keys = data ? data.metrics.map(({key}) => key) : [];
+  const watch = data ? data.watch : [];
+  const usual = first[0] || watch[0] || keys[0] || null;
+  const watched = [...new Set([...first, ...watch].filter(Boolean))];
+  return {
+    metric: query.key || usual,
+    usual,
+    watched,
+    rest: keys.filter((key) => !watched.includes(key)),
+    isKnown: !!data,
+  };
 }
 
-/**
- * Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it.
- * @param {string | undefined} text
- */
-export function zoomOf(text) {
-  const range = (text || "").split(",").map(Number);
-  return text && range.length === 2 && range.every(Number.isFinite) && range[0] < range[1] ? range : null;
-}
-
-/**
- * Return the change of the address for a part; null for all of the axis.
- * @param {number[] | null} range
- */
-export function zoomTo(range) {
-  return {zoom: range ? range.map((value) => Number(value.toPrecision(9))).join(",") : null};
-}
-
-/** The choice of the x axis; another axis shows all of it. */
-export function AxisChoice() {
-  const {query, patch} = useAddress();
-  const choose = (x) => patch({x: x === "step" ? null : x, zoom: null});
-  return html`<${Choice} label="x axis" options=${X_CHOICES} value=${query.x || "step"} onChoose=${choose} />`;
-}
-
-/** A tick that the address holds under this name. @param {{name: string, title?: string, children?: any}} props */
-export function AddressTick({name, title, children}) {
-  const {query, patch} = useAddress();
-  const choose = (on) => patch({[name]: on ? 1 : null});
-  return html`<${Tick} checked=${query[name] === "1"} title=${title} onChoose=${choose}>${children}<//>`;
-}
-
-export function WholeRange() {
-  const {query, patch} = useAddress();
-  return query.zoom && html`<button type="button" onClick=${() => patch(zoomTo(null))}>whole range</button>`;
-}
-
-/** @param {{metric: string | null, watched: string[], rest: string[], onChoose: (key: string) => void}} props */
-export function MetricChoice({metric, watched, rest, onChoose}) {
+export function MetricChoice({of: {metric, usual, watched, rest}}) {
+  const {patch} = useAddress();
   const chosen = metric && ![...watched, ...rest].includes(metric) ? [metric] : [];
   const option = (key) => html`<option key=${key} value=${key} selected=${key === metric}>${key}</option>`;
   const group = ([label, keys]) => keys.length > 0 && html`<optgroup label=${label}>${keys.map(option)}</optgroup>`;
-  const groups = Object.entries({watched, all: rest, chosen});
-  const choose = (event) => onChoose(event.target.value);
+  const choose = ({target: {value}}) => patch({key: value === usual ? null : value});
   return html`<select aria-label="metric" class="metric" value=${metric} onChange=${choose}>
-    ${groups.map(group)}
+    ${Object.entries({watched, all: rest, chosen}).map(group)}
   </select>`;
 }
 
-/**
- * Return what the address hides of a chart, and a function that hides or shows one of these.
- * @param {string} separator
- * @returns {{hidden: Set<string>, toggle: (name: string) => void}}
- */
-export function useHidden(separator) {
-  const {query, patch} = useAddress();
-  const hidden = useMemo(() => new Set((query.hide || "").split(separator).filter(Boolean)), [query.hide]);
-  const toggle = (name) => {
-    const others = [...hidden].filter((each) => each !== name);
-    patch({hide: (hidden.has(name) ? others : [...others, name]).join(separator) || null});
+// The legend of groups that the address hides by their index; fewer than two need none.
+export function GroupLegend({groups, hidden}) {
+  const {patch} = useAddress();
+  const toggle = ({index}) => {
+    const others = [...hidden].filter((each) => each !== index);
+    patch({hide: (hidden.has(index) ? others : [...others, index]).join(",") || null});
   };
-  return {hidden, toggle};
+  const shown = groups.map((each) => ({...each, hidden: hidden.has(each.index)}));
+  return groups.length > 1 && html`<${Legend} groups=${shown} onToggle=${toggle} />`;
 }

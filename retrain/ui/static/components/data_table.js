@@ -21,7 +21,6 @@ function sorted(rows, column, down) {
   return [...rows].sort(compare);
 }
 
-/** @param {{column: Column, active: boolean, down: boolean, onSort?: (key: string, down: boolean) => void}} props */
 function SortHeading({column, active, down, onSort}) {
   if (!column.value || !onSort) return html`<${Heading} column=${column} />`;
   const arrow = active ? (down ? " ↓" : " ↑") : "";
@@ -31,20 +30,8 @@ function SortHeading({column, active, down, onSort}) {
   <//>`;
 }
 
-/**
- * @param {object} props
- * @param {Column[]} props.columns
- * @param {any[]} props.rows
- * @param {(row: any) => string} props.keyOf
- * @param {string} props.label
- * @param {string} [props.sort] key of the column
- * @param {boolean} [props.down]
- * @param {(key: string, down: boolean) => void} [props.onSort]
- * @param {(row: any) => void} [props.onOpen] for Enter and a click on the row
- * @param {(row: any) => boolean} [props.selected]
- * @param {string} [props.noun] what a row is, for the help of j and k; none: no keys
- * @param {string} [props.class]
- */
+// `sort`: key of the column. `onOpen`: for Enter and a click on the row. `noun`: what a row is, for the help of j and
+// k; none: no keys.
 export function DataTable({columns, rows, keyOf, label, sort, down = false, onSort, ...rest}) {
   const {onOpen, selected, noun, class: name = "tight wide"} = rest;
   const column = columns.find((each) => each.key === sort);

@@ -1,35 +1,25 @@
 // Dialogs: one at a time, over everything, closed by Escape, its button or a click beside it.
 
-import {html, render, useEffect, useId, useRef} from "../lib/html.js";
+import {html, render, useEffect, useElement, useId} from "../lib/html.js";
 
-/** @param {{title: string, id?: string, class?: string, onClose: () => void, children?: any}} props */
 function Dialog({title, id, class: name, onClose, children}) {
-  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  const dialog = useElement();
   const heading = useId();
   useEffect(() => {
-    if (dialog.current && !dialog.current.open) dialog.current.showModal();
+    if (!dialog.current.open) dialog.current.showModal();
   }, []);
-  const close = () => dialog.current && dialog.current.close();
+  const close = () => dialog.current.close();
   const outside = (event) => {
     if (event.target === dialog.current) close();
   };
-  return html`<dialog
-    ref=${dialog}
-    id=${id}
-    class=${name}
-    aria-labelledby=${heading}
-    onClose=${onClose}
-    onClick=${outside}
-  >
+  const attributes = {id, class: name, "aria-labelledby": heading, onClose, onClick: outside};
+  return html`<dialog ref=${dialog} ...${attributes}>
     <div class="head"><h2 id=${heading}>${title}</h2><button type="button" onClick=${close}>Close</button></div>
     ${children}
   </dialog>`;
 }
 
-/**
- * Open a dialog from an event: outside of any component, with the given children.
- * @param {{title: string, id?: string, class?: string}} props
- */
+// Open a dialog from an event: outside of any component, with the given children.
 export function openDialog(props, children) {
   const root = document.createElement("div");
   const onClose = () => {

@@ -1,100 +1,111 @@
-// Controls: choices, ticks, search, tabs, menus, copying.
+// Controls: choices, ticks, search, tabs, menus, copying. Those whose name begins with "Address" keep what is chosen
+// under a key of the address; `resets` are further changes of the address, as the first page of a list.
 
+import {useAddress} from "../lib/address.js";
 import {copy, later} from "../lib/browser.js";
-import {html, useEffect, useId, useMemo, useRef} from "../lib/html.js";
+import {html, useEffect, useElement, useId, useMemo, useRef} from "../lib/html.js";
+import {runName} from "../names.js";
 
 /** @typedef {[value: string, text: string, hint?: string]} Option the hint is of a button */
 
-/** @param {{label: string, options: Option[], value: string, onChoose: (key: string) => void, class?: string}} props */
+/**
+ * Return the value of a key of the address, and a function that sets it; the usual value is left out of the address.
+ * @returns {[any, (value: any, options?: {replace?: boolean}) => void]}
+ */
+function useKey(name, usual, resets = {}) {
+  const {query, patch} = useAddress();
+  return [
+    query[name] || usual,
+    (value, options) => patch({...resets, [name]: value === usual ? null : value}, options),
+  ];
+}
+
+// A choice of fewer than two options is not shown; a value that is none of the options stands behind them.
 export function Choice({label, options, value, onChoose, class: name}) {
-  return html`<select
-    class=${name}
-    aria-label=${label}
-    value=${value}
-    onChange=${(event) => onChoose(event.target.value)}
-  >
-    ${options.map(
-      ([key, text]) =>
-        html`<option key=${key} value=${key} selected=${String(key) === String(value)}>${text}</option>`,
-    )}
+  const isKnown = !value || options.some(([key]) => String(key) === String(value));
+  const all = isKnown ? options : [...options, [value, value]];
+  const option = ([key, text]) =>
+    html`<option key=${key} value=${key} selected=${String(key) === String(value)}>${text}</option>`;
+  if (all.length < 2) return null;
+  const change = (event) => onChoose(event.target.value);
+  return html`<select class=${name} aria-label=${label} value=${value} onChange=${change}>
+    ${all.map(option)}
   </select>`;
 }
 
-/** @param {{checked: boolean, onChoose: (checked: boolean) => void, title?: string, children?: any}} props */
-export function Tick({checked, onChoose, title, children}) {
-  const change = (event) => onChoose(event.target.checked);
+export function AddressChoice({name, options, usual = options[0] && options[0][0], resets, ...rest}) {
+  const [value, choose] = useKey(name, usual, resets);
+  return html`<${Choice} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
+}
+
+export function RunChoice({label = "run", runs, value, onChoose}) {
+  const options = runs.map((run) => [run.place, runName(run)]);
+  return html`<${Choice} label=${label} options=${options} value=${value} onChoose=${onChoose} />`;
+}
+
+export function AddressTick({name, title, on = "1", resets, children}) {
+  const [value, choose] = useKey(name, null, resets);
+  const change = (event) => choose(event.target.checked ? on : null);
   return html`<label class="tick" title=${title}>
-    <input type="checkbox" checked=${checked} onChange=${change} />${children}
+    <input type="checkbox" checked=${value === on} onChange=${change} />${children}
   </label>`;
 }
 
-/**
- * A text field that shows `value`, except while it has the focus: what is typed stays. `onEnter` gets the text when it
- * was changed, or with `wait` so many ms after the last key. `options` are offered; further properties are the input's.
- * @param {{label: string, value: string, onEnter: (text: string) => void, wait?: number, options?: string[],
- *   wrong?: boolean, class?: string, [attribute: string]: any}} props
- */
+// A text field that shows `value`, except while it has the focus: what is typed stays. `onEnter` gets the text when it
+// was changed, or with `wait` so many ms after the last key. `options` are offered; further properties are the input's.
 export function Field({label, value, onEnter, wait, options, wrong = false, class: name = "", ...attributes}) {
-  const field = useRef(/** @type {HTMLInputElement | null} */ (null));
+  const field = useElement();
   const list = useId();
   const newest = useRef(onEnter);
   newest.current = onEnter;
   const enter = useMemo(() => later((text) => newest.current(text), wait || 0), [wait]);
   useEffect(() => enter.stop, [enter]);
   useEffect(() => {
-    if (field.current && document.activeElement !== field.current) field.current.value = value;
+    if (document.activeElement !== field.current) field.current.value = value;
   }, [value]);
   const option = (each) => html`<option key=${each} value=${each} />`;
   const typed = (event) => enter(event.target.value);
   const changed = (event) => onEnter(event.target.value);
-  return html`<input
-      ref=${field}
-      type="text"
-      class=${[name, wrong && "wrong"].filter(Boolean).join(" ") || null}
-      aria-label=${label}
-      aria-invalid=${wrong ? "true" : null}
-      list=${options ? list : null}
-      ...${wait ? {onInput: typed} : {onChange: changed}}
-      ...${attributes}
-    />
+  const looks = {
+    class: [name, wrong && "wrong"].filter(Boolean).join(" ") || null,
+    "aria-invalid": wrong ? "true" : null,
+  };
+  const events = wait ? {onInput: typed} : {onChange: changed};
+  return html`<input ref=${field} type="text" aria-label=${label} list=${options ? list : null} ...${looks} ...${events}
+      ...${attributes} />
     ${options && html`<datalist id=${list}>${options.map(option)}</datalist>`}`;
 }
 
-/** @param {{label: string, value: string, onSearch: (text: string) => void, wait?: number, wrong?: boolean}} props */
-export function SearchField({onSearch, wait = 200, ...field}) {
-  return html`<${Field} type="search" placeholder=${field.label} wait=${wait} onEnter=${onSearch} ...${field} />`;
+export function AddressField({name, resets, ...field}) {
+  const [value, enter] = useKey(name, "", resets);
+  return html`<${Field} wait=${200} ...${field} value=${value} onEnter=${(text) => enter(text, {replace: true})} />`;
 }
 
-/**
- * Buttons of which one is pressed.
- * @param {{label: string, options: Option[], value: string, onChoose: (value: string) => void}} props
- */
+export function AddressSearch({label, name = "q", ...field}) {
+  return html`<${AddressField} type="search" name=${name} label=${label} placeholder=${label} ...${field} />`;
+}
+
+// Buttons of which one is pressed.
 export function Tabs({label, options, value, onChoose}) {
-  const button = (/** @type {Option} */ [key, text, hint]) =>
-    html`<button
-      type="button"
-      key=${key}
-      title=${hint}
-      aria-pressed=${key === value ? "true" : "false"}
-      onClick=${() => onChoose(key)}
-    >
-      ${text}
-    </button>`;
+  const button = (/** @type {Option} */ [key, text, hint]) => {
+    const state = {title: hint, "aria-pressed": String(key === value)};
+    return html`<button type="button" key=${key} ...${state} onClick=${() => onChoose(key)}>${text}</button>`;
+  };
   return html`<div class="segments" role="group" aria-label=${label}>${options.map(button)}</div>`;
 }
 
-/**
- * A button that opens a list of actions.
- * @param {{label: string, text: any, items: [text: string, run: () => void][]}} props
- */
+export function AddressTabs({name, options, ...rest}) {
+  const [value, choose] = useKey(name, options[0][0]);
+  return html`<${Tabs} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
+}
+
+// A button that opens a list of actions: [text, action].
 export function Menu({label, text, items}) {
-  const details = useRef(/** @type {HTMLDetailsElement | null} */ (null));
+  const details = useElement();
   const close = () => {
-    if (details.current) details.current.open = false;
+    details.current.open = false;
   };
-  const leave = (event) => {
-    if (details.current && !details.current.contains(/** @type {Node | null} */ (event.relatedTarget))) close();
-  };
+  const leave = ({relatedTarget}) => details.current.contains(relatedTarget) || close();
   const item = ([name, run]) => {
     const choose = () => {
       close();
@@ -108,10 +119,7 @@ export function Menu({label, text, items}) {
   </details>`;
 }
 
-/**
- * A text in full, with a button that copies it.
- * @param {{text: string, label: string, message: string, children?: any}} props
- */
+// A text in full, with a button that copies it.
 export function Copyable({text, label, message, children}) {
   return html`<div class="toml">
     <pre tabindex="0" aria-label=${label}>${text}</pre>
@@ -119,19 +127,8 @@ export function Copyable({text, label, message, children}) {
   </div>`;
 }
 
-/**
- * A button of one sign; `label` names it.
- * @param {{label: string, hint?: string, onPress: () => void, disabled?: boolean, children?: any}} props
- */
-export function SignButton({label, hint, onPress, disabled, children}) {
-  return html`<button
-    type="button"
-    class="bare"
-    title=${hint || label}
-    aria-label=${label}
-    disabled=${disabled}
-    onClick=${onPress}
-  >
-    ${children}
-  </button>`;
+// A button of one sign; `label` names it.
+export function SignButton({label, hint = label, onPress, disabled = false, children}) {
+  const attributes = {type: "button", class: "bare", title: hint, "aria-label": label, disabled};
+  return html`<button ...${attributes} onClick=${onPress}>${children}</button>`;
 }

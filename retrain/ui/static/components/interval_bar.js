@@ -5,10 +5,7 @@ import {classOf, isOpen} from "../verdicts.js";
 
 const COLOURS = {up: "var(--good)", down: "var(--bad)", same: "var(--muted)", unclear: "var(--warn)"};
 
-/**
- * A pattern for areas from which nothing may be concluded yet, for an SVG's `<defs>`.
- * @param {{id: string, paint: string}} props
- */
+// A pattern for areas from which nothing may be concluded yet, for an SVG's `<defs>`.
 export function Hatch({id, paint}) {
   return html`<pattern id=${id} width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
     <rect width="6" height="6" fill=${paint} fill-opacity="0.1" />
@@ -16,58 +13,23 @@ export function Hatch({id, paint}) {
   </pattern>`;
 }
 
-/**
- * @param {object} props
- * @param {any} props.verdict {difference, low, high, margin, word, sentence}
- * @param {number} props.most what either end of the bar stands for (`reach` in verdicts.js)
- * @param {number} [props.width]
- * @param {number} [props.height]
- */
+// `verdict`: {difference, low, high, margin, word, sentence}. `most`: what either end of the bar stands for (`reach`
+// in verdicts.js).
 export function IntervalBar({verdict, most, width = 190, height = 26}) {
   const id = useId();
-  const {difference, low, high, margin, word} = verdict;
+  const {difference, low, high, margin, word, sentence} = verdict;
   const x = (value) => width / 2 + Math.max(-1, Math.min(1, value / most)) * (width / 2 - 4);
-  const middle = height / 2;
+  const upright = (at, css, from) => html`<line class=${css} x1=${at} x2=${at} y1=${from} y2=${height - from} />`;
+  const area = (from, to, down) => ({x: from, width: Math.max(1.5, to - from), y: down, height: height - 2 * down});
   const paint = COLOURS[classOf(word)];
-  const open = isOpen(word);
-  const label = `interval of the difference: ${verdict.sentence || word}`;
-  const margins =
-    margin &&
-    html`<rect class="margin" x=${x(-margin)} width=${x(margin) - x(-margin)} y="2" height=${height - 4} />`;
-  const interval =
-    Number.isFinite(low) &&
-    Number.isFinite(high) &&
-    html`<rect
-      x=${x(low)}
-      width=${Math.max(1.5, x(high) - x(low))}
-      y=${middle - 5}
-      height="10"
-      rx="1.5"
-      fill=${open ? `url(#${id})` : paint}
-      fill-opacity=${open ? 1 : 0.38}
-    />`;
-  const centre =
-    Number.isFinite(difference) &&
-    html`<line
-      x1=${x(difference)}
-      x2=${x(difference)}
-      y1=${middle - 8}
-      y2=${middle + 8}
-      stroke=${paint}
-      stroke-width="2.5"
-    />`;
-  return html`<svg
-    class="bar"
-    viewBox=${`0 0 ${width} ${height}`}
-    width=${width}
-    height=${height}
-    role="img"
-    aria-label=${label}
-  >
+  const fill = isOpen(word) ? {fill: `url(#${id})`} : {fill: paint, "fill-opacity": 0.38};
+  const hasEnds = Number.isFinite(low) && Number.isFinite(high);
+  const picture = {viewBox: `0 0 ${width} ${height}`, width, height, role: "img"};
+  return html`<svg class="bar" ...${picture} aria-label=${`interval of the difference: ${sentence || word}`}>
     <defs><${Hatch} id=${id} paint=${paint} /></defs>
-    <line class="grid" x1="4" x2=${width - 4} y1=${middle} y2=${middle} />
-    ${margins}
-    <line class="zero" x1=${width / 2} x2=${width / 2} y1="1" y2=${height - 1} />
-    ${interval}${centre}
+    <line class="grid" x1="4" x2=${width - 4} y1=${height / 2} y2=${height / 2} />
+    ${margin && html`<rect class="margin" ...${area(x(-margin), x(margin), 2)} />`}${upright(width / 2, "zero", 1)}
+    ${hasEnds && html`<rect ...${area(x(low), x(high), height / 2 - 5)} rx="1.5" ...${fill} />`}
+    ${Number.isFinite(difference) && html`<g stroke=${paint} stroke-width="2.5">${upright(x(difference), null, 5)}</g>`}
   </svg>`;
 }

@@ -4,72 +4,43 @@ import {DASHES, SHAPES, colour, dashOf, shapeOf} from "../colours.js";
 import {percent} from "../format.js";
 import {html} from "../lib/html.js";
 
-/**
- * A condition's mark at a place of an SVG picture.
- * @param {{index: number, x: number, y: number, r?: number, hint?: string}} props
- */
+// A condition's mark at a place of an SVG picture.
 export function Mark({index, x, y, r = 3.4, hint}) {
   const title = hint && html`<title>${hint}</title>`;
   return html`<path class="dot" d=${SHAPES[shapeOf(index)](x, y, r)} fill=${colour(index)}>${title}</path>`;
 }
 
-/**
- * Colour, dash and shape of a condition, as its lines and marks have them.
- * @param {{index: number}} props
- */
+function strokeOf(index) {
+  return {stroke: colour(index), "stroke-dasharray": DASHES[dashOf(index)].join(" ") || null};
+}
+
+// Colour, dash and shape of a condition, as its lines and marks have them.
 export function Swatch({index}) {
   return html`<svg class="key" viewBox="0 0 26 10" width="26" height="10" aria-hidden="true">
-    <line
-      x1="0"
-      x2="26"
-      y1="5"
-      y2="5"
-      stroke=${colour(index)}
-      stroke-width="2"
-      stroke-dasharray=${DASHES[dashOf(index)].join(" ") || null}
-    />
+    <line x1="0" x2="26" y1="5" y2="5" stroke-width="2" ...${strokeOf(index)} />
     <${Mark} index=${index} x=${13} y=${5} r=${3.2} />
   </svg>`;
 }
 
-/** @param {{index: number, children?: any}} props */
 export function Condition({index, children}) {
   return html`<span class="condition"><${Swatch} index=${index} />${children}</span>`;
 }
 
-/**
- * One entry for each group; with `onToggle` they are buttons that hide and show it.
- * @param {{groups: {name: string, index: number, hidden?: boolean, hint?: string}[],
- *   onToggle?: (group: {name: string, index: number}) => void}} props
- */
+// One entry for each group; with `onToggle` they are buttons that hide and show it.
 export function Legend({groups, onToggle}) {
-  const entry = (/** @type {any} */ {name, index, hidden, hint}) => {
+  const entry = ({name, index, hidden = false, hint = null}) => {
     const inside = html`<${Swatch} index=${index} />${name}`;
     if (!onToggle) return html`<span class="condition" key=${name} title=${hint}>${inside}</span>`;
-    return html`<button
-      type="button"
-      key=${name}
-      title=${hint}
-      class=${hidden ? "off" : null}
-      aria-pressed=${hidden ? "false" : "true"}
-      onClick=${() => onToggle({name, index})}
-    >
-      ${inside}
-    </button>`;
+    const state = {title: hint, class: hidden ? "off" : null, "aria-pressed": String(!hidden)};
+    const toggle = () => onToggle({name, index});
+    return html`<button type="button" key=${name} ...${state} onClick=${toggle}>${inside}</button>`;
   };
   return html`<div class="legend">${groups.map(entry)}</div>`;
 }
 
-/**
- * Lines without axes, from the least to the largest value of all; null where a value is missing.
- * @param {{lines: {points: [number, number | null][], index: number}[], label: string, width?: number,
- *   height?: number}} props
- */
+// Lines without axes, from the least to the largest value of all; null where a value is missing.
 export function Sparkline({lines, label, width = 110, height = 30}) {
-  const known = lines.map(({points, index}) => ({
-    index,
-    points: /** @type {[number, number][]} */ (points.filter(([, y]) => y !== null && Number.isFinite(y))),
-  }));
+  const known = lines.map(({points, index}) => ({index, points: points.filter(([, y]) => Number.isFinite(y))}));
   const all = known.flatMap(({points}) => points);
   if (!all.length) return html`<span class="muted">–</span>`;
   const [xs, ys] = [all.map(([x]) => x), all.map(([, y]) => y)];
@@ -79,9 +50,8 @@ export function Sparkline({lines, label, width = 110, height = 30}) {
   const at = ([x, y]) => [4 + (x - left) * across, high === low ? height / 2 : height - 4 - (y - low) * up];
   const line = ({points, index}) => {
     const places = points.map((point) => at(point).map((value) => value.toFixed(1)));
-    const stroke = {stroke: colour(index), "stroke-dasharray": DASHES[dashOf(index)].join(" ") || null};
     const [x, y] = at(points[points.length - 1]);
-    return html`<polyline points=${places.join(" ")} fill="none" stroke-width="1.5" ...${stroke} />
+    return html`<polyline points=${places.join(" ")} fill="none" stroke-width="1.5" ...${strokeOf(index)} />
       <${Mark} index=${index} x=${x} y=${y} r=${2.6} />`;
   };
   const size = {viewBox: `0 0 ${width} ${height}`, width, height};
@@ -90,17 +60,13 @@ export function Sparkline({lines, label, width = 110, height = 30}) {
   </svg>`;
 }
 
-/**
- * A share of n with its 95 % interval, as the server computed them.
- * @param {{value: number | null | undefined, n?: number | null, low?: number | null, high?: number | null,
- *   digits?: number}} props
- */
-export function Rate({value, n, low, high, digits = 0}) {
-  if (value === null || value === undefined) return html`<span class="muted">–</span>`;
-  const known = low !== null && low !== undefined && high !== null && high !== undefined;
-  const interval = known ? `${percent(low, digits).replace("%", "")}–${percent(high, digits)}` : null;
-  const rest = [interval, n === null || n === undefined ? null : `n ${n}`].filter(Boolean).join(", ");
-  return html`<span class="proportion" title=${known ? "95 % interval, number of problems" : null}
-    ><b>${percent(value, digits)}</b>${rest && html` <small class="muted">${rest}</small>`}</span
+// A rate of the server: a share of n with its 95 % interval.
+export function Rate({rate, n = null, low = null, high = null, digits = 0}) {
+  if (rate === null || rate === undefined) return html`<span class="muted">–</span>`;
+  const interval =
+    low !== null && high !== null && `${percent(low, digits).replace("%", "")}–${percent(high, digits)}`;
+  const rest = [interval, n !== null && `n ${n}`].filter(Boolean).join(", ");
+  return html`<span class="proportion" title=${interval ? "95 % interval, number of problems" : null}
+    ><b>${percent(rate, digits)}</b>${rest && html` <small class="muted">${rest}</small>`}</span
   >`;
 }

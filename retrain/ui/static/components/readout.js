@@ -1,37 +1,27 @@
 // What a chart's cursor stands on: the values of every line there, else the last ones.
 
-import {last, valueAt} from "../charts/data.js";
+import {isValue, last, valueAt} from "../charts/data.js";
 import {X_TITLES, xText} from "../charts/ticks.js";
 import {amount as written, difference, plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {Swatch} from "./marks.js";
 
-/**
- * @typedef {import("../charts/data.js").Line} Line
- * @typedef {import("../charts/data.js").Point} Point
- * @typedef {{x: number | null, y: number | null}} Cursor
- * @typedef {boolean | "points"} Share how values are written: as per cent, as points of a difference, or plain
- * @typedef {{lines: Line[], cursor: Cursor, x: string, share?: Share, zoom?: number[] | null, counts?: any[] | null,
- *   marks?: import("../charts/paint.js").EventMark[] | null}} ReadoutOptions
- */
+/** @typedef {import("../charts/data.js").Line} Line */
 
 const MOST_NAMES = 6;
 
+// `share` says how values are written: as per cent, as "points" of a difference, or plain.
 function amount(value, share) {
   return share === "points" ? difference(value, true) : written(value, share);
 }
 
-// Return the lines that stand in the legend: means where there are any.
+/** Return the lines that stand in the legend: means where there are any. @returns {Line[]} */
 function leadingLines(lines) {
   const means = lines.filter((line) => line.kind === "mean");
   return means.length ? means : lines.filter((line) => line.kind !== "shade" && line.kind !== "thin");
 }
 
-/**
- * Return a chart in words: its last values.
- * @param {string} title
- * @param {Omit<ReadoutOptions, "cursor">} options
- */
+/** Return a chart in words: its last values. */
 export function spokenChart(title, {lines, x, share, zoom}) {
   const leading = leadingLines(lines);
   const values = leading.slice(0, 8).flatMap((line) => {
@@ -41,10 +31,7 @@ export function spokenChart(title, {lines, x, share, zoom}) {
   return `${title} over ${X_TITLES[x] || x}, ${plural(leading.length, "line")}. Last values: ${values.join(", ")}.`;
 }
 
-/**
- * Return the count of seeds that holds at x.
- * @param {any[] | null | undefined} counts
- */
+// Return the count of seeds that holds at x.
 function countAt(counts, line, point) {
   const found = counts && counts.find((each) => each.index === line.index);
   if (!found) return null;
@@ -54,59 +41,49 @@ function countAt(counts, line, point) {
 
 // The step's own value stands beside a smoothed one, then the band, the seeds, and the point's x where it is another.
 function details(line, point, {x, share, counts, cursor}, at) {
-  const raw = line.raw && line.raw[point.i];
-  const [low, high] = [line.low && line.low[point.i], line.high && line.high[point.i]];
+  const [raw, low, high] = [line.raw, line.low, line.high].map((values) => values && values[point.i]);
   const n = countAt(counts, line, point) || line.n;
   const elsewhere = cursor.x !== null && at !== null && xText(x, point.x) !== xText(x, at);
   return [
-    typeof raw === "number" ? ` step ${amount(raw, share)}` : "",
-    typeof low === "number" && typeof high === "number" ? ` [${amount(low, share)}, ${amount(high, share)}]` : "",
+    isValue(raw) ? ` step ${amount(raw, share)}` : "",
+    isValue(low) && isValue(high) ? ` [${amount(low, share)}, ${amount(high, share)}]` : "",
     n ? ` n ${n}` : "",
     elsewhere ? ` at ${xText(x, point.x)}` : "",
   ].join("");
 }
 
-// Return the line next to the pointer.
-function nearest(lines, {x, y}) {
-  if (x === null || y === null) return null;
-  let best = null;
-  for (const line of lines) {
-    const point = valueAt(line, x);
-    if (point && (!best || Math.abs(point.y - y) < Math.abs(best.point.y - y))) best = {line, point};
-  }
-  return best;
-}
-
 // Return what the cursor stands on: its x, an item for each line, and the range of values where there are many lines.
 function readings(options) {
-  const {lines, cursor, x: kind, share, zoom} = options;
+  const {lines, cursor, x: kind, share, zoom, marks} = options;
   const leading = leadingLines(lines);
-  const named = leading.length <= MOST_NAMES ? leading : [];
+  const isNamed = leading.length <= MOST_NAMES;
   const pointOf = (line) => (cursor.x === null ? last(line, zoom) : valueAt(line, cursor.x));
   const points = leading.map((line) => ({line, point: pointOf(line)}));
+  const known = points.flatMap(({point}) => (point ? [point] : []));
   // Not every step has a point: the label is the step of the nearest one, and a value of another step names its own.
-  const xs = points.flatMap(({point}) => (point ? [point.x] : []));
   const closer = (a, b) => ((cursor.x === null ? b > a : Math.abs(b - cursor.x) < Math.abs(a - cursor.x)) ? b : a);
-  const at = xs.length ? xs.reduce(closer) : cursor.x;
+  const at = known.length ? known.map(({x}) => x).reduce(closer) : cursor.x;
   const item = ({line, point}) => ({
     line,
     value: point ? amount(point.y, share) : "–",
     rest: point ? details(line, point, options, at) : "",
   });
-  const items = points.filter(({line}) => named.includes(line)).map(item);
-  const others = lines.filter((line) => !named.includes(line) && line.kind !== "shade");
-  const pointed = nearest(others, cursor);
-  if (pointed) items.push(item(pointed));
-  const ys = points.flatMap(({point}) => (point ? [point.y] : []));
+  const items = isNamed ? points.map(item) : [];
+  // Of the other lines the one next to the pointer has its item too.
+  const others = lines.filter((line) => line.kind !== "shade" && !(isNamed && leading.includes(line)));
+  const near =
+    cursor.y === null ? [] : others.map((line) => ({line, point: pointOf(line)})).filter(({point}) => point);
+  const far = ({point}) => Math.abs(point.y - cursor.y);
+  if (near.length) items.push(item(near.reduce((best, each) => (far(each) < far(best) ? each : best))));
+  const ys = known.map(({y}) => y);
   const range = `${amount(Math.min(...ys), share)} … ${amount(Math.max(...ys), share)}`;
   const where = at === null ? "" : `${cursor.x === null ? "at " : ""}${xText(kind, at)}`;
-  const here =
-    cursor.x === null ? [] : (options.marks || []).filter((mark) => xText(kind, mark.x) === xText(kind, at));
+  const here = (marks || []).filter((mark) => cursor.x !== null && xText(kind, mark.x) === xText(kind, at));
   const events = [...new Set(here.map((mark) => mark.kind))].join(", ");
   return {where, events, items, many: !items.length && ys.length ? {count: leading.length, range} : null};
 }
 
-// Return the readings as a sentence, for those who cannot see the cursor.
+/** Return the readings as a sentence, for those who cannot see the cursor. */
 export function spokenReadings(options) {
   const {where, events, items, many} = readings(options);
   const values = items.map(({line, value, rest}) => `${line.name} ${value}${rest}`);
@@ -115,7 +92,6 @@ export function spokenReadings(options) {
   return `${X_TITLES[options.x] || options.x} ${[where, ...values].join(", ")}`;
 }
 
-/** @param {ReadoutOptions & {outside?: number}} props */
 export function Readout({outside = 0, ...options}) {
   const {where, events, items, many} = readings(options);
   const item = ({line, value, rest}) =>

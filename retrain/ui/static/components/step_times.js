@@ -1,27 +1,33 @@
-// Where the seconds of some steps went: a bar for each, the spans of one in lanes, and a table of their phases.
+// Where the seconds of some steps went: a bar for each, the spans of one in lanes, and a table of their phases. A step
+// has its number (`step`), its `start` and `end`, its `seconds` by phase, and `spans` of [lane, begin, end].
 
-import {duration, percent} from "../format.js";
+import {linearTicks} from "../charts/ticks.js";
+import {duration, percent, shortened} from "../format.js";
 import {html} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
 import {Table} from "./table.js";
-import {Lanes, StepBars, paintOf} from "./time_bars.js";
 
-/** @typedef {import("./time_bars.js").Step} Step */
+const PHASES = ["rollout", "score", "credit", "update", "cohort", "eval", "checkpoint", "record"];
+const HEIGHT = 210;
+const BOTTOM = HEIGHT - 26;
+const LEFT = 56;
+const LANE = 24;
 
-/**
- * Return the step of this number, or the last one.
- * @param {Step[]} shown
- * @param {string | undefined} number
- */
+/** Return the step of this number, or the last one. */
 export function stepOf(shown, number) {
   return shown.find((each) => String(each.step) === number) || shown[shown.length - 1];
 }
 
 /**
- * @param {{shown: Step[], phases: string[], lanes: string[], cut?: boolean, step: string | undefined,
- *   choose: (step: number) => void}} props
+ * Return [phase, colour]: those that every run has in their order, then others.
+ * @returns {[string, string][]}
  */
-export function StepTimes({shown, phases, lanes, cut, step: number, choose}) {
+function paintOf(names) {
+  const all = [...PHASES.filter((name) => names.includes(name)), ...names.filter((name) => !PHASES.includes(name))];
+  return all.map((name, i) => [name, name === "other" ? "var(--line)" : `var(--c${(i % 8) + 1})`]);
+}
+
+export function StepTimes({shown, phases, lanes, cut = false, step: number, choose}) {
   const [root, wide] = useWidth();
   const paint = paintOf(phases);
   const step = stepOf(shown, number);
@@ -35,35 +41,95 @@ export function StepTimes({shown, phases, lanes, cut, step: number, choose}) {
         Step ${step.step}
         <small>${duration(step.end - step.start)}; what runs at the same time stands in lanes</small>
       </h2>
-      <${Lanes} step=${step} lanes=${lanes} paint=${paint} width=${width} />
+      <${Lanes} step=${step} lanes=${lanes} paint=${new Map(paint)} width=${width} />
     </figure>`;
   return html`<div ref=${root}>
-    ${wide > 0 && pictures}
-    <${PhaseTable} steps=${shown} step=${step} paint=${paint} />
+    ${wide > 0 && pictures}<${PhaseTable} steps=${shown} step=${step} paint=${paint} />
     ${cut && html`<p class="muted small">Not all spans of these steps are drawn: look at fewer of them.</p>`}
   </div>`;
 }
 
-/** @param {{steps: Step[], step: Step, paint: Map<string, string>}} props */
 function PhaseTable({steps, step, paint}) {
   const sum = (of) => steps.reduce((total, each) => total + of(each), 0);
-  const whole = Math.max(
+  const total = (name) => sum((each) => each.seconds[name] || 0);
+  const all = Math.max(
     1e-9,
     sum((each) => each.end - each.start),
   );
-  const total = (name) => sum((each) => each.seconds[name] || 0);
   const name = ([text, fill]) => html`<span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${text}`;
+  const column = (key, title, text) => ({key, title, number: true, cell: ([phase]) => text(phase)});
   const columns = [
     {key: "phase", title: "phase", cell: name},
-    {
-      ...{key: "step", title: `step ${step.step}`, number: true},
-      cell: ([phase]) => (step.seconds[phase] ? duration(step.seconds[phase]) : "–"),
-    },
-    {
-      ...{key: "mean", title: "mean of these steps", number: true},
-      cell: ([phase]) => duration(total(phase) / steps.length),
-    },
-    {key: "share", title: "share", number: true, cell: ([phase]) => percent(total(phase) / whole)},
+    column("step", `step ${step.step}`, (phase) => (step.seconds[phase] ? duration(step.seconds[phase]) : "–")),
+    column("mean", "mean of these steps", (phase) => duration(total(phase) / steps.length)),
+    column("share", "share", (phase) => percent(total(phase) / all)),
   ];
-  return html`<${Table} label="phases" columns=${columns} rows=${[...paint]} keyOf=${([phase]) => phase} />`;
+  return html`<${Table} label="phases" columns=${columns} rows=${paint} keyOf=${([phase]) => phase} />`;
+}
+
+function Picture({width, height, label, children}) {
+  const size = {viewBox: `0 0 ${width} ${height}`, width, height};
+  return html`<svg class="chart" ...${size} role="img" aria-label=${label}>${children}</svg>`;
+}
+
+function timeText(seconds) {
+  return seconds === 0 ? "0" : duration(seconds);
+}
+
+function StepBars({steps, paint, chosen, width, choose}) {
+  const slot = (width - LEFT - 8) / Math.max(1, steps.length);
+  const most = Math.max(...steps.map(({start, end}) => Math.max(end - start, 1e-9)));
+  const {step: unit} = linearTicks(0, most, 4);
+  const top = Math.ceil(most / unit) * unit;
+  const y = (seconds) => BOTTOM - (seconds / top) * (BOTTOM - 10);
+  const every = Math.max(1, Math.ceil(steps.length / Math.max(2, width / 70)));
+  const tick = (at) => html`<line class="grid" x1=${LEFT} x2=${width - 8} y1=${y(at)} y2=${y(at)} />
+    <text x=${LEFT - 6} y=${y(at) + 4} text-anchor="end">${timeText(at)}</text>`;
+  const bar = ({step, start, end, seconds}, i) => {
+    const x = LEFT + i * slot;
+    const gap = slot > 3 ? 1 : 0;
+    let sum = 0;
+    const parts = paint.map(([name, fill]) => {
+      const below = sum;
+      sum += seconds[name] || 0;
+      const size = {width: Math.max(0.5, slot - gap), height: Math.max(0.3, y(below) - y(sum))};
+      return sum > below && html`<rect key=${name} x=${x + gap / 2} y=${y(sum)} ...${size} fill=${fill} />`;
+    });
+    const area = {x, width: slot, y: 4, height: y(0) - 4, fill: "transparent"};
+    return html`${parts}
+      <rect class=${step === chosen ? "column on" : "column"} ...${area} onClick=${() => choose(step)}>
+        <title>${`step ${step}: ${duration(end - start)}`}</title>
+      </rect>
+      ${i % every === 0 && html`<text x=${x + slot / 2} y=${BOTTOM + 17} text-anchor="middle">${step}</text>`}`;
+  };
+  const label = `time of steps ${steps[0].step} to ${steps[steps.length - 1].step}, by phase`;
+  return html`<${Picture} width=${width} height=${HEIGHT} label=${label}>
+    ${linearTicks(0, top, 4).ticks.map(tick)}${steps.map(bar)}
+  <//>`;
+}
+
+function Lanes({step, lanes, paint, width}) {
+  const left = 116;
+  const used = [...new Set(step.spans.map(([lane]) => lane))].sort((a, b) => a - b);
+  const start = Math.min(step.start, ...step.spans.map(([, begin]) => begin));
+  const end = Math.max(step.end, ...step.spans.map(([, , stop]) => stop));
+  const height = LANE * used.length + 34;
+  const x = (at) => left + ((at - start) / Math.max(1e-9, end - start)) * (width - left - 22);
+  const tick = (at) => html`<line class="grid" x1=${x(start + at)} x2=${x(start + at)} y1="4" y2=${height - 28} />
+    <text x=${x(start + at)} y=${height - 12} text-anchor="middle">${timeText(at)}</text>`;
+  const lane = (index, row) => {
+    const span = ([, begin, stop]) => {
+      const area = {x: x(begin), width: Math.max(1, x(stop) - x(begin)), y: 6 + row * LANE, height: LANE - 6};
+      return html`<rect ...${area} rx="2" fill=${paint.get(lanes[index]) || "var(--c6)"}>
+        <title>${`${lanes[index]}: ${duration(stop - begin)}`}</title>
+      </rect>`;
+    };
+    return html`<text class="value" x="0" y=${21 + row * LANE}>${shortened(lanes[index], 16)}</text>
+      ${step.spans.filter((each) => each[0] === index).map(span)}`;
+  };
+  const words = Object.entries(step.seconds).map(([name, seconds]) => `${name} ${duration(seconds)}`);
+  const {ticks} = linearTicks(0, end - start, Math.max(3, width / 130));
+  return html`<${Picture} width=${width} height=${height} label=${`lanes of step ${step.step}: ${words.join(", ")}`}>
+    ${ticks.map(tick)}${used.map(lane)}
+  <//>`;
 }

@@ -15,16 +15,12 @@ import {html} from "../lib/html.js";
  * @property {string} [hint]
  */
 
-/**
- * A column's heading; `children` stand for its title.
- * @param {{column: Column, sorted?: string | null, children?: any}} props
- */
+// A column's heading; `children` stand for its title.
 export function Heading({column: {number, hint, title}, sorted = null, children = title}) {
   const name = number ? "number" : null;
   return html`<th scope="col" class=${name} title=${hint} aria-sort=${sorted}>${children}</th>`;
 }
 
-/** @param {{column: Column, row: any}} props */
 function Cell({column: {title, cell, number, head, share}, row}) {
   const name = [number && "number", share && "tint"].filter(Boolean).join(" ") || null;
   const style = share ? {"--much": `${Math.round(45 * Math.max(0, Math.min(1, share(row) || 0)))}%`} : null;
@@ -33,18 +29,8 @@ function Cell({column: {title, cell, number, head, share}, row}) {
   return html`<td class=${name} style=${style} data-name=${title}>${content}</td>`;
 }
 
-/**
- * @param {object} props
- * @param {Column[]} props.columns
- * @param {any[]} props.rows
- * @param {(row: any) => string} props.keyOf
- * @param {string} props.label
- * @param {string} [props.class]
- * @param {boolean} [props.region] Tab reaches it, so that keys scroll it: for a wide table without links
- * @param {boolean} [props.tall] many rows scroll inside of it
- * @param {(column: Column) => any} [props.heading]
- * @param {(row: any) => Record<string, any>} [props.attributes] of a row
- */
+// `region`: Tab reaches it, so that keys scroll it: for a wide table without links. `tall`: many rows scroll inside
+// of it. `attributes`: of a row.
 export function Table({columns, rows, keyOf, label, class: name = "tight", region, tall, heading, attributes}) {
   const place = region ? {tabindex: "0", role: "region", "aria-label": label} : {};
   const head = heading || ((column) => html`<${Heading} key=${column.key} column=${column} />`);

@@ -3,6 +3,8 @@
 import {here, link, patch as patchAddress} from "../router.js";
 import {createContext, useCallback, useContext} from "./html.js";
 
+export {go, link} from "../router.js";
+
 /**
  * @typedef {Record<string, string>} Query
  * @typedef {{view: string, place: string, query: Query}} State
@@ -11,10 +13,8 @@ import {createContext, useCallback, useContext} from "./html.js";
 
 export const AddressContext = createContext(/** @type {State} */ ({view: "", place: "", query: {}}));
 
-/**
- * Return the view's place and query. `patch` changes keys of the query (null removes one; `{replace: true}` while
- * typing); it does nothing once the page shows another view. `linkTo` is a link to this view with other keys.
- */
+// Return the view's place and query. `patch` changes keys of the query (null removes one; `{replace: true}` while
+// typing); it does nothing once the page shows another view. `linkTo` is a link to this view with other keys.
 export function useAddress() {
   const {view, place, query} = useContext(AddressContext);
   /** @type {Patch} */

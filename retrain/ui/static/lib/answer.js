@@ -1,8 +1,41 @@
-// Answers of the API as components use them.
+// Answers of the API as components use them, read anew as files change.
 
 import {get, gone} from "../api.js";
+import {spaced} from "./browser.js";
 import {useCallback, useEffect, useMemo, useRef, useState} from "./html.js";
-import {useChanges} from "./live.js";
+
+// What a page may have missed while the connection was lost.
+export const EVERY_KIND = ["state", "metrics", "evals", "notes", "log", "rollouts", "timeline", "comparison"];
+
+/** @typedef {{place: string, what?: string[], rows?: number}} Change */
+
+/** @type {Set<(change: Change) => void>} */
+const listeners = new Set();
+
+export function announce(change) {
+  for (const listener of [...listeners]) listener(change);
+}
+
+// Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
+// "comparison"; null: never), at most once in `wait` ms.
+export function useChanges(kinds, run, /** @type {number | (() => number)} */ wait = 2000) {
+  const newest = useRef(run);
+  newest.current = run;
+  const wanted = kinds && kinds.join(" ");
+  useEffect(() => {
+    if (wanted === null) return;
+    const names = wanted.split(" ");
+    const soon = spaced(() => newest.current(), wait);
+    const listener = (/** @type {Change} */ {what}) => {
+      if (!what || what.some((kind) => names.includes(kind))) soon();
+    };
+    listeners.add(listener);
+    return () => {
+      listeners.delete(listener);
+      soon.stop();
+    };
+  }, [wanted, wait]);
+}
 
 /**
  * @typedef {object} Answer
@@ -68,4 +101,42 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
  */
 export function useSame(value) {
   return useMemo(() => value, [JSON.stringify(value)]);
+}
+
+const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};
+
+// Return whether an answer is of these lines, whatever part and smoothing of them.
+function isAbout(answer, name, params) {
+  if (!answer.data) return false;
+  const [asked, {key, x}] = JSON.parse(String(answer.about));
+  return asked === name && x === params.x && String(key) === String(params.key);
+}
+
+/**
+ * Return the answer to show, its error, and how to ask again. Until the part in sight is there, what is known of the
+ * lines is shown; all of them is not read for an address that has only a part. Nothing is read while `asking` is false.
+ * @param {"curves" | "columns"} name
+ * @param {number[] | null} zoom the part of the x axis in sight
+ */
+export function useCurves(name, params, zoom, asking) {
+  const readWhole = useRef(/** @type {string | null} */ (null));
+  const about = JSON.stringify([name, params]);
+  if (!zoom) readWhole.current = about;
+  const [from, to] = zoom || [];
+  const whole = useAnswer(name, asking && readWhole.current === about ? params : null, FOLLOWED);
+  const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
+  const exact = zoom ? part : whole;
+  const known = [...(exact.isCurrent ? [exact] : []), whole, part].find((answer) => isAbout(answer, name, params));
+  return {body: known ? known.data : null, error: exact.error, retry: exact.retry};
+}
+
+/**
+ * Return the runs of the campaign that holds a place (`family`), of a run without one itself; those at or below the
+ * place (`runs`); and the campaign's place (`home`, null until it is known). `known` says whether the runs were read.
+ */
+export function useRuns(place) {
+  const {data, error, retry} = useAnswer("runs", {at: place});
+  const {home, runs: family} = data || {home: null, runs: []};
+  const runs = family.filter((run) => run.place === place || run.place.startsWith(`${place}/`));
+  return {home, family, runs, known: data !== null, error, retry};
 }

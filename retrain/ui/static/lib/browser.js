@@ -4,11 +4,7 @@ import {visible} from "./html.js";
 
 /** @typedef {((...values: any[]) => void) & {stop: () => void}} Delayed */
 
-/**
- * Return a function that calls `run` once there was no further call for `wait` ms.
- * @param {(...values: any[]) => void} run
- * @returns {Delayed}
- */
+/** Return a function that calls `run` once there was no further call for `wait` ms. @returns {Delayed} */
 export function later(run, wait) {
   let timer = 0;
   const call = (...values) => {
@@ -20,7 +16,6 @@ export function later(run, wait) {
 
 /**
  * Return a function that calls `run` at most once in `wait` ms, and always after the last call.
- * @param {number | (() => number)} wait
  * @returns {Delayed}
  */
 export function spaced(run, wait) {

@@ -8,8 +8,6 @@ const USUAL = ["campaign", "condition"];
 /**
  * Return the keys that runs are grouped by: campaign and condition, so that a group differs in its seeds alone; with a
  * key for the colour also by it, or by it alone.
- * @param {string} by
- * @param {boolean} isAlone
  */
 export function groupKeys(by, isAlone) {
   if (!by) return USUAL;
@@ -22,45 +20,27 @@ export function shownValue(value) {
 }
 
 /**
- * Return each group's index of colour, dash and shape: one colour for each value of the key, and another dash and
- * shape for each group that has it.
- * @param {any[]} groups
- * @param {string} by
- * @returns {number[]}
- */
-function indices(groups, by) {
-  const values = groups.map(({group}) => shownValue(group[by]));
-  const order = [...new Set(values)];
-  const uses = new Map();
-  return values.map((value, i) => {
-    if (!by) return i;
-    const colour = order.indexOf(value) % COLOURS;
-    const variant = uses.get(colour) || 0;
-    uses.set(colour, variant + 1);
-    return colour + COLOURS * variant;
-  });
-}
-
-/**
  * Return the groups with the `label` and the `index` that they are drawn with. Names leave out what all groups share.
- * @param {any[]} groups
- * @param {string} by
+ * With a key for the colour each of its values has one, and the groups that have it differ in dash and shape.
  */
 export function namedGroups(groups, by) {
   const keys = Object.keys(groups.length ? groups[0].group : {});
-  const differs = (key) => new Set(groups.map(({group}) => shownValue(group[key]))).size > 1;
-  const telling = keys.filter(differs);
+  const valuesOf = (key) => [...new Set(groups.map(({group}) => shownValue(group[key])))];
+  const telling = keys.filter((key) => valuesOf(key).length > 1);
   const named = telling.length ? telling : keys.slice(-1);
-  const campaigns = [...new Set(groups.map(({group}) => group.campaign))];
-  const isShort = new Set(campaigns.map((place) => nameOf(place || ""))).size === campaigns.length;
+  const campaigns = valuesOf("campaign");
+  const isShort = new Set(campaigns.map(nameOf)).size === campaigns.length;
   const text = (group, key) => {
     const value = shownValue(group[key]);
     if (key === "campaign") return isShort ? nameOf(value) : value;
     return key === by && !USUAL.includes(key) ? `${key.slice(key.lastIndexOf(".") + 1)} ${value}` : value;
   };
-  const index = indices(groups, by);
+  const colours = by ? valuesOf(by) : [];
+  const uses = Array(COLOURS).fill(0);
   return groups.map((each, i) => {
+    const colour = by ? colours.indexOf(shownValue(each.group[by])) % COLOURS : i;
+    const index = by ? colour + COLOURS * uses[colour]++ : i;
     const texts = named.map((key) => text(each.group, key));
-    return {...each, label: [...new Set(texts)].join(" · "), index: index[i]};
+    return {...each, label: [...new Set(texts)].join(" · "), index};
   });
 }

@@ -1,6 +1,7 @@
 // Elements for components: `html` (htm over Preact) and the hooks. Text from anywhere becomes text nodes only.
 
 import {createContext, h, options, render} from "../vendor/preact/preact.module.js";
+import {useRef} from "../vendor/preact/hooks.module.js";
 import htm from "../vendor/htm/htm.module.js";
 
 export {createContext, h, render};
@@ -18,6 +19,9 @@ export {
 
 /** @type {(strings: TemplateStringsArray, ...values: any[]) => any} */
 export const html = htm.bind(h);
+
+/** Return a ref for an element. @returns {{current: any}} */
+export const useElement = () => useRef(null);
 
 // Controls, soft hyphens, direction marks and other characters that act or hide.
 const INVISIBLE = new RegExp(
@@ -41,7 +45,6 @@ export function visible(text) {
 const UNCHANGED = new Set(["children", "value", "defaultValue", "key"]);
 const SAFE_LINK = /^(?:[/#?.]|https?:|blob:|data:image\/)/i;
 
-/** @param {Record<string, any>} props */
 function sanitize(props) {
   if ("dangerouslySetInnerHTML" in props || "innerHTML" in props) throw new Error("markup is never parsed here");
   for (const [name, value] of Object.entries(props)) {

@@ -1,6 +1,6 @@
 // Light and dark, and the button that switches between them on a page of its own.
 
-/** Return the theme that the page has from now on. */
+// Return the theme that the page has from now on.
 export function switchTheme() {
   const {dataset} = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";

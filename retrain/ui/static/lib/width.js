@@ -1,11 +1,8 @@
-// How wide an element is drawn, for pictures that are laid out in pixels.
+// How wide an element is drawn, and whether it is in sight.
 
-import {useLayoutEffect, useRef, useState} from "./html.js";
+import {useEffect, useLayoutEffect, useRef, useState} from "./html.js";
 
-/**
- * Return a ref for an element, and its width in pixels, 0 before it is drawn.
- * @returns {[{current: any}, number]}
- */
+/** Return a ref for an element, and its width in pixels, 0 before it is drawn. @returns {[{current: any}, number]} */
 export function useWidth() {
   const element = useRef(/** @type {HTMLElement | null} */ (null));
   const [width, setWidth] = useState(0);
@@ -19,4 +16,16 @@ export function useWidth() {
     return () => watch.disconnect();
   }, []);
   return [element, width];
+}
+
+/** Return whether the element of a ref is in sight, for what is read only while somebody can see it. */
+export function useInSight(root) {
+  const [inSight, setInSight] = useState(false);
+  useEffect(() => {
+    const see = (entries) => setInSight(entries[entries.length - 1].isIntersecting);
+    const watch = new IntersectionObserver(see, {rootMargin: "250px"});
+    watch.observe(root.current);
+    return () => watch.disconnect();
+  }, []);
+  return inSight;
 }

@@ -1,20 +1,24 @@
 // The page of one iteration's rollouts: colours of tokens, the order of answers and rows. All texts stand in the HTML.
 
 import {startThemeButton} from "../lib/theme_button.js";
-import {clear, colour, legendOf} from "./token_colours.js";
-import {describe, scalesOf} from "./token_data.js";
+import {facts, scaleOf} from "../components/token_scales.js";
+import {clear, colour, tokenSpan, tokensOf} from "./tokens.js";
+
+/** @typedef {import("../components/token_scales.js").Scale} Scale */
 
 const samples = /** @type {HTMLElement[]} */ ([...document.querySelectorAll(".sample")]);
 const toolbar = document.getElementById("toolbar");
-const scales = scalesOf(samples);
-let mode = "none";
+/** What tokens can be coloured by, by the attribute that holds it. @type {Record<string, string>} */
+const MODES = {s: "surprisal", a: "advantage", v: "value", p: "planning"};
+/** @type {{name: string, scale: Scale} | null} what they are coloured by */
+let shown = null;
+
+function paint(element) {
+  if (shown) colour(element, shown.name, shown.scale);
+}
 
 const inSight = new IntersectionObserver(
-  (entries) => {
-    for (const {isIntersecting, target} of entries) {
-      if (isIntersecting && mode !== "none") colour(/** @type {HTMLElement} */ (target), mode, scales);
-    }
-  },
+  (entries) => entries.filter((each) => each.isIntersecting).forEach((each) => paint(each.target)),
   {rootMargin: "600px"},
 );
 
@@ -23,16 +27,18 @@ function read(text) {
   if (readout) readout.textContent = text;
 }
 
-function choose(wanted) {
-  mode = wanted;
+function choose(mode) {
+  const name = MODES[mode];
+  const values = samples.flatMap((element) => tokensOf(element).numbers[name] || []);
+  shown = name ? {name, scale: scaleOf(name, values)} : null;
   for (const button of modeButtons()) button.setAttribute("aria-pressed", String(button.dataset.mode === mode));
-  const legend = document.getElementById("legend");
-  if (legend) legend.replaceChildren(...legendOf(mode, scales));
-  read(mode === "none" ? "" : "point at a token");
+  const legend = /** @type {HTMLElement} */ (document.getElementById("legend"));
+  legend.replaceChildren(...(shown ? shown.scale.stops : []).map(([css, text]) => tokenSpan(css, text)));
+  read(shown ? "point at a token" : "");
   inSight.disconnect();
   for (const element of samples) {
-    if (mode === "none") clear(element);
-    else inSight.observe(element);
+    if (shown) inSight.observe(element);
+    else clear(element);
   }
 }
 
@@ -44,11 +50,13 @@ function startColours() {
   for (const button of modeButtons()) button.addEventListener("click", () => choose(button.dataset.mode));
   document.addEventListener("mouseover", ({target}) => {
     const token = /** @type {HTMLElement | null} */ (target instanceof Element ? target.closest(".sample .t") : null);
-    if (token) read(describe(token.closest(".sample"), token.textContent, Number(token.dataset.i)));
+    if (!token) return;
+    const i = Number(token.dataset.i);
+    const {numbers} = tokensOf(/** @type {HTMLElement} */ (token.closest(".sample")));
+    const words = facts(numbers, i).map(([title, text]) => `${title} ${text}`);
+    read([JSON.stringify(token.textContent), `token ${i}`, ...words].join(" · "));
   });
-  addEventListener("beforeprint", () => {
-    if (mode !== "none") samples.forEach((element) => colour(element, mode, scales));
-  });
+  addEventListener("beforeprint", () => samples.forEach(paint));
   const chosen = /^#colou?r=([sapv])$/.exec(location.hash);
   if (chosen && modeButtons().some((button) => button.dataset.mode === chosen[1])) choose(chosen[1]);
 }
@@ -64,11 +72,7 @@ function startThinking() {
   });
 }
 
-/**
- * Sort elements of one parent by a number of each, the largest first; those without one come last.
- * @param {Element[]} elements
- * @param {(element: any) => number} valueOf
- */
+// Sort elements of one parent by a number of each, the largest first; those without one come last.
 function sort(elements, valueOf) {
   const rank = (element) => (Number.isNaN(valueOf(element)) ? -Infinity : valueOf(element));
   const ordered = [...elements].sort((a, b) => rank(b) - rank(a) || 0);

@@ -6,7 +6,6 @@ import {startThemeButton} from "../lib/theme_button.js";
 
 const WINDOW = 60;
 
-/** @param {{data: any}} props */
 function Times({data}) {
   const {shown: all, phases, lanes} = data;
   const [from, setFrom] = useState(Math.max(0, all.length - WINDOW));

@@ -2,35 +2,28 @@
 
 import {conditionLines, countsOf, differenceLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {AddressTick, AxisChoice, MetricChoice, SmoothingChoice, WholeRange} from "../components/curve_controls.js";
-import {smoothOf, useHidden, zoomOf, zoomTo} from "../components/curve_controls.js";
+import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
+import {useCurveSettings, useMetric} from "../components/curve_controls.js";
 import {SignButton} from "../components/inputs.js";
-import {Legend} from "../components/marks.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useCurves} from "../lib/curves.js";
+import {link, useAddress} from "../lib/address.js";
+import {useCurves} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
-import {link} from "../router.js";
 import {why} from "../why.js";
 import {openRollouts} from "./reading.js";
 
-/** @type {[string, string]} */
-export const USUAL = ["auto", "smoothed as in the report"];
-
 // Return what the mean and its band are of.
-export function levelWords(body, counted) {
-  const early = body.conditions.some((each) => each.of === "all");
-  const amount = body.smoothing.startsWith("ema") ? `weight ${body.smoothing.slice(4)}` : `over ${body.smooth} steps`;
-  return [
+function levelWords({conditions, smoothing, smooth, note}, counted) {
+  const early = conditions.some((each) => each.of === "all");
+  const amount = smoothing.startsWith("ema") ? `weight ${smoothing.slice(4)}` : `over ${smooth} steps`;
+  const parts = [
     ` mean of ${early ? "all runs, as far as all came" : "the finished runs"}`,
-    body.smoothing !== "none" && `moving average ${amount}, faint: the steps' own values`,
-    body.conditions.some((each) => each.band.length) ? "band: 95 % interval over seeds" : "no band below 3 seeds",
+    smoothing !== "none" && `moving average ${amount}, faint: the steps' own values`,
+    conditions.some((each) => each.band.length) ? "band: 95 % interval over seeds" : "no band below 3 seeds",
     counted && "strip: how many seeds",
-    body.note,
-  ]
-    .filter(Boolean)
-    .join("; ");
+    note,
+  ];
+  return parts.filter(Boolean).join("; ");
 }
 
 function differenceWords(body) {
@@ -39,114 +32,90 @@ function differenceWords(body) {
   return `mean of the pairs, n: how many; ${words}, no verdict`;
 }
 
-// Return the metrics to look at first, the chosen one, and how to choose another.
-function useMetric(campaign) {
-  const {place, query, patch} = useAddress();
-  const {data} = useAnswer("metrics", {at: place}, {kinds: ["metrics", "evals"], wait: 4000});
-  // Before anything can be compared there is no primary metric yet: the first that is worth watching.
-  const usual = campaign.metric || (data && (data.watch[0] || (data.metrics[0] || {}).key)) || null;
-  const sets = (campaign.sets || []).map((name) => `eval/${name}/correct_rate`);
-  const known = [campaign.metric, ...sets, ...(data ? data.watch : [])];
-  const watched = [...new Set(known.filter(Boolean))];
-  const rest = data ? data.metrics.map((each) => each.key).filter((key) => !watched.includes(key)) : [];
-  const choose = (key) => patch({key: key === usual ? null : key});
-  return {metric: query.key || usual, watched, rest, choose, isKnown: Boolean(data)};
+// The mean of each condition or group of /api/curves, without the hidden ones; a click on a step opens rollouts of
+// `runs`.
+export function ConditionChart({body, metric, settings, runs = [], ...more}) {
+  const {thin, hidden, plot} = settings;
+  const [lines, counts] = useMemo(() => {
+    const conditions = body ? body.conditions.filter(({index}) => !hidden.has(index)) : [];
+    return body ? [conditionLines({...body, conditions}, thin), countsOf(conditions)] : [null, null];
+  }, [body, thin, hidden]);
+  const {key, x, share, about} = body || {key: metric || "", x: "step", share: false, about: null};
+  const {range, healthy} = about || {range: null, healthy: null};
+  const options = {lines, counts, x, share, range, healthy, unit: share ? "%" : "", ...plot, ...more};
+  const words = body && levelWords(body, counts !== null);
+  const onStep = openRollouts({metric: key, x, lines, runs});
+  return html`<${Chart} title=${key} words=${words} ...${options} onStep=${onStep} />`;
 }
 
-/** @param {{campaign: any}} props the answer of /api/campaign */
+function DifferenceChart({body, metric, settings: {hidden, plot}, ...more}) {
+  const lines = useMemo(() => body && differenceLines(body).filter(({index}) => !hidden.has(index)), [body, hidden]);
+  const {key, x, share, conditions, differences} = body || {
+    key: metric || "",
+    x: "step",
+    conditions: [],
+    differences: [],
+  };
+  const baseline = conditions.length ? conditions[0].label : "the baseline";
+  const options = {
+    x,
+    lines,
+    share: share ? "points" : false,
+    unit: share ? "points" : "",
+    ...plot,
+    logY: false,
+    ...more,
+  };
+  return html`<${Chart}
+    title=${`${key}: difference to ${baseline}`}
+    words=${differences.length > 0 && differenceWords(body)}
+    emptyWords="No pair of runs has come so far yet"
+    zero=${true}
+    ...${options}
+  />`;
+}
+
+// `campaign`: the answer of /api/campaign.
 export function Curves({campaign}) {
   const {place, query, patch} = useAddress();
-  const {metric, watched, rest, choose, isKnown} = useMetric(campaign);
-  const zoom = useMemo(() => zoomOf(query.zoom), [query.zoom]);
-  const smooth = smoothOf(query.smooth, USUAL[0]);
-  const question = {at: place, key: metric, x: query.x || "step", smooth};
-  const {body, error, retry} = useCurves("curves", question, zoom, metric !== null);
-  const move = (by) => choose(watched[(watched.indexOf(metric || "") + by + watched.length) % watched.length]);
+  const settings = useCurveSettings(AS_IN_REPORT);
+  // Before anything can be compared there is no primary metric yet.
+  const first = [campaign.metric, ...(campaign.sets || []).map((name) => `eval/${name}/correct_rate`)];
+  const of = useMetric(place, first);
+  const {metric, usual, watched, isKnown} = of;
+  const {x, smooth, zoom} = settings;
+  const {body, error, retry} = useCurves("curves", {at: place, key: metric, x, smooth}, zoom, metric !== null);
+  const move = (by) => () => {
+    const key = watched[(watched.indexOf(metric || "") + by + watched.length) % watched.length];
+    patch({key: key === usual ? null : key});
+  };
   useKeys({
-    Escape: ["all of the x axis again", () => query.zoom && patch(zoomTo(null), {replace: true})],
-    l: ["next metric", () => move(1)],
-    h: ["previous metric", () => move(-1)],
+    Escape: ["all of the x axis again", () => query.zoom && settings.plot.onZoom(null)],
+    l: ["next metric", move(1)],
+    h: ["previous metric", move(-1)],
   });
+  const conditions = body ? body.conditions : [];
+  const groups = conditions.map(({label, index}) => ({name: label, index}));
+  const explain = () =>
+    metric &&
+    why(
+      metric,
+      campaign.runs.map((run) => run.place),
+    );
+  const tools = html`<${SignButton} label="Why?" hint="what this number means" onPress=${explain}>Why?<//>`;
+  const shared = {body, metric, settings, error, retry, height: 290, group: "campaign"};
+  if (isKnown && !metric)
+    return html`<section><h2>Curves</h2><p class="muted">Nothing was recorded yet.</p></section>`;
   return html`<section>
     <h2>Curves</h2>
     <div class="tools">
-      <${MetricChoice} metric=${metric} watched=${watched} rest=${rest} onChoose=${choose} />
-      <${AxisChoice} /><${SmoothingChoice} usual=${USUAL} />
-      <${AddressTick} name="logx">log x<//><${AddressTick} name="logy">log y<//>
-      <${AddressTick} name="thin">every seed<//><${WholeRange} />
+      <${MetricChoice} of=${of} /><${CurveTools} usual=${AS_IN_REPORT} thin="every seed" />
       <a href=${link("metrics", place)}>all metrics</a>
     </div>
-    <${CurvePair}
-      campaign=${campaign}
-      metric=${metric}
-      body=${body}
-      error=${error}
-      retry=${retry}
-      zoom=${zoom}
-      empty=${isKnown && !metric}
-    />
-  </section>`;
-}
-
-/**
- * The legend, the level and the difference to the baseline.
- * @param {{campaign: any, metric: string | null, body: any, error: any, retry: () => void, zoom: number[] | null,
- *   empty: boolean}} props
- */
-function CurvePair({campaign, metric, body, error, retry, zoom, empty}) {
-  const {query, patch} = useAddress();
-  const {hidden, toggle} = useHidden(",");
-  const thin = query.thin === "1";
-  const [levels, apart, counts] = useMemo(() => {
-    if (!body) return [empty ? [] : null, null, null];
-    const isShown = ({index}) => !hidden.has(String(index));
-    const conditions = body.conditions.filter(isShown);
-    return [conditionLines({...body, conditions}, thin), differenceLines(body).filter(isShown), countsOf(conditions)];
-  }, [body, thin, hidden, empty]);
-  const share = body && body.share;
-  const conditions = body ? body.conditions : [];
-  const groups = conditions.map(({label, index}) => ({name: label, index, hidden: hidden.has(String(index))}));
-  const shared = {
-    x: (body && body.x) || "step",
-    ...{height: 290, group: "campaign", zoom, logX: query.logx === "1", error, retry},
-    onZoom: (range) => patch(zoomTo(range), {replace: true}),
-  };
-  const places = campaign.runs.map((run) => run.place);
-  const explain = () => metric && why(metric, places);
-  const tools = html`<${SignButton} label="Why?" hint="what this number means" onPress=${explain}>Why?<//>`;
-  const about = (body && body.about) || {};
-  const baseline = conditions.length ? conditions[0].label : "the baseline";
-  const key = body ? body.key : metric || "";
-  const hide = ({index}) => toggle(String(index));
-  return html`${groups.length > 1 && html`<${Legend} groups=${groups} onToggle=${hide} />`}
+    <${GroupLegend} groups=${groups} hidden=${settings.hidden} />
     <div class="two">
-      <${Chart}
-        ...${shared}
-        title=${key}
-        onStep=${openRollouts({metric: key, x: shared.x, lines: levels, runs: campaign.runs})}
-        words=${body && levelWords(body, counts !== null)}
-        lines=${levels}
-        share=${share}
-        unit=${share ? "%" : ""}
-        logY=${query.logy === "1"}
-        counts=${counts}
-        range=${about.range}
-        healthy=${about.healthy}
-        tools=${tools}
-        emptyWords=${empty ? "Nothing was recorded yet" : ""}
-      />
-      ${
-        conditions.length !== 1 &&
-        html`<${Chart}
-          ...${shared}
-          title=${`${key}: difference to ${baseline}`}
-          words=${body && body.differences.length > 0 && differenceWords(body)}
-          lines=${empty ? [] : apart}
-          share=${share ? "points" : false}
-          unit=${share ? "points" : ""}
-          zero=${true}
-          emptyWords="No pair of runs has come so far yet"
-        />`
-      }
-    </div>`;
+      <${ConditionChart} ...${shared} runs=${campaign.runs} tools=${tools} />
+      ${conditions.length !== 1 && html`<${DifferenceChart} ...${shared} />`}
+    </div>
+  </section>`;
 }

@@ -4,7 +4,7 @@ import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
 import {Copyable} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
-import {DataTable} from "../components/data_table.js";
+import {Table} from "../components/table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {isOpen} from "../verdicts.js";
@@ -35,15 +35,14 @@ function levelIntervals({comparison, summary}) {
     return {over: "seeds", rows: conditions.map((each) => ({interval: each.interval, n: seeds(each)}))};
   }
   const rows = conditions.map((each) => {
-    const last = (held.conditions.find((one) => one.label === each.label) || {}).last;
+    const {last} = held.conditions.find((one) => one.label === each.label) || {};
     if (!last || !each.finished.length) return {interval: null, n: seeds(each)};
-    const interval = last.low === null ? null : [last.low, last.high];
-    return {interval, n: `n ${last.n}, ${seeds(each)}`};
+    return {interval: last.low === null ? null : [last.low, last.high], n: `n ${last.n}, ${seeds(each)}`};
   });
   return {over: "problems", rows};
 }
 
-/** @param {{body: any}} props the answer of /api/campaign */
+// `body`: the answer of /api/campaign.
 export function Forests({body}) {
   const {comparison} = body;
   if (!comparison || !comparison.conditions.some((each) => each.after_values.length)) return null;
@@ -51,83 +50,71 @@ export function Forests({body}) {
   return html`<div class="two"><${Levels} body=${body} />${apart}</div>`;
 }
 
-/** @param {{body: any}} props */
+// A forest plot as a card; `heads` and the rows' `cells` are of the file with a line for each value.
+function ForestCard({heading, words, title, label, rows, heads, axis}) {
+  const lines = ({values, cells}) => values.map(({seed, value}) => cells(seed, value));
+  const spoken = `${label}: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`;
+  return html`<${FigureCard} ...${{heading, words, title}} csv=${() => table(heads, rows.flatMap(lines))}>
+    <${Forest} rows=${rows} label=${spoken} ...${axis} />
+  <//>`;
+}
+
+function valuesOf(values, seeds, write) {
+  return values.map((value, i) => ({value, seed: seeds[i], hint: `seed ${seeds[i]}: ${write(value)}`}));
+}
+
 function Levels({body}) {
   const {metric, share, summary, conditions} = body.comparison;
   const {over, rows: intervals} = levelIntervals(body);
   const write = (value) => amount(value, share);
-  const rows = conditions.map((each, index) => ({
-    ...{name: each.label, index, centre: each.after_mean, interval: intervals[index].interval},
-    values: each.after_values.map((value, i) => ({value, hint: `seed ${each.finished[i]}: ${write(value)}`})),
-    note: `${write(each.after_mean)}${written(intervals[index].interval, write)} · ${intervals[index].n}`,
-  }));
-  const csv = () =>
-    table(
-      ["condition", "seed", metric, "mean", "mean low", "mean high"],
-      conditions.flatMap((each, k) =>
-        each.after_values.map((value, i) => [
-          ...[each.label, each.finished[i], value, each.after_mean],
-          ...ends(intervals[k].interval),
-        ]),
-      ),
-    );
+  const rows = conditions.map(({label: name, after_mean: centre, after_values: values, finished}, index) => {
+    const {interval, n} = intervals[index];
+    const note = `${write(centre)}${written(interval, write)} · ${n}`;
+    const cells = (seed, value) => [name, seed, value, centre, ...ends(interval)];
+    return {name, index, centre, interval, note, values: valuesOf(values, finished, write), cells};
+  });
   const what = `${metric}, ${SUMMARIES[summary] || summary}`;
   const words = `${what}; a mark for each seed, line: mean, bar: 95 % interval over ${over}`;
-  const label = `${what} by condition: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`;
-  return html`<${FigureCard} heading="Result" words=${words} title=${`${metric} by condition`} csv=${csv}>
-    <${Forest} rows=${rows} label=${label} xTitle=${metric} unit=${share ? "%" : ""} />
-  <//>`;
+  const card = {heading: "Result", words, title: `${metric} by condition`, label: `${what} by condition`, rows};
+  const heads = ["condition", "seed", metric, "mean", "mean low", "mean high"];
+  return html`<${ForestCard} ...${card} heads=${heads} axis=${{xTitle: metric, unit: share ? "%" : ""}} />`;
 }
 
-/** @param {{comparison: any}} props */
-function Differences({comparison}) {
-  const {metric, share, baseline, margin} = comparison;
-  const apart = comparison.conditions
-    .map((each, index) => ({...each, index}))
-    .filter((each) => each.index > 0 && each.typical_difference !== null);
+function Differences({comparison: {metric, share, baseline, margin, conditions}}) {
   const write = (value) => difference(value, share);
-  const wider = ({difference_new_problems: found}) => (found && found.low !== null ? [found.low, found.high] : null);
-  const amountOf = (each) => write(each.typical_difference) + written(each.difference_interval, write);
-  const rows = apart.map((each) => ({
-    ...{name: each.label, index: each.index, centre: each.typical_difference, interval: each.difference_interval},
-    open: isOpen(each.verdict),
-    values: each.differences.map((value, i) => ({value, hint: `seed ${each.paired_seeds[i]}: ${write(value)}`})),
-    note: `${amountOf(each)} · ${plural(each.pairs, "pair")}`,
-    wider: wider(each),
-  }));
-  const csv = () =>
-    table(
-      [
-        ...["condition", "baseline", "seed", "difference", "mean", "typical", "typical low", "typical high"],
-        ...["new problems low", "new problems high", "margin", "verdict"],
-      ],
-      apart.flatMap((each) =>
-        each.differences.map((value, i) => [
-          ...[each.label, baseline, each.paired_seeds[i], value, each.difference, each.typical_difference],
-          ...[...ends(each.difference_interval), ...ends(wider(each)), margin, each.verdict],
-        ]),
-      ),
-    );
+  const rows = conditions.flatMap((each, index) => {
+    const {label: name, typical_difference: centre, difference_interval: interval, verdict} = each;
+    if (index === 0 || centre === null) return [];
+    const {low = null, high = null} = each.difference_new_problems || {};
+    const wider = low === null ? null : [low, high];
+    const before = (seed, value) => [name, baseline, seed, value, each.difference, centre];
+    return {
+      ...{name, index, centre, interval, wider, open: isOpen(verdict)},
+      values: valuesOf(each.differences, each.paired_seeds, write),
+      note: `${write(centre)}${written(interval, write)} · ${plural(each.pairs, "pair")}`,
+      cells: (seed, value) => [...before(seed, value), ...ends(interval), ...ends(wider), margin, verdict],
+    };
+  });
+  const heading = `Paired difference to ${baseline}`;
+  if (!rows.length) {
+    return html`<figure class="card"><h2>${heading}</h2><p class="state">No pair of finished runs yet</p></figure>`;
+  }
   const words = [
     `the same seed in both; line: typical difference${share ? " in points" : ""}, bar: 95 % interval over seeds`,
     rows.some((row) => row.wider) ? "thin line: the same on new problems" : "",
     margin ? "grey: what does not matter" : "",
     rows.some((row) => row.open && row.interval) ? "hatched: cannot tell yet" : "",
   ];
-  const heading = `Paired difference to ${baseline}`;
-  if (!rows.length) {
-    return html`<figure class="card"><h2>${heading}</h2><p class="state">No pair of finished runs yet</p></figure>`;
-  }
-  const title = `${metric} difference to ${baseline}`;
+  const heads = [
+    ...["condition", "baseline", "seed", "difference", "mean", "typical", "typical low", "typical high"],
+    ...["new problems low", "new problems high", "margin", "verdict"],
+  ];
   const unit = share ? "points" : "";
-  const label = `paired differences: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`;
   const axis = {xTitle: share ? "points" : `difference in ${metric}`, unit, zero: true, margin};
-  return html`<${FigureCard} heading=${heading} words=${words.filter(Boolean).join("; ")} title=${title} csv=${csv}>
-    <${Forest} rows=${rows} label=${label} ...${axis} />
-  <//>`;
+  const card = {heading, words: words.filter(Boolean).join("; "), title: `${metric} difference to ${baseline}`};
+  return html`<${ForestCard} ...${card} label="paired differences" rows=${rows} heads=${heads} axis=${axis} />`;
 }
 
-/** @param {{body: any}} props */
 export function Costs({body: {comparison, cost}}) {
   const gains = (each) => each.seconds_per_run && (each.index === 0 || each.typical_difference !== null);
   const known = (cost || []).map((each, index) => ({...each, index})).filter(gains);
@@ -140,14 +127,11 @@ export function Costs({body: {comparison, cost}}) {
     y: each.index === 0 ? 0 : each.typical_difference,
     hint: `${each.label}: ${dear(each)}, ${write(each)}`,
   }));
-  const csv = () =>
-    table(
-      ["condition", "seconds per run", "tokens per run", "typical difference", "difference low", "difference high"],
-      known.map((each) => [
-        ...[each.label, each.seconds_per_run, each.tokens_per_run, each.typical_difference],
-        ...ends(each.difference_interval),
-      ]),
-    );
+  const heads = ["seconds per run", "tokens per run", "typical difference", "difference low", "difference high"];
+  const cells = ({label, seconds_per_run: seconds, tokens_per_run: tokens, typical_difference: gain, ...each}) => [
+    ...[label, seconds, tokens, gain],
+    ...ends(each.difference_interval),
+  ];
   const columns = [
     {key: "condition", title: "condition", cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`},
     {key: "time", title: "time / run", number: true, cell: (each) => duration(each.seconds_per_run)},
@@ -155,29 +139,33 @@ export function Costs({body: {comparison, cost}}) {
     {key: "gain", title: "typical difference", number: true, cell: write},
   ];
   const label = `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`;
-  const unit = share ? "points" : "";
-  const axes = {xTitle: "device time per run", xText: (value) => (value === 0 ? "0" : duration(value)), unit};
+  const xText = (value) => (value === 0 ? "0" : duration(value));
+  const axes = {
+    xTitle: "device time per run",
+    xText,
+    yTitle: share ? "points" : "difference",
+    unit: share ? "points" : "",
+  };
   const words = "up: better than the baseline; right: dearer; bar: 95 % interval over seeds";
-  const title = `cost against gain ${metric}`;
-  return html`<${FigureCard} heading="Cost against gain" words=${words} title=${title} csv=${csv}>
-    <${Gain} points=${points} label=${label} yTitle=${share ? "points" : "difference"} ...${axes} />
-    <${DataTable} columns=${columns} rows=${known} keyOf=${(each) => each.label} label="cost" class="tight" />
+  const card = {heading: "Cost against gain", words, title: `cost against gain ${metric}`};
+  return html`<${FigureCard} ...${card} csv=${() => table(["condition", ...heads], known.map(cells))}>
+    <${Gain} points=${points} label=${label} ...${axes} />
+    <${Table} columns=${columns} rows=${known} keyOf=${(each) => each.label} label="cost" />
   <//>`;
 }
 
-/** @param {{power: any[]}} props */
 export function Seeds({power}) {
   const known = (power || []).filter((each) => each.line);
-  if (!known.length) return null;
   const item = ({label, line, toml}) => html`<div key=${label}>
     <p>${line}</p>
     ${toml && html`<${Copyable} text=${toml} label=${`seeds for ${label}`} message="TOML copied" />`}
   </div>`;
-  return html`<section class="card">
-    <h2>How many more seeds?</h2>
-    ${known.map(item)}
-    <p class="muted small">
-      Declare them as a new campaign: seeds that are added because of a result make it look surer than it is.
-    </p>
-  </section>`;
+  const words =
+    "Declare them as a new campaign: seeds that are added because of a result make it look surer than it is.";
+  return (
+    known.length > 0 &&
+    html`<section class="card">
+    <h2>How many more seeds?</h2>${known.map(item)}<p class="muted small">${words}</p>
+  </section>`
+  );
 }

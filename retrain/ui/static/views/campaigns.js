@@ -1,23 +1,20 @@
 // All campaigns and runs below the given directories: state, held-out accuracy, verdict, progress, newest warning.
 
 import {IntervalBar} from "../components/interval_bar.js";
-import {Choice, SearchField, Tabs} from "../components/inputs.js";
+import {AddressChoice, AddressSearch, AddressTabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
-import {Answered, Empty, NotRecorded} from "../components/states.js";
+import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
 import {DataTable} from "../components/data_table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useLayoutEffect, useMemo, useRef, useState} from "../lib/html.js";
-import {EVERY_KIND} from "../lib/live.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer} from "../lib/answer.js";
+import {html, useEffect, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
 import {tell} from "../places.js";
-import {go, link} from "../router.js";
 import {classOf, reach} from "../verdicts.js";
 
 const STATES = ["running", "done", "failed", "stopped", "interrupted", "pending"];
 const MOST_CONDITIONS = 4;
-/** @type {[string, string][]} */
 const SORTS = [
   ["updated", "newest first"],
   ["name", "by name"],
@@ -30,34 +27,23 @@ const HELP =
   "There is no campaign and no run below the given directories. `retrain train campaigns/quickstart.toml` trains one " +
   "in a minute; it appears here by itself.";
 
-function home({kind, place}) {
-  return link(kind === "campaign" ? "campaign" : "metrics", place);
+function conditionsOf({heldout}) {
+  return heldout ? heldout.conditions : [];
 }
 
-function conditionsOf(summary) {
-  return summary.heldout ? summary.heldout.conditions : [];
-}
-
-/** @param {{summary: any}} props */
-function Name({summary}) {
-  const {name, place, state, source, runs, note, missing} = summary;
-  const part = (kind, shown) => shown && html`<span class=${`pill ${kind}`}>${runs[kind]} ${kind}</span>`;
-  return html`<a class="open" href=${home(summary)} title=${place}>${name}</a>
-    <span class=${`pill ${state}`}>${state}</span>
-    ${part("running", runs.running > 0 && runs.planned > 1)}${part("failed", runs.failed > 0 && runs.planned > 1)}
+function Name({summary: {name, place, kind, state, source, runs, note, missing}}) {
+  const home = link(kind === "campaign" ? "campaign" : "metrics", place);
+  const part = (name) =>
+    runs[name] > 0 && runs.planned > 1 && html`<span class=${`pill ${name}`}>${runs[name]} ${name}</span>`;
+  const words = note && `step ${note.step}, ${note.run}: ${note.text}`;
+  const warning = html`<div class="small note warn"><a href=${link("notes", place)} class="quiet">${words}</a></div>`;
+  return html`<a class="open" href=${home} title=${place}>${name}</a>
+    <span class=${`pill ${state}`}>${state}</span>${part("running")}${part("failed")}
     ${source !== "retrain" && html`<span class="chip">${source}</span>`}
     <div class="muted small">${place}</div>
-    ${
-      note &&
-      note.level !== "info" &&
-      html`<div class="small note warn">
-        <a href=${link("notes", place)} class="quiet">step ${note.step}, ${note.run}: ${note.text}</a>
-      </div>`
-    }
-    <${NotRecorded} items=${missing} />`;
+    ${note && note.level !== "info" && warning}<${NotRecorded} items=${missing} />`;
 }
 
-/** @param {{summary: any}} props */
 function Accuracy({summary}) {
   const conditions = conditionsOf(summary);
   if (!conditions.length) return html`<span class="muted">${summary.heldout ? "not evaluated" : "–"}</span>`;
@@ -67,7 +53,7 @@ function Accuracy({summary}) {
     <span class="label" title=${`${label}, step ${last.step}, mean of ${plural(last.runs, "run")}`}>
       <${Swatch} index=${index} />${label}
     </span>
-    <${Rate} value=${last.rate} n=${last.n} low=${last.low} high=${last.high} />
+    <${Rate} ...${last} />
   </div>`;
   return html`<div class="accuracy">
     <${Sparkline} lines=${conditions} label=${`held-out accuracy over the steps: ${spoken.join(", ")}`} />
@@ -78,37 +64,34 @@ function Accuracy({summary}) {
   </div>`;
 }
 
-/** @param {{summary: any, most: number}} props */
 function Verdict({summary: {verdict, kind}, most}) {
   if (!verdict) return html`<span class="muted">${kind === "campaign" ? "no comparison yet" : "a single run"}</span>`;
   const {word, sentence, share, low, high} = verdict;
   const write = (value) => difference(value, share);
-  const size = `${write(verdict.difference)}${share ? " points" : ""}`;
   const interval = low === null ? "" : ` [${write(low)}, ${write(high)}]`;
   return html`<div class=${`verdict ${classOf(word)}`}>
     <b>${word}</b>
     <div class="bars">
       <${IntervalBar} verdict=${verdict} most=${share ? most : reach([verdict])} width=${120} />
-      <span class="numbers">${size}<span class="muted">${interval}</span></span>
+      <span class="numbers">
+        ${write(verdict.difference)}${share && " points"}<span class="muted">${interval}</span>
+      </span>
     </div>
     <span class="sentence" title=${sentence}>${sentence}</span>
   </div>`;
 }
 
-/** @param {{summary: any}} props */
 function Progress({summary: {name, seeds, steps, left_s}}) {
   const {done, planned} = steps;
-  const unfinished = planned > 0 && done < planned;
   const facts = [
     left_s ? `about ${duration(left_s)} left` : "",
     seeds.planned > 1 ? `${seeds.done} of ${plural(seeds.planned, "seed")}` : "",
   ];
   return html`${count(done)}${planned ? ` of ${count(planned)}` : ""}
-    ${unfinished && html`<progress max=${planned} value=${done} aria-label=${`steps of ${name}`} />`}
+    ${done < planned && html`<progress max=${planned} value=${done} aria-label=${`steps of ${name}`} />`}
     ${facts.filter(Boolean).map((fact) => html`<div class="small muted" key=${fact}>${fact}</div>`)}`;
 }
 
-/** @param {{summary: any}} props */
 function Devices({summary: {devices, device_hours}}) {
   const names = devices || [];
   const shown = names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ");
@@ -116,13 +99,9 @@ function Devices({summary: {devices, device_hours}}) {
     <div class="small muted">${hours(device_hours)}</div>`;
 }
 
-/**
- * @param {number} most what either end of the bars of shares stands for
- * @returns {import("../components/table.js").Column[]}
- */
+// `most`: what either end of the bars of shares stands for.
 function columnsOf(most) {
   const best = (row) => Math.max(...conditionsOf(row).map((each) => each.last.rate));
-  const changed = ({updated}) => html`<time title=${updated ? clock(updated) : null}>${ago(updated)}</time>`;
   return [
     {...{key: "name", title: "campaign", value: (row) => row.name}, cell: (row) => html`<${Name} summary=${row} />`},
     {
@@ -150,18 +129,13 @@ function columnsOf(most) {
       ...{key: "updated", title: "changed", number: true},
       // What trains stands first and keeps its place while it changes.
       value: ({state, updated}) => (state === "running" ? Infinity : updated || 0),
-      cell: changed,
+      cell: ({updated}) => html`<time title=${updated ? clock(updated) : null}>${ago(updated)}</time>`,
     },
   ];
 }
 
-/**
- * Return the campaigns that pass the filters, by name.
- * @param {any[]} places
- * @param {import("../lib/address.js").Query} query
- */
-function chosen(places, query) {
-  const {q = "", state} = query;
+/** Return the campaigns that pass the filters of the address, by name. */
+function chosen(places, {q = "", state}) {
   const words = q.toLowerCase().split(/\s+/).filter(Boolean);
   const text = ({place, conditions, source}) => `${place} ${(conditions || []).join(" ")} ${source}`.toLowerCase();
   const passes = (each) => (!state || each.state === state) && words.every((word) => text(each).includes(word));
@@ -176,51 +150,41 @@ function totals(places) {
   return parts.filter(Boolean).join(" · ");
 }
 
-/**
- * Keeps the rows in sight where they are while new data moves them: the page scrolls by what most of them moved.
- * @param {any} data
- */
+/** Keeps the rows in sight where they are while new data moves them: the page scrolls by what most of them moved. */
 function useSteadyRows(data) {
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
+  const root = useElement();
   // Measured before the new rows are drawn.
   const rows = root.current ? [...root.current.querySelectorAll("tbody tr")] : [];
-  const before = rows.flatMap((row) => {
-    const {top, bottom} = row.getBoundingClientRect();
-    return bottom > 0 && top < innerHeight ? [{row, top}] : [];
-  });
+  const topOf = (row) => row.getBoundingClientRect().top;
+  const before = rows.map((row) => ({row, top: topOf(row)})).filter(({top}) => top > 0 && top < innerHeight);
   useLayoutEffect(() => {
-    if (!scrollY) return;
     const still = before.filter(({row}) => row.isConnected);
-    const moves = still.map(({row, top}) => row.getBoundingClientRect().top - top).sort((a, b) => a - b);
-    if (moves.length) scrollBy(0, moves[moves.length >> 1]);
+    const moves = still.map(({row, top}) => topOf(row) - top).sort((a, b) => a - b);
+    if (scrollY && moves.length) scrollBy(0, moves[moves.length >> 1]);
   }, [data]);
   return root;
 }
 
-// Draw again now and then, since the page says how long ago things changed.
-function useClock() {
+export function Campaigns() {
+  const {query} = useAddress();
+  const answer = useAnswer("places", {}, {kinds: EVERY_KIND, wait: 1000});
+  const {data, retry} = answer;
+  const root = useSteadyRows(data);
   const [, tick] = useState(0);
+  const {done, of} = (data && data.reading) || {done: 0, of: 0};
+  // Draw again now and then, since the page says how long ago things changed.
   useEffect(() => {
     const timer = setInterval(() => tick((n) => n + 1), 30000);
     return () => clearInterval(timer);
   }, []);
-}
-
-export function Campaigns() {
-  const {query, patch} = useAddress();
-  const answer = useAnswer("places", {}, {kinds: EVERY_KIND, wait: 1000});
-  const {data, retry} = answer;
-  const root = useSteadyRows(data);
-  useClock();
   useEffect(() => {
-    if (!data) return;
-    tell(data.places);
-    if (!isReading(data)) return;
+    if (data) tell(data.places);
+    if (done >= of) return;
     const timer = setTimeout(retry, 400);
     return () => clearTimeout(timer);
   }, [data, retry]);
   const open = () => {
-    const first = root.current && root.current.querySelector("a.open");
+    const first = root.current.querySelector("a.open");
     if (first) go(first.getAttribute("href"));
   };
   useKeys({
@@ -230,54 +194,35 @@ export function Campaigns() {
   });
   const places = data ? data.places : [];
   const states = STATES.filter((state) => places.some((each) => each.state === state)).map((state) => [state, state]);
-  const search = (q) => patch({q: q || null}, {replace: true});
-  const sort = (key) => patch({sort: key === "updated" ? null : key, order: null});
-  const filter = (state) => patch({state: state || null});
-  const wait = isReading(data) && `Reading ${data.reading.done} of ${data.reading.of} …`;
-  return html`<div class="title">
-      <h1>Campaigns</h1>
-      <p class="muted">${totals(places)}</p>
-      ${wait && html`<p class="muted" role="status"><span class="spin" aria-hidden="true" />${wait}</p>`}
-    </div>
+  const words = html`<span class="spin" aria-hidden="true" />Reading ${done} of ${of} …`;
+  const wait = html`<p class="muted" role="status">${words}</p>`;
+  return html`<${Title} title="Campaigns" words=${totals(places)}>${done < of && wait}<//>
     <div class="tools">
-      <${SearchField} label="search name, condition …" value=${query.q || ""} onSearch=${search} wait=${120} />
-      <${Tabs} label="state" options=${[["", "all"], ...states]} value=${query.state || ""} onChoose=${filter} />
-      <${Choice} label="order" options=${SORTS} value=${query.sort || "updated"} onChoose=${sort} />
+      <${AddressSearch} label="search name, condition …" />
+      <${AddressTabs} name="state" label="state" options=${[["", "all"], ...states]} />
+      <${AddressChoice} name="sort" label="order" options=${SORTS} resets=${{order: null}} />
     </div>
-    <div ref=${root}><${Answered} of=${answer}>${() => html`<${List} places=${places} reading=${wait} />`}<//></div>`;
+    <div ref=${root}>
+      <${Answered} of=${answer}>${() => html`<${List} places=${places} query=${query} isReading=${done < of} />`}<//>
+    </div>`;
 }
 
-function isReading(data) {
-  return Boolean(data && data.reading && data.reading.done < data.reading.of);
-}
-
-/** @param {{places: any[], reading: string | false}} props */
-function List({places, reading}) {
-  const {query, patch} = useAddress();
+function List({places, query, isReading}) {
+  const {patch} = useAddress();
   const rows = useMemo(() => chosen(places, query), [places, query.q, query.state]);
-  const columns = useMemo(
-    () => columnsOf(reach(places.map((each) => each.verdict).filter((verdict) => verdict && verdict.share))),
-    [places],
-  );
-  if (!places.length) return reading ? null : html`<${Empty} title="Nothing to show yet">${HELP}<//>`;
-  if (!rows.length) {
-    return html`<${Empty} title="No campaign matches">Clear the search, or choose another state.<//>`;
-  }
-  const sort = columns.find((each) => each.key === query.sort) || columns[columns.length - 1];
-  const usual = Boolean(sort.number);
-  const down = query.order ? query.order === "down" : usual;
-  const choose = (key, toDown) => {
-    const column = columns.find((each) => each.key === key);
-    const order = toDown === Boolean(column && column.number) ? null : toDown ? "down" : "up";
-    patch({sort: key === "updated" ? null : key, order});
+  const columns = useMemo(() => {
+    const verdicts = places.map((each) => each.verdict);
+    return columnsOf(reach(verdicts.filter((verdict) => verdict && verdict.share)));
+  }, [places]);
+  if (!places.length) return isReading ? null : html`<${Empty} title="Nothing to show yet">${HELP}<//>`;
+  if (!rows.length) return html`<${Empty} title="No campaign matches">Clear the search, or choose another state.<//>`;
+  const key = SORTS.some(([each]) => each === query.sort) ? query.sort : "updated";
+  // Names go up at first, numbers down.
+  const down = query.order ? query.order === "down" : key !== "name";
+  const sort = (to, toDown) => {
+    const order = toDown === (to !== "name") ? null : toDown ? "down" : "up";
+    patch({sort: to === "updated" ? null : to, order});
   };
-  const order = {sort: sort.key, down, onSort: choose};
-  return html`<${DataTable}
-    class="campaigns"
-    label="campaigns"
-    columns=${columns}
-    rows=${rows}
-    keyOf=${(row) => row.place}
-    ...${order}
-  />`;
+  const table = {class: "campaigns", label: "campaigns", columns, rows, keyOf: (row) => row.place};
+  return html`<${DataTable} ...${table} sort=${key} down=${down} onSort=${sort} />`;
 }

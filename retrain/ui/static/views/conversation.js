@@ -10,12 +10,16 @@ const MOST_MARKS = 500;
 /** What is searched for: every text below marks it. */
 export const Search = createContext("");
 
-function textOf(content) {
-  if (typeof content === "string") return content;
-  return content === null || content === undefined ? "" : JSON.stringify(content, null, 2);
+function isKnown(value) {
+  return value !== null && value !== undefined && value !== "";
 }
 
-/** The text with every place of `search` marked, whatever the case. @param {{text: string, search?: string}} props */
+function textOf(content) {
+  if (typeof content === "string") return content;
+  return isKnown(content) ? JSON.stringify(content, null, 2) : "";
+}
+
+// The text with every place of `search` marked, whatever the case.
 export function Marked({text, search}) {
   if (!search) return text;
   const [all, wanted] = [text.toLowerCase(), search.toLowerCase()];
@@ -29,27 +33,24 @@ export function Marked({text, search}) {
   return [...parts, text.slice(begin)];
 }
 
-/**
- * A text of any length: what lies beyond `most` characters comes on request.
- * @param {{text: any, most?: number, class?: string}} props
- */
+// A text of any length: what lies beyond `most` characters comes on request.
 export function LongText({text, most = LONG, class: name = "said"}) {
   const [isOpen, setOpen] = useState(false);
   const search = useContext(Search);
   const all = textOf(text);
   const isWhole = isOpen || all.length <= most * 1.2;
+  const open = () => setOpen(true);
   const rest = html`<div>
-    <button type="button" onClick=${() => setOpen(true)}>show ${all.length - most} further characters</button>
+    <button type="button" onClick=${open}>show ${all.length - most} further characters</button>
   </div>`;
   return html`<div class=${name} dir="auto">
     <span><${Marked} text=${isWhole ? all : `${all.slice(0, most)} …`} search=${search} /></span>${!isWhole && rest}
   </div>`;
 }
 
-/** @param {{message: any}} props */
 function Message({message: {role, content, name, ...more}}) {
   const isTool = role === "tool" || role === "environment";
-  const extra = Object.entries(more).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const extra = Object.entries(more).filter(([, value]) => isKnown(value));
   const line = ([key, value]) =>
     html`<div class="small muted" key=${key}>${`${key}: ${textOf(value)}`.slice(0, 2000)}</div>`;
   return html`<div class=${`message ${isTool ? "tool" : ""}`}>
@@ -59,73 +60,55 @@ function Message({message: {role, content, name, ...more}}) {
 }
 
 function pairs(values) {
-  const there = Object.entries(values || {}).filter(([, value]) => value !== null && value !== undefined);
+  const there = Object.entries(values || {}).filter(([, value]) => isKnown(value));
   return there.map(([key, value]) => [key, typeof value === "number" ? number(value) : textOf(value).slice(0, 300)]);
 }
 
-function isKnown(value) {
-  return value !== null && value !== undefined;
-}
-
-function turnWords(turn, k, turns, advantage) {
-  const parts = [
-    turns > 1 ? `turn ${k + 1}` : "answer",
-    plural(turn.tokens ?? 0, "token"),
-    turn.stop_reason && turn.stop_reason !== "stop" && `ended: ${turn.stop_reason}`,
-    isKnown(turn.reward) && `reward ${number(turn.reward)}`,
-    isKnown(advantage) && `advantage ${number(advantage)}`,
-    ...pairs(turn.metrics).map((pair) => pair.join(" ")),
-  ];
-  return parts.filter(Boolean).join(" · ");
-}
-
-/** The prompt of an answer of /api/rollout or of a side of /api/prompt. @param {{prompt: any}} props */
+// The prompt of an answer of /api/rollout or of a side of /api/prompt.
 export function PromptBox({prompt: {messages, reference}}) {
+  const all = [...(messages || []), ...(isKnown(reference) ? [{role: "reference", content: reference}] : [])];
   const none = html`<p class="muted small">The prompt is not recorded for this step.</p>`;
-  const expected = html`<div class="message">
-    <div class="role">reference</div><div class="body"><${LongText} text=${reference} /></div>
-  </div>`;
   return html`<div class="promptbox">
-    ${messages && messages.length ? messages.map((each, i) => html`<${Message} key=${i} message=${each} />`) : none}
-    ${isKnown(reference) && reference !== "" && expected}
+    ${!(messages && messages.length) && none}${all.map((each, i) => html`<${Message} key=${i} message=${each} />`)}
   </div>`;
 }
 
+const REWRITTEN = html`<p class="muted small">The conversation was written anew before this turn:</p>`;
 const EMPTY_TEXT = html`<p class="muted">(an empty text)</p>`;
 
-/** @param {{turn: any, k: number, line: any, body?: any}} props */
 function Turn({turn, k, line, body}) {
-  const logs = Object.keys(turn.logs || {}).length > 0;
-  return html`${turn.fresh && html`<p class="muted small">The conversation was written anew before this turn:</p>`}
-    ${(turn.messages || []).map((each, i) => html`<${Message} key=${i} message=${each} />`)}
+  const {fresh, messages, tokens, stop_reason: stop, reward, metrics, text, logs} = turn;
+  const advantage = (line.turn_advantages || [])[k];
+  const facts = [
+    line.turns.length > 1 ? `turn ${k + 1}` : "answer",
+    plural(tokens ?? 0, "token"),
+    stop && stop !== "stop" && `ended: ${stop}`,
+    isKnown(reward) && `reward ${number(reward)}`,
+    isKnown(advantage) && `advantage ${number(advantage)}`,
+    ...pairs(metrics).map((pair) => pair.join(" ")),
+  ];
+  const details = html`<details class="small">
+    <summary class="muted">logs of this turn</summary>
+    <div class="said">${JSON.stringify(logs, null, 1)?.slice(0, 20000)}</div>
+  </details>`;
+  return html`${fresh && REWRITTEN}${(messages || []).map((each, i) => html`<${Message} key=${i} message=${each} />`)}
     <div class="message answer">
-      <div class="role">${turnWords(turn, k, line.turns.length, (line.turn_advantages || [])[k])}</div>
+      <div class="role">${facts.filter(Boolean).join(" · ")}</div>
       <div class="body">
-        ${body || (turn.text === "" ? EMPTY_TEXT : html`<${LongText} text=${turn.text} />`)}
-        ${logs && html`<${Logs} logs=${turn.logs} />`}
+        ${body || (text === "" ? EMPTY_TEXT : html`<${LongText} text=${text} />`)}
+        ${Object.keys(logs || {}).length > 0 && details}
       </div>
     </div>`;
 }
 
-/** @param {{logs: any}} props */
-function Logs({logs}) {
-  return html`<details class="small">
-    <summary class="muted">logs of this turn</summary>
-    <div class="said">${JSON.stringify(logs, null, 1).slice(0, 20000)}</div>
-  </details>`;
-}
-
-/**
- * The turns of a rollout; `body(turn, k)` gives what stands for a turn's text, such as its tokens.
- * @param {{line: any, body?: (turn: any, k: number) => any}} props
- */
+// The turns of a rollout; `body(turn, k)` gives what stands for a turn's text, such as its tokens.
 export function Turns({line, body}) {
   return line.turns.map(
     (turn, k) => html`<${Turn} key=${k} turn=${turn} k=${k} line=${line} body=${body && body(turn, k)} />`,
   );
 }
 
-/** Reward, advantage and how a rollout ended, in one row. @param {{line: any}} props */
+// Reward, advantage and how a rollout ended, in one row.
 export function Outcome({line}) {
   const total = line.turns.reduce((sum, turn) => sum + (turn.tokens || 0), 0);
   const ends = [...new Set([line.stop_reason, line.ended])].filter(Boolean).join(", ");
@@ -147,32 +130,20 @@ export function Outcome({line}) {
   </dl>`;
 }
 
-/**
- * The samples of a group as buttons with their rewards: ✓ correct, ✗ not, ? not graded.
- * @param {{samples: any[], chosen: number | null, onPick: (index: number) => void, label: string}} props
- */
+// The samples of a group as buttons with their rewards: ✓ correct, ✗ not, ? not graded.
 export function Strip({samples, chosen, onPick, label}) {
-  const bead = (each, k) => {
-    const isGraded = each.reward !== null;
+  const bead = ({index, sample, reward, correct, advantage, length}, k) => {
+    const [css, sign] = reward === null ? ["none", "?"] : correct ? ["right", "✓"] : ["false", "✗"];
     const words = [
-      `sample ${each.sample ?? k}`,
-      `reward ${isGraded ? number(each.reward) : "none"}`,
-      each.correct ? "correct" : "not correct",
-      isKnown(each.advantage) && `advantage ${number(each.advantage)}`,
-      each.length && plural(each.length, "token"),
+      `sample ${sample ?? k}`,
+      `reward ${reward === null ? "none" : number(reward)}`,
+      correct ? "correct" : "not correct",
+      isKnown(advantage) && `advantage ${number(advantage)}`,
+      length && plural(length, "token"),
     ];
     const text = words.filter(Boolean).join(", ");
-    return html`<button
-      type="button"
-      key=${each.index}
-      class=${`bead ${isGraded ? (each.correct ? "right" : "false") : "none"}`}
-      title=${text}
-      aria-label=${text}
-      aria-pressed=${String(each.index === chosen)}
-      onClick=${() => onPick(each.index)}
-    >
-      ${isGraded ? (each.correct ? "✓" : "✗") : "?"}
-    </button>`;
+    const state = {class: `bead ${css}`, title: text, "aria-label": text, "aria-pressed": String(index === chosen)};
+    return html`<button type="button" key=${index} ...${state} onClick=${() => onPick(index)}>${sign}</button>`;
   };
   return html`<span class="strip" role="group" aria-label=${label}>${samples.map(bead)}</span>`;
 }

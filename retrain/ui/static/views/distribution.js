@@ -2,13 +2,13 @@
 
 import {Histograms, WIDTH} from "../charts/histogram.js";
 import {SaveMenu, painted, table} from "../charts/save.js";
-import {Choice} from "../components/inputs.js";
+import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered} from "../components/states.js";
 import {number, plural} from "../format.js";
+import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useRef} from "../lib/html.js";
-import {nameOf} from "../names.js";
+import {html, useElement} from "../lib/html.js";
 import {Steps} from "./reading.js";
 
 const HEIGHT = 230;
@@ -17,11 +17,7 @@ const TOP = 12;
 const RIGHT = WIDTH - 10;
 const SIZE = {class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, height: HEIGHT, role: "img"};
 
-/**
- * Columns of shares: the darker, the larger a share of the step's rollouts. A click goes to the step.
- * @param {{over: {steps: number[], edges: number[], counts: number[][]}, name: string, chosen: number,
- *   onStep: (step: number) => void}} props
- */
+// Columns of shares: the darker, the larger a share of the step's rollouts. A click goes to the step.
 function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   const left = 52;
   const wide = (RIGHT - left) / Math.max(1, steps.length);
@@ -57,41 +53,40 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
   </svg>`;
 }
 
-/**
- * @param {{place: string, runs: {place: string}[], mover: {current: ((by: number) => void) | null}}} props `mover` gets
- *   what the keys for an earlier and a later step call
- */
-export function Distribution({place, runs, mover}) {
+export function Distribution({place, runs}) {
   const {query, patch} = useAddress();
   const {hist: name, step} = query;
-  const picture = useRef(null);
+  const picture = useElement();
   const run = query.run || (runs.length ? runs[0].place : place);
   const answer = useAnswer("histogram", {at: run, metric: name, step});
   const {data: at} = answer;
   const whole = useAnswer("histogram", {at: run, metric: name, over: "steps"});
   const over = whole.isCurrent ? whole.data : null;
   const steps = over && over.steps.length ? over.steps : at ? [at.step] : [];
-  mover.current = (by) => {
+  const slide = (to) => patch({step: to}, {replace: true});
+  const move = (by) => () => {
     const next = at && steps[steps.findLastIndex((each) => each <= at.step) + by];
-    if (next !== null && next !== undefined) patch({step: next}, {replace: true});
+    if (next !== null && next !== undefined) slide(next);
   };
-  useEffect(() => () => void (mover.current = null), []);
+  useKeys({h: ["earlier step of the distribution", move(-1)], l: ["later step of the distribution", move(1)]});
   const saved = () => {
     const rows = at.counts.map((count, i) => [at.edges[i], at.edges[i + 1], count]);
     const csv = () => table([`${name} from`, "to", "rollouts"], rows);
     return {title: `${name} step ${at.step}`, csv, picture: () => painted(picture.current)};
   };
+  const overSteps =
+    over &&
+    html`<div>
+      <h3>Over steps<small>the darker, the larger a share of the step's rollouts; a click goes to the step</small></h3>
+      <${Heat} over=${over} name=${name} chosen=${at && at.step} onStep=${(to) => patch({step: to})} />
+    </div>`;
   const content = () => {
     const total = at.counts.reduce((sum, n) => sum + n, 0);
-    const runOptions = runs.map((each) => [each.place, nameOf(each.place)]);
-    const names = at.names.map((each) => [each, each]);
     const label = `${name} at step ${at.step} over ${plural(total, "rollout")}`;
     const histogram = {rows: [{counts: at.counts}], edges: at.edges, name, label};
-    const slide = (to) => patch({step: to}, {replace: true});
-    const chooseRun = (value) => patch({run: value, step: null});
     return html`<div class="tools">
-        ${runs.length > 1 && html`<${Choice} label="run" options=${runOptions} value=${run} onChoose=${chooseRun} />`}
-        <${Choice} label="what" options=${names} value=${name} onChoose=${(hist) => patch({hist})} />
+        <${RunChoice} runs=${runs} value=${run} onChoose=${(value) => patch({run: value, step: null})} />
+        <${AddressChoice} name="hist" label="what" options=${at.names.map((each) => [each, each])} usual=${null} />
         <${Steps} label="step" steps=${steps} step=${at.step} onStep=${slide} />
         <span class="muted small">h and l step back and forward</span>
         <${SaveMenu} get=${saved} />
@@ -101,16 +96,7 @@ export function Distribution({place, runs, mover}) {
           <h3>At step ${at.step}<small>${plural(total, "rollout")}</small></h3>
           <${Histograms} ...${histogram} noun="rollout" picture=${picture} />
         </div>
-        ${
-          over &&
-          html`<div>
-            <h3>
-              Over steps
-              <small>the darker, the larger a share of the step's rollouts; a click goes to the step</small>
-            </h3>
-            <${Heat} over=${over} name=${name} chosen=${at.step} onStep=${(to) => patch({step: to})} />
-          </div>`
-        }
+        ${overSteps}
       </div>`;
   };
   const close = () => patch({hist: null, run: null, step: null});

@@ -4,125 +4,118 @@ import {SignButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
-import {html} from "../lib/html.js";
+import {download, say} from "../lib/browser.js";
+import {html, useElement} from "../lib/html.js";
 import {MetricChart} from "./metric_chart.js";
-import {FileButtons, metricOf, readMine, sectionsOf, writeMine} from "./metrics_keys.js";
+import {metricOf, readMine, sectionsOf, writeMine} from "./metrics_keys.js";
 
-/**
- * @typedef {import("./metrics_keys.js").Metric} Metric
- * @typedef {{body: {metrics: Metric[], watch: string[]}, page: import("./metric_chart.js").Page,
- *   test: (metric: Metric) => boolean}} GridProps
- */
+// What a file of one's own charts may set.
+const KEPT = ["keys", "x", "smooth", "lines", "logx", "logy", "clip", "full", "thin"];
 
-/** @param {Pick<GridProps, "body" | "page">} props */
 export function OpenChart({body, page}) {
-  const {query} = useAddress();
-  const metric = metricOf(body.metrics, query.open);
+  const metric = metricOf(body.metrics, useAddress().query.open);
   return html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level="h2" big=${true} />`;
 }
 
-/** @param {{metrics: Metric[], page: any, level: "h2" | "h3"}} props */
 function Charts({metrics, page, level}) {
   const chart = (metric) => html`<${MetricChart} key=${metric.key} metric=${metric} page=${page} level=${level} />`;
   return html`<div class="charts">${metrics.map(chart)}</div>`;
 }
 
-/** @param {GridProps} props */
 export function WatchedCharts({body, page, test}) {
   const metrics = body.watch.map((key) => metricOf(body.metrics, key)).filter(test);
   if (metrics.length) return html`<${Charts} metrics=${metrics} page=${page} level="h2" />`;
   return html`<${Empty} title="None of the watched metrics is here">All has every key that these runs wrote.<//>`;
 }
 
-/** @param {{sections: ReturnType<typeof sectionsOf>}} props */
-function SectionIndex({sections}) {
+export function AllCharts({body, page, test}) {
+  const sections = sectionsOf(body.metrics.filter(test));
+  const words = "The search looks at keys, sections, groups and the names that other tools use.";
+  if (!sections.length) return html`<${Empty} title="No metric matches">${words}<//>`;
+  const many = (groups) => groups.reduce((sum, [, metrics]) => sum + metrics.length, 0);
   const entry = ([section, groups]) => {
     const go = () => {
-      const head = document.getElementById(`section ${section}`);
-      if (!head) return;
+      const head = /** @type {HTMLElement} */ (document.getElementById(`section ${section}`));
       head.scrollIntoView();
       head.focus();
     };
-    const count = groups.reduce((sum, [, metrics]) => sum + metrics.length, 0);
-    const name = html`${section} <small class="muted">${count}</small>`;
-    return html`<button type="button" key=${section} onClick=${go}>${name}</button>`;
+    return html`<button type="button" key=${section} onClick=${go}>
+      ${section} <small class="muted">${many(groups)}</small>
+    </button>`;
   };
-  return html`<nav class="sections" aria-label="sections">${sections.map(entry)}</nav>`;
+  const group = ([name, metrics], at, groups) => html`<div key=${name}>
+    ${name && (groups.length > 1 || !metrics[0].definition) && html`<h3 class="group">${name}</h3>`}
+    <${Charts} metrics=${metrics} page=${page} level="h3" />
+  </div>`;
+  const part = ([section, groups]) => html`<section key=${section}>
+    <h2 class="section" id=${`section ${section}`} tabindex="-1">
+      ${section}<small>${plural(many(groups), "metric")}</small>
+    </h2>
+    ${groups.map(group)}
+  </section>`;
+  const index = html`<nav class="sections" aria-label="sections">${sections.map(entry)}</nav>`;
+  return html`${sections.length > 1 && index}${sections.map(part)}`;
 }
 
-/** @param {GridProps} props */
-export function AllCharts({body, page, test}) {
-  const sections = sectionsOf(body.metrics.filter(test));
-  if (!sections.length) {
-    return html`<${Empty} title="No metric matches">
-      The search looks at keys, sections, groups and the names that other tools use.
-    <//>`;
-  }
-  const group =
-    (section, groups) =>
-    ([name, metrics]) => {
-      const isCustom = !metrics[0].definition;
-      const heading = name && (groups.length > 1 || isCustom);
-      return html`<div key=${name}>
-      ${heading && html`<h3 class="group">${name}</h3>`}
-      <${Charts} metrics=${metrics} page=${page} level="h3" />
-    </div>`;
-    };
-  const one = ([section, groups]) => {
-    const count = groups.reduce((sum, [, metrics]) => sum + metrics.length, 0);
-    return html`<section key=${section}>
-      <h2 class="section" id=${`section ${section}`} tabindex="-1">
-        ${section}<small>${plural(count, "metric")}</small>
-      </h2>
-      ${groups.map(group(section, groups))}
-    </section>`;
-  };
-  return html`${sections.length > 1 && html`<${SectionIndex} sections=${sections} />`} ${sections.map(one)}`;
-}
-
-/** @param {{items: import("./metrics_keys.js").Item[], at: number}} props */
 function ItemButtons({items, at}) {
   const {patch} = useAddress();
   const {key} = items[at];
   const without = items.filter((_, i) => i !== at);
-  const move = (by) => () => {
-    const moved = [...without];
-    moved.splice(at + by, 0, items[at]);
-    patch({keys: writeMine(moved)});
-  };
-  const repeat = () => patch({keys: writeMine([...items.slice(0, at + 1), items[at], ...items.slice(at + 1)])});
+  const put = (to, rest) => () => patch({keys: writeMine([...rest.slice(0, to), items[at], ...rest.slice(to)])});
   const remove = () => patch({keys: writeMine(without), tab: "mine"});
   const button = (sign, label, hint, onPress, disabled = false) =>
     html`<${SignButton} label=${label} hint=${hint} onPress=${onPress} disabled=${disabled}>${sign}<//>`;
-  return html`${button("◂", `move ${key} forward`, "move forward", move(-1), at === 0)}
-  ${button("▸", `move ${key} back`, "move back", move(1), at === items.length - 1)}
-  ${button("+", `${key} once more`, "once more, for another filter", repeat)}
+  return html`${button("◂", `move ${key} forward`, "move forward", put(at - 1, without), at === 0)}
+  ${button("▸", `move ${key} back`, "move back", put(at + 1, without), at === items.length - 1)}
+  ${button("+", `${key} once more`, "once more, for another filter", put(at, items))}
   ${button("✕", `take ${key} out of Mine`, "take out", remove)}`;
 }
 
-/** @param {GridProps} props */
 export function MyCharts({body, page, test}) {
   const {query, patch} = useAddress();
   const items = readMine(query.keys);
   const chart = ({key, only}, at) => {
     const metric = metricOf(body.metrics, key);
-    if (!test(metric)) return null;
-    const filter = (text) => patch({keys: writeMine(items.map((each, i) => (i === at ? {key, only: text} : each)))});
-    const buttons = html`<${ItemButtons} items=${items} at=${at} />`;
-    return html`<${MetricChart}
-      key=${`${items.slice(0, at).filter((each) => each.key === key).length} ${key}`}
-      ...${{metric, page, only}}
-      level="h2"
-      mine=${buttons}
-      onFilter=${filter}
-    />`;
+    const filter = (text) => patch({keys: writeMine(items.with(at, {key, only: text}))});
+    const before = items.slice(0, at).filter((each) => each.key === key).length;
+    const options = {metric, page, only, level: "h2", onFilter: filter};
+    return (
+      test(metric) &&
+      html`<${MetricChart}
+      key=${`${before} ${key}`}
+      ...${options}
+      mine=${html`<${ItemButtons} items=${items} at=${at} />`}
+    />`
+    );
   };
-  return html`<${FileButtons} query=${query} patch=${patch} />
-    ${
-      items.length
-        ? html`<div class="charts">${items.map(chart)}</div>`
-        : html`<${Empty} title="Nothing chosen yet">
-          ☆ on a chart puts it here. The address holds your choice: keep it as a bookmark, or send it.
-        <//>`
-    }`;
+  const nothing = html`<${Empty} title="Nothing chosen yet">
+    ☆ on a chart puts it here. The address holds your choice: keep it as a bookmark, or send it.
+  <//>`;
+  return html`<${FileButtons} />${items.length ? html`<div class="charts">${items.map(chart)}</div>` : nothing}`;
+}
+
+// Buttons that save one's own charts as a file, and open such a file.
+function FileButtons() {
+  const {query, patch} = useAddress();
+  const picker = useElement();
+  const read = async (event) => {
+    try {
+      const {charts} = JSON.parse(await event.target.files[0].text());
+      const kept = KEPT.map((key) => [key, typeof charts[key] === "string" ? charts[key] : null]);
+      patch({...Object.fromEntries(kept), tab: "mine", open: null});
+      say(plural(readMine(charts.keys).length, "chart"));
+    } catch (error) {
+      say("This is no file of charts");
+    }
+  };
+  const save = () => {
+    const charts = Object.fromEntries(KEPT.filter((key) => query[key]).map((key) => [key, query[key]]));
+    download("charts.json", new Blob([`${JSON.stringify({charts}, null, 2)}\n`], {type: "application/json"}));
+  };
+  const file = {type: "file", accept: "application/json,.json", "aria-label": "file of charts", tabindex: "-1"};
+  return html`<div class="tools">
+    ${query.keys && html`<button type="button" onClick=${save}>Save as a file</button>`}
+    <button type="button" onClick=${() => picker.current.click()}>Open a file</button>
+    <input ref=${picker} class="away" ...${file} onChange=${read} />
+  </div>`;
 }

@@ -1,91 +1,67 @@
 // What was noted about the runs, and the log of a run from its end backwards; both with search.
 
 import {get, gone} from "../api.js";
-import {Choice, SearchField} from "../components/inputs.js";
-import {Answered, Failed} from "../components/states.js";
+import {AddressChoice, AddressSearch, RunChoice} from "../components/inputs.js";
+import {Answered, Failed, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useRuns} from "../lib/campaign.js";
-import {html, useEffect, useLayoutEffect, useRef, useState} from "../lib/html.js";
-import {EVERY_KIND, useChanges} from "../lib/live.js";
-import {runName} from "../names.js";
-import {link} from "../router.js";
+import {link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer, useChanges, useRuns} from "../lib/answer.js";
+import {html, useEffect, useElement, useLayoutEffect, useRef, useState} from "../lib/html.js";
 import {Marked} from "./conversation.js";
 
-/** @type {[string, string][]} */
 const LEVELS = [
   ["", "all notes"],
   ["warning", "warnings"],
   ["info", "info"],
 ];
+const COLOURS = {warning: "warn", error: "bad", critical: "bad"};
 const MOST_NOTES = 300;
 const MOST_LINES = 5000;
 
 export function Notes() {
-  const {place, query, patch} = useAddress();
   useKeys({j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]});
-  return html`<div class="title"><h1>Notes and logs</h1></div>
+  return html`<${Title} title="Notes and logs" />
     <div class="tools">
-      <${SearchField}
-        label="search notes and log"
-        value=${query.q || ""}
-        onSearch=${(q) => patch({q: q || null}, {replace: true})}
-      />
-      <${Choice}
-        label="level"
-        options=${LEVELS}
-        value=${query.level || ""}
-        onChoose=${(level) => patch({level: level || null})}
-      />
+      <${AddressSearch} label="search notes and log" /><${AddressChoice} name="level" label="level" options=${LEVELS} />
     </div>
-    <section><h2>Notes</h2><${NoteList} place=${place} search=${query.q} level=${query.level} /></section>
-    <section><h2>Log</h2><${Log} place=${place} search=${query.q} /></section>`;
+    <section><h2>Notes</h2><${NoteList} /></section>
+    <section><h2>Log</h2><${Log} /></section>`;
 }
 
-/** @param {{place: string, search?: string, level?: string}} props */
-function NoteList({place, search, level}) {
+function NoteList() {
+  const {place, query} = useAddress();
+  const {q: search, level} = query;
   const answer = useAnswer("notes", {at: place, search, level}, {kinds: ["notes"], wait: 3000});
-  return html`<${Answered} of=${answer}>
-    ${({notes, total}) => {
-      if (!notes.length) {
-        const reason = search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
-        return html`<p class="muted">${reason}</p>`;
-      }
-      const rest = total - MOST_NOTES;
-      return html`<ul class="notes">
-          ${notes.slice(0, MOST_NOTES).map((note, i) => html`<${Note} key=${i} note=${note} />`)}
-        </ul>
-        ${rest > 0 && html`<p class="muted">${plural(rest, "further note")}: search for them.</p>`}`;
-    }}
-  <//>`;
+  const nothing = search || level ? "None matches the search." : "Nothing odd was noticed in these runs.";
+  const content = ({notes, total}) => {
+    const rest = total - MOST_NOTES;
+    const item = (note, i) => html`<${Note} key=${i} ...${note} />`;
+    if (!notes.length) return html`<p class="muted">${nothing}</p>`;
+    return html`<ul class="notes">${notes.slice(0, MOST_NOTES).map(item)}</ul>
+      ${rest > 0 && html`<p class="muted">${plural(rest, "further note")}: search for them.</p>`}`;
+  };
+  return html`<${Answered} of=${answer}>${content}<//>`;
 }
 
-/** @param {{note: any}} props */
-function Note({note}) {
-  return html`<li class=${`note ${note.level}`} tabindex="-1">
+function Note({place, run, step: number, level, text, remedy}) {
+  return html`<li class=${`note ${level}`} tabindex="-1">
     <div class="head">
-      <b class=${note.level === "warning" ? "warn" : null}>${note.text}</b>
+      <b class=${level === "warning" ? "warn" : null}>${text}</b>
       <span class="muted small">
-        <a href=${link("metrics", note.place)} class="quiet">${note.run || note.place}</a>, step ${note.step}
+        <a href=${link("metrics", place)} class="quiet">${run || place}</a>, step ${number}
       </span>
     </div>
-    ${note.remedy && html`<div class="muted">${note.remedy}</div>`}
+    ${remedy && html`<div class="muted">${remedy}</div>`}
   </li>`;
 }
 
-/** @typedef {{text: string, level: string, byte: number}} Line */
+/** @type {{lines: any[], before: number | null, error: any, known: boolean}} */
+const NO_LINES = {lines: [], before: null, error: null, known: false};
 
-/** @type {{lines: Line[], before: number | null, error: any}} */
-const NO_LINES = {lines: [], before: null, error: null};
-
-/**
- * The lines of a log from its end; `read(byte)` adds the page before that byte.
- * @param {string | null} at
- */
+/** Return the lines of a log from its end; `read(byte)` adds the page before that byte. */
 function useLog(at, search) {
-  const [log, setLog] = useState({...NO_LINES, known: false});
+  const [log, setLog] = useState(NO_LINES);
   const controller = useRef(new AbortController());
   const read = async (/** @type {number | undefined} */ before = undefined) => {
     const {signal} = controller.current;
@@ -94,13 +70,9 @@ function useLog(at, search) {
       setLog((old) => {
         const byByte = new Map([...old.lines, ...body.lines].map((line) => [line.byte, line]));
         const lines = [...byByte.values()].sort((a, b) => a.byte - b.byte);
-        const kept = before === undefined ? lines.slice(-MOST_LINES) : lines;
-        return {
-          lines: kept,
-          before: old.known && before === undefined ? old.before : body.before,
-          error: null,
-          known: true,
-        };
+        const isNewest = before === undefined;
+        const first = old.known && isNewest ? old.before : body.before;
+        return {lines: isNewest ? lines.slice(-MOST_LINES) : lines, before: first, error: null, known: true};
       });
     } catch (error) {
       if (!gone(error) && !signal.aborted) setLog((old) => ({...old, error}));
@@ -108,7 +80,7 @@ function useLog(at, search) {
   };
   useEffect(() => {
     controller.current = new AbortController();
-    setLog({...NO_LINES, known: false});
+    setLog(NO_LINES);
     if (at !== null) read();
     return () => controller.current.abort();
   }, [at, search]);
@@ -116,50 +88,39 @@ function useLog(at, search) {
   return {...log, read};
 }
 
-/** @param {{place: string, search?: string}} props */
-function Log({place, search}) {
-  const {query, patch} = useAddress();
-  const {runs, known, error: failed} = useRuns(place);
+function Log() {
+  const {place, query, patch} = useAddress();
+  const {runs, known: isListed, error: failed} = useRuns(place);
   const first = runs.length ? runs[0].place : place;
-  const at = query.run || (known || failed ? first : null);
-  const log = useLog(at, search);
-  const {lines, before, error, read} = log;
-  const options = runs.map((run) => [run.place, `${runName(run)} (${run.state})`]);
-  const choose = (run) => patch({run});
+  const at = query.run || (isListed || failed ? first : null);
+  const {lines, before, error, known, read} = useLog(at, query.q);
+  const older = html`<button type="button" onClick=${() => read(Number(before))}>Older lines</button>`;
+  const content = html`<${LogLines} lines=${lines} search=${query.q} known=${known} />`;
   return html`<div class="tools">
-      ${runs.length > 1 && html`<${Choice} label="run" options=${options} value=${at} onChoose=${choose} />`}
+      <${RunChoice} runs=${runs} value=${at} onChoose=${(run) => patch({run})} />
       <span class="muted small">newest lines at the end</span>
     </div>
-    <div class="older">
-      ${before !== null && html`<button type="button" onClick=${() => read(before)}>Older lines</button>`}
-    </div>
-    ${
-      error && !log.known
-        ? html`<${Failed} error=${error} retry=${() => read()} />`
-        : html`<${LogLines} lines=${lines} search=${search} known=${log.known} />`
-    }`;
+    <div class="older">${before !== null && older}</div>
+    ${error && !known ? html`<${Failed} error=${error} retry=${() => read()} />` : content}`;
 }
 
-/** @param {{lines: Line[], search?: string, known: boolean}} props */
 function LogLines({lines, search, known}) {
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
+  const root = useElement();
   const first = useRef(Infinity);
   // Measured before the new lines are drawn: the end stays in sight, and older lines push nothing away.
   const element = root.current;
   const fromEnd = element ? element.scrollHeight - element.scrollTop : 0;
   const atEnd = !element || fromEnd - element.clientHeight < 30;
   useLayoutEffect(() => {
-    const drawn = /** @type {HTMLElement} */ (root.current);
+    const drawn = root.current;
     const start = lines.length ? lines[0].byte : Infinity;
     if (atEnd) drawn.scrollTop = drawn.scrollHeight;
     else if (start < first.current) drawn.scrollTop = drawn.scrollHeight - fromEnd;
     first.current = start;
   }, [lines]);
-  const colours = /** @type {Record<string, string>} */ ({warning: "warn", error: "bad", critical: "bad"});
-  const row = ({text, level, byte}) => {
-    const content = html`<${Marked} text=${text} search=${search} />`;
-    return html`<div key=${byte} class=${colours[(level || "").toLowerCase()]}>${content}</div>`;
-  };
+  const row = ({text, level, byte}) => html`<div key=${byte} class=${COLOURS[(level || "").toLowerCase()]}>
+    <${Marked} text=${text} search=${search} />
+  </div>`;
   const empty = html`<p class="state">${search ? "No line matches." : "The log is empty."}</p>`;
   return html`<div class="log" ref=${root} tabindex="0" role="log" aria-label="run.log">
     ${lines.length || !known ? lines.map(row) : empty}

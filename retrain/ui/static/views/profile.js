@@ -1,23 +1,12 @@
 // One number of a rollout along its tokens: a line, where turns begin, the chosen token.
 
+import {NUMBERS, extent, written} from "../components/token_scales.js";
 import {number} from "../format.js";
 import {html, useMemo} from "../lib/html.js";
-import {NUMBERS, written} from "./token_numbers.js";
 
 const WIDE = 1000;
 const TALL = 100;
 const MOST = 1000;
-
-/**
- * @typedef {import("./token_numbers.js").Values} Values
- * @param {Values} values
- */
-function extent(values) {
-  const known = /** @type {number[]} */ (values.filter((value) => Number.isFinite(value)));
-  const least = (a, b) => Math.min(a, b);
-  const greatest = (a, b) => Math.max(a, b);
-  return known.length ? [known.reduce(least), known.reduce(greatest)] : null;
-}
 
 // Of many tokens, each place of the line shows the least and the greatest.
 function linePath(values, x, y) {
@@ -36,24 +25,17 @@ function linePath(values, x, y) {
   return path;
 }
 
-/** @param {Values} values */
 function profileOf(name, values) {
   const {kind} = NUMBERS[name];
   const [low, high] = extent(values) || [0, 1];
-  const isFree = kind === "range" || kind === "which";
-  const bottom = isFree ? low : Math.min(0, low);
+  const bottom = kind === "range" || kind === "which" ? low : Math.min(0, low);
   const top = Math.max(kind === "flag" ? 1 : 0, high);
   const x = (i) => (((i + 0.5) / values.length) * WIDE).toFixed(1);
   const y = (value) => (TALL - 3 - ((value - bottom) / (top - bottom || 1)) * (TALL - 6)).toFixed(1);
-  const highest = Math.max(0, values.indexOf(high));
-  const ends = `from ${written(name, low)} to ${written(name, high)}, highest at token ${highest}`;
+  const ends = `from ${written(name, low)} to ${written(name, high)}, highest at token ${values.indexOf(high)}`;
   return {bottom, top, ends, path: linePath(values, x, y), zero: bottom < 0 && top > 0 ? y(0) : null, x};
 }
 
-/**
- * @param {{name: string, values: Values, starts: number[], chosen: number | null, pointed: number | null,
- *   onPick: (i: number) => void, onPoint: (i: number | null) => void}} props
- */
 export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}) {
   const {bottom, top, ends, path, zero, x} = useMemo(() => profileOf(name, values), [name, values]);
   const many = values.length;
@@ -64,6 +46,12 @@ export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}
   const upright = (css, at) => html`<line class=${css} x1=${at} x2=${at} y1="0" y2=${TALL} />`;
   const turns = starts.slice(1).map((first) => upright("turnline", ((first / many) * WIDE).toFixed(1)));
   const {title} = NUMBERS[name];
+  const picture = {viewBox: `0 0 ${WIDE} ${TALL}`, preserveAspectRatio: "none", role: "img"};
+  const events = {
+    onClick: (event) => onPick(token(event)),
+    onPointerMove: (event) => onPoint(token(event)),
+    onPointerLeave: () => onPoint(null),
+  };
   return html`<figure class="profile">
     <figcaption>
       <b>${title}</b>
@@ -71,15 +59,7 @@ export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}
     </figcaption>
     <div class="frame">
       <span class="tick top">${number(top)}</span><span class="tick">${number(bottom)}</span>
-      <svg
-        viewBox=${`0 0 ${WIDE} ${TALL}`}
-        preserveAspectRatio="none"
-        role="img"
-        aria-label=${`${title} over ${many} tokens, ${ends}`}
-        onClick=${(event) => onPick(token(event))}
-        onPointerMove=${(event) => onPoint(token(event))}
-        onPointerLeave=${() => onPoint(null)}
-      >
+      <svg ...${picture} aria-label=${`${title} over ${many} tokens, ${ends}`} ...${events}>
         ${zero !== null && html`<line class="zero" x1="0" x2=${WIDE} y1=${zero} y2=${zero} />`}${turns}
         <path class="along" d=${path} />
         ${pointed !== null && upright("hover", x(pointed))}${chosen !== null && upright("cursor", x(chosen))}

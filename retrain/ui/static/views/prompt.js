@@ -1,25 +1,25 @@
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
 import {Choice, Field} from "../components/inputs.js";
-import {Empty, Failed, Loading} from "../components/states.js";
+import {Empty, Failed, Loading, Title} from "../components/states.js";
+import {scaleOf} from "../components/token_scales.js";
 import {number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useRuns} from "../lib/campaign.js";
-import {html, useMemo, visible} from "../lib/html.js";
-import {link} from "../router.js";
+import {link, useAddress} from "../lib/address.js";
+import {useAnswer, useRuns} from "../lib/answer.js";
+import {html, visible} from "../lib/html.js";
 import {PromptBox} from "./conversation.js";
 import {Side, SideAnswer} from "./prompt_side.js";
-import {Chips, SplitChoice, partner, splitName, stepBeside} from "./reading.js";
-import {ColourChoice, Legend, NUMBERS, cleaned, present, scaleOf} from "./token_numbers.js";
+import {Chips, SplitChoice, beside, cycled, partner, splitName} from "./reading.js";
+import {ColourChoice} from "./token_text.js";
 
 const MOST_PROBLEMS = 500;
 const MOST_SAMPLES = 200;
-
-/** @typedef {"a" | "b"} SideName */
-/** @type {SideName[]} */
-const SIDES = ["a", "b"];
+const SIDES = /** @type {const} */ (["a", "b"]);
+const MARKS = [
+  ["words", "words that differ"],
+  ["plain", "plain"],
+];
 
 /**
  * Return both runs, the split, and of each side its steps and the one in sight: the chosen one, else the newest that
@@ -50,89 +50,80 @@ function useSides() {
     return found ? found.iteration : null;
   };
   const steps = (side) => iterations(side).map((each) => each.iteration);
+  const failed = [{error, retry}, lists.a, lists.b].find((each) => each.error);
   return {
-    ...{home, runs: family, run, splits, split},
+    ...{home, runs: family, run, splits, split, failed},
     steps: {a: steps("a"), b: steps("b")},
     step: {a: stepOf("a"), b: stepOf("b")},
     listed: SIDES.every((side) => lists[side].isCurrent),
-    empty: !all.length,
-    error: error || lists.a.error || lists.b.error,
-    retry: error ? retry : lists.a.error ? lists.a.retry : lists.b.retry,
   };
 }
 
 /** Return the problems of the split: held-out ones in the order of Problems, else those of A's step. */
-function useProblems({home, split, run, step, ready}, order) {
+function useProblems({home, split, run, step}, ready, order) {
   const isHeldOut = split.startsWith("eval/");
   const held = {at: home, set: split.slice(5), sort: order || "problem", count: MOST_PROBLEMS};
-  const found = useAnswer("problems", ready && isHeldOut ? held : null);
+  const found = useAnswer("problems", ready && isHeldOut ? held : null).data;
   const trained = {at: run.a, split, iteration: step.a, count: 1};
-  const groups = useAnswer("rollouts", ready && !isHeldOut ? trained : null);
-  const ids = isHeldOut
-    ? ((found.data && found.data.problems) || []).map((each) => each.id)
-    : ((groups.data && groups.data.groups) || []).map((each) => each.problem_id);
-  return [...new Set(ids)];
+  const groups = useAnswer("rollouts", ready && !isHeldOut ? trained : null).data;
+  const known = isHeldOut
+    ? found && found.problems.map((each) => each.id)
+    : groups && groups.groups.map((each) => each.problem_id);
+  return [...new Set(known || [])];
 }
 
 export function Prompt() {
   const {query, patch} = useAddress();
   const sides = useSides();
-  const {run, split, steps, step, listed} = sides;
+  const {run, split, steps, step, listed, failed} = sides;
   const ready = listed && steps.a.length > 0 && steps.b.length > 0;
   const sample = Number(query.sample) || 0;
   const both = {a: run.a, b: run.b, split, step_a: step.a, step_b: step.b};
   const answer = useAnswer("prompt", ready ? {...both, problem: query.problem, sample} : null);
-  const failure = sides.error || (answer.isCurrent ? null : answer.error);
-  const data = useMemo(() => answer.data && {...answer.data, ...cleanedSides(answer.data)}, [answer.data]);
-  const problems = useProblems({...sides, ready}, query.order);
+  const {data} = answer;
+  const failure = failed || (answer.error && !answer.isCurrent ? answer : null);
+  const problems = useProblems(sides, ready, query.order);
   const problem = query.problem || (data && data.problem);
-  const names = data ? present(data.a.numbers).filter((name) => present(data.b.numbers).includes(name)) : [];
+  const names = data ? Object.keys(data.a.numbers).filter((name) => name in data.b.numbers) : [];
   const how = query.colour === "plain" || names.includes(query.colour) ? query.colour : "words";
   const samples = data ? Math.min(data.a.samples, data.b.samples) : 1;
   const state = {problems, problem, sample, samples, names, how};
-  useKeys(keysOf({...state, ...sides, patch}));
+  const paint = (name) => patch({colour: name === "words" ? null : name}, {replace: true});
+  useKeys(keysOf({...state, ...sides, patch, paint}));
   const isShown = data && !failure && ready;
+  const values = isShown && names.includes(how) ? SIDES.map((side) => data[side].numbers[how]) : null;
   let content = html`<${Loading} />`;
-  if (failure) content = html`<${Failed} error=${failure} retry=${sides.error ? sides.retry : answer.retry} />`;
-  else if (listed && !ready) content = html`<${NoSteps} empty=${sides.empty} split=${split} />`;
-  else if (isShown) content = html`<${Above} data=${data} names=${names} how=${how} />`;
-  const values = isShown && names.includes(how) ? [data.a.numbers[how], data.b.numbers[how]] : null;
+  if (failure) content = html`<${Failed} error=${failure.error} retry=${failure.retry} />`;
+  else if (listed && !ready) content = html`<${NoSteps} splits=${sides.splits} split=${split} />`;
+  else if (isShown) content = html`<${Above} ...${{data, names, how, values, paint}} />`;
   const side = (name) => {
     const inside = isShown && html`<${SideAnswer} ...${{data, side: name, run: run[name], how, both: values}} />`;
     const head = {side: name, runs: sides.runs, run: run[name], steps: steps[name], step: step[name]};
-    return html`<${Side} key=${name} ...${head} patch=${patch}>${inside}<//>`;
+    return html`<${Side} key=${name} ...${head}>${inside}<//>`;
   };
-  return html`<${Title} data=${data} />
-    <${Tools} sides=${sides} ...${state} />
-    ${content}
+  const words =
+    data &&
+    html`${splitName(data.split)} · ${shortened(String(data.problem), 90)}<${Chips} tags=${data.a.prompt.tags} />`;
+  return html`<${Title} title="Same prompt" words=${words} /><${Tools} sides=${sides} ...${state} />${content}
     ${listed && html`<div class="sides">${SIDES.map(side)}</div>`}`;
 }
 
-function cleanedSides(data) {
-  const side = (name) => ({...data[name], numbers: cleaned(data[name].numbers || {})});
-  return {a: side("a"), b: side("b")};
-}
-
-function keysOf({problems, problem, sample, samples, names, how, steps, step, patch}) {
+function keysOf({problems, problem, sample, samples, names, how, steps, step, patch, paint}) {
   const other = (by) => () => {
-    const to = problems[problems.indexOf(problem) + by];
-    if (to !== undefined) patch({problem: to, sample: null});
+    const to = beside(problems, problem, by);
+    if (to !== null) patch({problem: to, sample: null});
   };
   const next = (by) => () => {
     const to = sample + by;
     if (to >= 0 && to < samples) patch({sample: to || null});
     else other(by)();
   };
-  const move = (by, names_) => () => {
-    const there = names_.map((side) => [`step_${side}`, stepBeside(steps[side], step[side], by)]);
-    const changes = Object.fromEntries(there.filter(([, to]) => to !== null));
-    if (Object.keys(changes).length) patch({step_a: step.a, step_b: step.b, ...changes}, {replace: true});
+  const move = (by, sides) => () => {
+    const there = sides.map((side) => [`step_${side}`, beside(steps[side], step[side], by)]);
+    const changes = there.filter(([, to]) => to !== null);
+    if (changes.length) patch({step_a: step.a, step_b: step.b, ...Object.fromEntries(changes)}, {replace: true});
   };
-  const paint = (name) => patch({colour: name === "words" ? null : name}, {replace: true});
-  const cycle = (by) => () => {
-    const all = ["words", "plain", ...names];
-    paint(all[(all.indexOf(how) + by + all.length) % all.length]);
-  };
+  const cycle = (by) => () => paint(cycled(["words", "plain", ...names], how, by));
   return /** @type {import("../keys.js").KeyMap} */ ({
     j: ["next sample, then the next problem", next(1)],
     k: ["previous sample or problem", next(-1)],
@@ -148,48 +139,35 @@ function keysOf({problems, problem, sample, samples, names, how, steps, step, pa
   });
 }
 
-/** @param {{data: any}} props */
-function Title({data}) {
-  const words = data ? [splitName(data.split), shortened(String(data.problem), 90)].join(" · ") : "";
-  return html`<div class="title">
-    <h1>Same prompt</h1>
-    <p class="muted">${words}<${Chips} tags=${data && data.a.prompt.tags} /></p>
-  </div>`;
-}
-
-/** @param {{empty: boolean, split: string}} props */
-function NoSteps({empty, split}) {
-  if (empty) {
-    return html`<${Empty} title="Nothing has been sampled yet">Answers appear here with the first evaluation.<//>`;
-  }
+function NoSteps({splits, split}) {
   const title = `One of the two has sampled nothing as ${splitName(split)}`;
-  return html`<${Empty} title=${title}>Choose another run or split.<//>`;
+  if (splits.length) return html`<${Empty} title=${title}>Choose another run or split.<//>`;
+  return html`<${Empty} title="Nothing has been sampled yet">Answers appear here with the first evaluation.<//>`;
 }
 
-/** @param {{sides: any, problems: string[], problem: any, sample: number, samples: number}} props */
 function Tools({sides, problems, problem, sample, samples}) {
   const {query, patch} = useAddress();
   const {home, run, split, splits, step} = sides;
   const at = problems.indexOf(problem);
   const go = (to) => patch({problem: to, sample: null});
-  const other = (value) => patch({split: value, problem: null, sample: null, step_a: null, step_b: null});
+  const resets = {problem: null, sample: null, step_a: null, step_b: null};
   const swap = () => patch({a: run.b, b: run.a, step_a: step.b, step_b: step.a});
   const options = Array.from({length: Math.min(samples, MOST_SAMPLES)}, (_, i) => [String(i), `sample ${i}`]);
   const pick = (value) => patch({sample: value === "0" ? null : value});
-  const step_ = (by, text, label) => {
-    const to = problems[at + by];
-    const isEnd = to === undefined;
+  const button = (by, text, label) => {
+    const to = beside(problems, problem, by);
+    const isEnd = to === null;
     return html`<button type="button" aria-label=${label} disabled=${isEnd} onClick=${() => go(to)}>${text}</button>`;
   };
   const count = at >= 0 ? `${at + 1} of ${problems.length}` : plural(problems.length, "problem");
-  const field = {label: "problem", class: "place problem", placeholder: "a problem …"};
+  const field = {label: "problem", class: "place problem", placeholder: "a problem …", options: problems};
   const set = {set: split.slice(5), id: problem, sort: query.order};
   return html`<div class="tools">
-    <${SplitChoice} splits=${splits} value=${split} onChoose=${other} />
-    <span class="segments">${step_(-1, "‹", "previous problem")}${step_(1, "›", "next problem")}</span>
-    <${Field} ...${field} value=${visible(problem || "")} options=${problems} onEnter=${(id) => go(id || null)} />
+    <${SplitChoice} splits=${splits} usual=${splits[0]} resets=${resets} />
+    <span class="segments">${button(-1, "‹", "previous problem")}${button(1, "›", "next problem")}</span>
+    <${Field} ...${field} value=${visible(problem || "")} onEnter=${(id) => go(id || null)} />
     ${problems.length > 0 && html`<span class="small muted">${count}</span>`}
-    ${samples > 1 && html`<${Choice} label="sample" options=${options} value=${String(sample)} onChoose=${pick} />`}
+    <${Choice} label="sample" options=${options} value=${String(sample)} onChoose=${pick} />
     <button type="button" title="A and B change places" onClick=${swap}>swap</button>
     ${split.startsWith("eval/") && home && html`<a class="small" href=${link("problems", home, set)}>in Problems</a>`}
   </div>`;
@@ -206,15 +184,15 @@ function parting({a, b, diverge, by}) {
     return isSame ? "The same answer, token for token." : "One answer is the beginning of the other.";
   }
   const [turn, token] = diverge;
-  const before = (side) => side.pieces.slice(0, turn).reduce((sum, each) => sum + each.length, 0);
+  const at = (side) => side.pieces.slice(0, turn).flat().length + token;
   const then = (side) => {
     const piece = side.pieces[turn][token];
     if (piece === undefined) return "ends";
     const {surprisal} = side.numbers;
-    const nats = surprisal ? ` (surprisal ${number(surprisal[before(side) + token])} nats)` : "";
+    const nats = surprisal ? ` (surprisal ${number(surprisal[at(side)])} nats)` : "";
     return `goes on with ${JSON.stringify(shortened(piece, 40))}${nats}`;
   };
-  const same = before(a) + token;
+  const same = at(a);
   const agree = `The first ${plural(same, "token")} ${same === 1 ? "is" : "are"} the same`;
   const lines = by === "lines" ? " Texts as long as these are compared line by line." : "";
   const where = turn ? `, up to turn ${turn + 1}` : "";
@@ -227,22 +205,11 @@ const WORDS_LEGEND = html`<span class="legendline">
   <span class="fork" aria-hidden="true">▶</span>first token that differs
 </span>`;
 
-/** What stands above both sides. @param {{data: any, names: string[], how: string}} props */
-function Above({data, names, how}) {
-  const {patch} = useAddress();
-  const isNumber = names.includes(how);
-  const values = isNumber ? [...data.a.numbers[how], ...data.b.numbers[how]] : [];
-  const options = [
-    ["words", "words that differ"],
-    ["plain", "plain"],
-    ...names.map((name) => [name, NUMBERS[name].title]),
-  ];
-  const paint = (name) => patch({colour: name === "words" ? null : name}, {replace: true});
+// What stands above both sides.
+function Above({data, names, how, values, paint}) {
   const asking = data.a.prompt.messages.length ? data.a.prompt : data.b.prompt;
+  const colours = {names, others: MARKS, value: how, scale: values && scaleOf(how, values.flat()), onChoose: paint};
   return html`<${PromptBox} prompt=${asking} />
-    <div class="tools paints">
-      <${ColourChoice} options=${options} value=${how} onChoose=${paint} />
-      ${isNumber ? html`<${Legend} name=${how} scale=${scaleOf(how, values)} />` : how === "words" && WORDS_LEGEND}
-    </div>
+    <div class="tools paints"><${ColourChoice} ...${colours}>${how === "words" && WORDS_LEGEND}<//></div>
     <p class="parting" role="status">${parting(data)}</p>`;
 }

@@ -1,19 +1,11 @@
 // What the views of texts and tokens share: the runs of a place, what a run has sampled, a slider over its steps.
 
-import {Choice} from "../components/inputs.js";
+import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered, Empty, Failed} from "../components/states.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {useAnswer, useRuns} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
-import {useRuns} from "../lib/campaign.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
-import {runName} from "../names.js";
-import {go, link} from "../router.js";
-
-/**
- * @typedef {import("../lib/campaign.js").Run} Run
- * @typedef {{iteration: number, split: string, recorded: boolean}} Iteration
- */
 
 /**
  * Return the run, split and iterations that the address names. A run that has sampled nothing as that split leads to
@@ -26,7 +18,6 @@ export function useSampled() {
   const split = query.split || "train";
   const answer = useAnswer("iterations", known ? {at: run} : null, {kinds: ["metrics", "evals"], wait: 3000});
   const listed = answer.isCurrent;
-  /** @type {Iteration[]} */
   const every = answer.data ? answer.data.iterations : [];
   const iterations = every.filter((each) => each.split === split);
   const other = listed && every.length && !iterations.length ? every[0].split : null;
@@ -61,10 +52,7 @@ export function useIterationAnswer(name, params, options) {
   return answer;
 }
 
-/**
- * Shows an answer about what was sampled: what `children()` returns, or why there is none.
- * @param {{sampled: ReturnType<typeof useSampled>, of: import("../lib/answer.js").Answer, children: () => any}} props
- */
+// Shows an answer about what was sampled: what `children()` returns, or why there is none.
 export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
   if (error) return html`<${Failed} error=${error} retry=${retry} />`;
   if (empty)
@@ -72,7 +60,26 @@ export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
   return html`<${Answered} of=${of}>${children}<//>`;
 }
 
-/** Return the run to set beside another: the same seed of another condition, else itself. @param {Run[]} runs */
+// The choices of run, split and step; another run changes `resets` too.
+export function SampledTools({sampled: {runs, run, splits}, steps, about, resets, children}) {
+  const {patch} = useAddress();
+  const step = (iteration) => patch({iteration, first: null, pos: null}, {replace: true});
+  const choose = (value) => patch({...resets, run: value});
+  const none = {iteration: null, index: null, first: null, group: null, problem: null, pos: null};
+  return html`<div class="tools">
+    ${runs.length > 1 && html`<${RunChoice} runs=${runs} value=${run} onChoose=${choose} />`}
+    <${SplitChoice} splits=${splits} usual="train" resets=${none} />
+    <${Steps} label="step" steps=${steps} step=${about ? about.iteration : null} onStep=${step} />
+    ${children}
+  </div>`;
+}
+
+export function SplitChoice({splits, usual, resets}) {
+  const options = splits.map((each) => [each, splitName(each)]);
+  return splits.length > 1 && html`<${AddressChoice} name="split" label="split" ...${{options, usual, resets}} />`;
+}
+
+/** Return the run to set beside another: the same seed of another condition, else itself. */
 export function partner(runs, place) {
   const own = runs.find((run) => run.place === place);
   const others = runs.filter((run) => own && run.label !== own.label);
@@ -80,36 +87,17 @@ export function partner(runs, place) {
   return twin ? twin.place : place;
 }
 
-/**
- * Return a link to the same prompt under another condition, else at another step; null where there is neither.
- * @param {{family: Run[], place: string, run: string, about: any, problem: any, sample: number}} rollout
- */
-export function promptLink({family, place, run, about: {split, iteration}, problem, sample}) {
-  const same = {split, problem, sample: sample || null, step_b: iteration};
-  if (new Set(family.map((each) => each.label)).size > 1) {
-    return link("prompt", place, {a: run, b: partner(family, run), ...same, step_a: iteration});
-  }
-  return split === "train" ? null : link("prompt", place, {a: run, b: run, ...same});
+// A link to the same prompt under another condition, else at another step; nothing where there is neither.
+export function PromptLink({sampled: {family, run}, about: {split, iteration}, problem, sample}) {
+  const {place} = useAddress();
+  const several = new Set(family.map((each) => each.label)).size > 1;
+  const b = several ? partner(family, run) : run;
+  const sides = {a: run, b, step_a: several ? iteration : null, step_b: iteration};
+  const href = link("prompt", place, {...sides, split, problem, sample: Math.max(0, sample) || null});
+  return (several || split !== "train") && html`<a class="small" href=${href}>Same prompt</a>`;
 }
 
-/** @param {{label: string, runs: Run[], value: string, onChoose: (run: string) => void}} props */
-export function RunChoice({label, runs, value, onChoose}) {
-  const options = runs.map((run) => /** @type {[string, string]} */ ([run.place, runName(run)]));
-  if (value && !runs.some((run) => run.place === value)) options.push([value, value]);
-  return html`<${Choice} label=${label} options=${options} value=${value} onChoose=${onChoose} />`;
-}
-
-/** @param {{splits: string[], value: string, onChoose: (split: string) => void}} props */
-export function SplitChoice({splits, value, onChoose}) {
-  if (splits.length < 2) return null;
-  const options = splits.map((each) => [each, splitName(each)]);
-  return html`<${Choice} label="split" options=${options} value=${value} onChoose=${onChoose} />`;
-}
-
-/**
- * A slider over the steps that there are; `onStep` is called once it rests for a moment.
- * @param {{label: string, steps: number[], step: number | null, onStep: (step: number) => void}} props
- */
+// A slider over the steps that there are; `onStep` is called once it rests for a moment.
 export function Steps({label, steps, step, onStep}) {
   const [moved, setMoved] = useState(/** @type {number | null} */ (null));
   const newest = useRef(onStep);
@@ -117,71 +105,67 @@ export function Steps({label, steps, step, onStep}) {
   const send = useMemo(() => later((to) => newest.current(to), 70), []);
   useEffect(() => send.stop, []);
   useEffect(() => setMoved(null), [step]);
-  const at =
-    moved ??
-    Math.max(
-      0,
-      steps.findLastIndex((each) => step !== null && each <= step),
-    );
+  const before = steps.findLastIndex((each) => step !== null && each <= step);
+  const at = moved ?? Math.max(0, before);
   const text = `step ${steps[at] ?? "–"}`;
   const slide = (event) => {
     const to = Number(event.target.value);
     setMoved(to);
     send(steps[to]);
   };
+  const range = {min: "0", max: Math.max(0, steps.length - 1), value: at, disabled: steps.length < 2};
+  const spoken = {"aria-label": label, "aria-valuetext": `${text}, ${at + 1} of ${steps.length}`};
   return html`<span class="steps">
-    <input
-      type="range"
-      min="0"
-      max=${Math.max(0, steps.length - 1)}
-      value=${at}
-      disabled=${steps.length < 2}
-      aria-label=${label}
-      aria-valuetext=${`${text}, ${at + 1} of ${steps.length}`}
-      onInput=${slide}
-    />
-    <output class="stepno">${text}</output>
+    <input type="range" ...${range} ...${spoken} onInput=${slide} /><output class="stepno">${text}</output>
   </span>`;
+}
+
+/** Return of these lines the one whose value at a step lies next to y. */
+export function nearestLine(lines, step, y) {
+  const far = (line) => {
+    const value = line.y[line.x.indexOf(step)];
+    return value === null || value === undefined ? Infinity : Math.abs(value - y);
+  };
+  return lines.reduce((best, line) => (far(line) < far(best) ? line : best));
 }
 
 /**
  * Return what a click on a chart over steps does: it opens the rollouts behind the line next to the click, of the run
  * or of the first run of the condition. Null for charts over anything else than steps.
- * @param {{metric: string, x: string, lines: import("../charts/data.js").Line[] | null, runs: any[]}} chart
  */
 export function openRollouts({metric, x, lines, runs}) {
   if (x !== "step" || !lines || !runs.length) return null;
   const [first, set] = metric.split("/");
   const split = first === "eval" && set ? `eval/${set}` : null;
   return (step, y) => {
-    const far = (line) => {
-      const value = line.y[line.x.indexOf(step)];
-      return value === null || value === undefined ? Infinity : Math.abs(value - y);
-    };
-    const {index, name} = lines.reduce((best, line) => (far(line) < far(best) ? line : best));
+    const {index, name} = nearestLine(lines, step, y);
     const own = runs.filter((run) => run.index === index);
     const run = own.find((each) => name.endsWith(` ${each.seed}`)) || own[0] || runs[0];
     go(link("rollouts", run.place, {split, iteration: step}));
   };
 }
 
-// Return the step that lies `by` further; null at an end.
-export function stepBeside(steps, step, by) {
-  return steps[steps.indexOf(step) + by] ?? null;
+/** Return the value that lies `by` further in a list; null at an end. */
+export function beside(list, value, by) {
+  return list[list.indexOf(value) + by] ?? null;
 }
 
-/**
- * @param {{first: number, page: number, shown: number, total: number,
- *   onFirst: (first: number | null) => void}} props
- */
-export function Pager({first, page, shown, total, onFirst}) {
-  if (total <= page && !first) return null;
-  const to = (at) => () => onFirst(at > 0 ? at : null);
-  return html`<div class="tools">
+/** Return the value that lies `by` further in a list, round and round. */
+export function cycled(list, value, by) {
+  return list[(list.indexOf(value) + by + list.length) % list.length];
+}
+
+export function Pager({first, page, shown, total}) {
+  const {patch} = useAddress();
+  const to = (at) => () => patch({first: at > 0 ? at : null});
+  return (
+    (total > page || first > 0) &&
+    html`<div class="tools">
     <button type="button" disabled=${first === 0} onClick=${to(first - page)}>← previous</button>
     <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
     <button type="button" disabled=${first + page >= total} onClick=${to(first + page)}>next →</button>
-  </div>`;
+  </div>`
+  );
 }
 
 /** @type {any[]} */
@@ -230,7 +214,6 @@ export function splitName(split) {
   return split.startsWith("eval/") ? `held out: ${split.slice(5)}` : split;
 }
 
-/** @param {{tags?: string[]}} props */
 export function Chips({tags}) {
   return (tags || []).map((tag) => html` <span class="chip" key=${tag}>${tag}</span>`);
 }

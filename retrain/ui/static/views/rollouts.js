@@ -1,32 +1,21 @@
 // Rollouts of a step: how rewards lie, groups as strips, samples to sort and filter, and one of them opened beside.
 
-import {get, gone} from "../api.js";
+import {AddressTick} from "../components/inputs.js";
 import {Rate} from "../components/marks.js";
-import {Answered, Empty, Failed, Loading} from "../components/states.js";
+import {Answered, Empty, Title} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
+import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useEffect, useRef, useState} from "../lib/html.js";
-import {go, link} from "../router.js";
+import {html, useEffect, useElement} from "../lib/html.js";
 import {Found} from "./found.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
-import {Pager, RunChoice, SplitChoice, Steps, promptLink, splitName, stepBeside} from "./reading.js";
-import {NO_ROWS, SampledAnswer, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
-import {FILTERS, Filters, Groups, Rewards, Samples} from "./rollouts_parts.js";
+import {NO_ROWS, Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName} from "./reading.js";
+import {useIterationAnswer, useNextRow, useSampled} from "./reading.js";
+import {Filters, Groups, Rewards, Samples, filtersOf} from "./rollouts_parts.js";
 
 const PAGE = 100;
 const SIDE_BY_SIDE = 16;
-
-/** @typedef {Record<string, string>} Query */
-/** @typedef {import("../keys.js").KeyMap} KeyMap */
-
-/** @param {{query: Query, run: string, split: string, first: number}} address */
-function questionOf({query, run, split, first}) {
-  const filters = Object.fromEntries(FILTERS.map((key) => [key, query[key]]));
-  const {iteration, sort, down} = query;
-  return {at: run, split, iteration, sort, down, first, count: PAGE, ...filters};
-}
 
 export function Rollouts() {
   const {query} = useAddress();
@@ -34,66 +23,62 @@ export function Rollouts() {
 }
 
 function OneStep() {
-  const {place, query, patch} = useAddress();
+  const {query, patch} = useAddress();
   const sampled = useSampled();
-  const {run, split, ready, empty, iterations} = sampled;
+  const {run, split, ready, empty} = sampled;
   const first = Math.max(0, Number(query.first) || 0);
   const index = query.index === undefined ? null : Number(query.index);
-  const question = ready ? questionOf({query, run, split, first}) : null;
-  const kinds = query.iteration === undefined ? ["metrics", "evals"] : null;
-  const list = useIterationAnswer("rollouts", question, {kinds, wait: 3000});
+  const {iteration, sort, down} = query;
+  const question = {at: run, split, iteration, sort, down, first, count: PAGE, ...filtersOf(query)};
+  const kinds = iteration === undefined ? ["metrics", "evals"] : null;
+  const list = useIterationAnswer("rollouts", ready ? question : null, {kinds, wait: 3000});
   const {data, isCurrent} = list;
-  const steps = iterations.map((each) => each.iteration);
+  const steps = sampled.iterations.map((each) => each.iteration);
   const about = data && data.about;
   // A chosen sample fixes its step, as the newest one moves on while a run trains.
   const choose = (to, options) => patch({iteration: about.iteration, index: to}, options);
   const close = () => {
-    const isNewest = about && stepBeside(steps, about.iteration, 1) === null;
+    const isNewest = about && beside(steps, about.iteration, 1) === null;
     patch({index: null, beside: null, ...(isNewest ? {iteration: null} : {})});
   };
-  const rows = data ? data.rollouts : NO_ROWS;
-  const next = useNextRow(
-    {rows, total: data ? data.passing : 0, isCurrent, first, page: PAGE},
-    "index",
-    index,
-    choose,
-  );
-  const open = () => index !== null && about && go(link("tokens", run, {...placeOf(query, about), index}));
+  const [rows, total] = data ? [data.rollouts, data.passing] : [NO_ROWS, 0];
+  const next = useNextRow({rows, total, isCurrent, first, page: PAGE}, "index", index, choose);
+  const place = {split: query.split, iteration: about && about.iteration, index};
+  const open = () => index !== null && about && go(link("tokens", run, place));
   useKeys({
     ...keysOf({data, steps, index, choose, query, patch}),
     j: ["next sample", next(1)],
     k: ["previous sample", next(-1)],
-    Enter: [OPEN, open],
-    Escape: [CLOSE, close],
+    Enter: ["open the chosen sample's tokens", open],
+    Escape: ["close the sample", close],
   });
-  const body = () => {
-    const pages = {first, page: PAGE, shown: data.rollouts.length, total: data.passing};
-    return html`<${List} data=${data} index=${index} choose=${choose} />
-      <${Pager} ...${pages} onFirst=${(to) => patch({first: to})} />`;
-  };
-  const opened = {run, split, index, family: sampled.family, place};
-  return html`<${Title} data=${data} />
-    <${Tools} sampled=${sampled} steps=${steps} about=${about} />
+  const body = () => html`<${List} data=${data} index=${index} choose=${choose} />
+    <${Pager} first=${first} page=${PAGE} shown=${rows.length} total=${total} />`;
+  return html`<${Head} data=${data} />
+    <${SampledTools} ...${{sampled, steps, about}} resets=${{index: null, first: null, iteration: null}}>
+      ${about && !about.recorded && html`<span class="small muted">${SHORTENED}</span>`}
+    <//>
     <div class="stack">
-      ${data && !empty && html`<${Overview} data=${data} index=${index} choose=${choose} />`}
+      ${
+        data &&
+        !empty &&
+        html`<div class="overview">
+        <${Rewards} histogram=${data.histogram} /><${Groups} groups=${data.groups} index=${index} onSample=${choose} />
+      </div>`
+      }
       <${Filters} body=${data} />
       <div class=${`panes ${index === null ? "" : "opened"}`}>
         <section class="list" aria-label="rollouts">
           <${SampledAnswer} sampled=${sampled} of=${list}>${body}<//>
         </section>
         <aside class="beside" aria-label="the chosen rollout">
-          ${index !== null && ready && html`<${Opened} ...${opened} choose=${choose} close=${close} />`}
+          ${index !== null && ready && html`<${Opened} ...${{sampled, index, choose, close}} />`}
         </aside>
       </div>
     </div>`;
 }
 
-const OPEN = "open the chosen sample's tokens";
-const CLOSE = "close the sample";
-
-function placeOf(query, about) {
-  return {split: query.split, iteration: about.iteration};
-}
+const SHORTENED = "this step has no token file: texts may be shortened";
 
 function keysOf({data, steps, index, choose, query, patch}) {
   const group = (by) => () => {
@@ -106,10 +91,10 @@ function keysOf({data, steps, index, choose, query, patch}) {
     else patch({iteration: data.about.iteration, index: sample, group: to.group, first: null}, {replace: true});
   };
   const step = (by) => () => {
-    const to = data ? stepBeside(steps, data.about.iteration, by) : null;
+    const to = data ? beside(steps, data.about.iteration, by) : null;
     if (to !== null) patch({iteration: to, first: null});
   };
-  return /** @type {KeyMap} */ ({
+  return /** @type {import("../keys.js").KeyMap} */ ({
     h: ["step back", step(-1)],
     l: ["step forward", step(1)],
     g: ["next group", group(1)],
@@ -117,143 +102,87 @@ function keysOf({data, steps, index, choose, query, patch}) {
   });
 }
 
-/** @param {{data: any}} props */
-function Title({data}) {
-  if (!data) return html`<div class="title"><h1>Rollouts</h1><p class="muted" /></div>`;
+function Head({data}) {
+  if (!data) return html`<${Title} title="Rollouts" />`;
   const {about, groups, total, passing, correct} = data;
-  const parts = [splitName(about.split), `step ${about.iteration}`, plural(groups.length, "group")];
-  parts.push(passing === total ? plural(total, "rollout") : `${passing} of ${plural(total, "rollout")}`);
-  const {rate, ...interval} = correct;
-  const share = rate !== null && html` · <${Rate} value=${rate} ...${interval} /> correct`;
-  return html`<div class="title"><h1>Rollouts</h1><p class="muted">${parts.join(" · ")}${share}</p></div>`;
+  const many = passing === total ? plural(total, "rollout") : `${passing} of ${plural(total, "rollout")}`;
+  const words = [splitName(about.split), `step ${about.iteration}`, plural(groups.length, "group"), many].join(" · ");
+  const share = correct.rate !== null && html` · <${Rate} ...${correct} /> correct`;
+  return html`<${Title} title="Rollouts" words=${html`${words}${share}`} />`;
 }
 
-/** @param {{sampled: any, steps: number[], about: any}} props */
-function Tools({sampled: {runs, run, split, splits}, steps, about}) {
-  const {patch} = useAddress();
-  const other = (value) => {
-    const changes = {iteration: null, index: null, first: null, group: null, problem: null};
-    patch({split: value === "train" ? null : value, ...changes});
-  };
-  const choose = (value) => patch({run: value, index: null, first: null, iteration: null});
-  const step = (iteration) => patch({iteration, first: null}, {replace: true});
-  const shortened = "this step has no token file: texts may be shortened";
-  return html`<div class="tools">
-    ${runs.length > 1 && html`<${RunChoice} label="run" runs=${runs} value=${run} onChoose=${choose} />`}
-    <${SplitChoice} splits=${splits} value=${split} onChoose=${other} />
-    <${Steps} label="step" steps=${steps} step=${about ? about.iteration : null} onStep=${step} />
-    ${about && !about.recorded && html`<span class="small muted">${shortened}</span>`}
-  </div>`;
-}
-
-/** @param {{data: any, index: number | null, choose: (index: number) => void}} props */
-function Overview({data, index, choose}) {
-  const {query, patch} = useAddress();
-  const {reward_min: low, reward_max: high} = query;
-  const group = query.group === undefined ? null : Number(query.group);
-  const bar = (ends) => patch({reward_min: ends && ends[0], reward_max: ends && ends[1], first: null});
-  const pick = (to) => patch({group: to, first: null});
-  const shown = {groups: data.groups, group, index, onGroup: pick, onSample: choose};
-  return html`<div class="overview">
-    <${Rewards} histogram=${data.histogram} chosen=${[low, high]} onPick=${bar} /><${Groups} ...${shown} />
-  </div>`;
-}
-
-/** @param {{data: any, index: number | null, choose: (index: number) => void}} props */
 function List({data, index, choose}) {
   const {query, patch, linkTo} = useAddress();
-  const href = ({index: to}) => linkTo({iteration: data.about.iteration, index: to});
-  if (data.rollouts.length) {
-    const shown = {rows: data.rollouts, query, index, href};
-    return html`<${Samples} ...${shown} set=${patch} onOpen=${choose} />`;
+  if (!data.rollouts.length) {
+    return html`<${Empty} title="No rollout passes these filters">${data.total} were sampled in this step.<//>`;
   }
-  return html`<${Empty} title="No rollout passes these filters">${data.total} were sampled in this step.<//>`;
+  const sort = (key, down) => patch({sort: key === "index" ? null : key, down: down ? 1 : null, first: null});
+  const table = {
+    ...{
+      label: "rollouts",
+      rows: data.rollouts,
+      keyOf: (row) => String(row.index),
+      onOpen: (row) => choose(row.index),
+    },
+    ...{sort: query.sort || "index", down: query.down === "1", onSort: sort, selected: (row) => row.index === index},
+    href: (row) => linkTo({iteration: data.about.iteration, index: row.index}),
+  };
+  return html`<${Samples} ...${table} />`;
 }
 
-/**
- * @param {{run: string, split: string, index: number, family: any[], place: string, choose: (index: number) => void,
- *   close: () => void}} props
- */
-function Opened({run, split, index, family, place, choose, close}) {
-  const {query} = useAddress();
+function Opened({sampled, index, choose, close}) {
+  const {place, query} = useAddress();
+  const {run, split} = sampled;
   const answer = useAnswer("rollout", {at: run, split, iteration: query.iteration, index});
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
+  const root = useElement();
   useEffect(() => {
-    const pane = root.current && root.current.parentElement;
-    if (pane) pane.scrollTop = 0;
+    root.current.parentElement.scrollTop = 0;
   }, [answer.data]);
   const isBeside = query.beside === "1";
-  const content = (data) => {
-    const {prompt, line, siblings, about} = data;
+  const content = ({prompt, line, siblings, about}) => {
     const tags = [`sample ${line.sample}`, ...(prompt.tags || [])].join(" · ");
-    const others = {run, split, iteration: about.iteration, siblings, index};
+    const problem = prompt.problem_id;
+    const sample = siblings.findIndex((each) => each.index === index);
+    const only = {run: query.run, split: query.split, iteration: query.iteration, problem, index};
+    const tokens = {split: query.split, iteration: about.iteration, index};
+    const rest = siblings.length - SIDE_BY_SIDE;
+    const article = (each) =>
+      html`<${Sibling} key=${each.index} at=${run} about=${about} index=${each.index} isOn=${each.index === index} />`;
+    const several = html`<div class="siblings">
+      ${siblings.slice(0, SIDE_BY_SIDE).map(article)}
+      ${rest > 0 && html`<p class="muted">and ${rest} further samples</p>`}
+    </div>`;
     return html`<div class="head">
-        <h2>${prompt.problem_id ?? `rollout ${index}`}<small>${tags}</small></h2>
+        <h2>${problem ?? `rollout ${index}`}<small>${tags}</small></h2>
         <button type="button" onClick=${close}>Close</button>
       </div>
-      <${OpenedLinks} ...${{data, run, index, family, place, choose, isBeside}} />
+      <div class="tools">
+        ${
+          siblings.length > 1 &&
+          html`<${Strip} samples=${siblings} chosen=${index} onPick=${choose} label="siblings" />
+            <${AddressTick} name="beside" title="all samples of the group beside each other">side by side<//>`
+        }
+        <a class="small" href=${link("tokens", run, tokens)}>Tokens</a>
+        <a class="small" href=${link("rollouts", place, only)}>only this problem</a>
+        <${PromptLink} ...${{sampled, about, problem, sample}} />
+      </div>
       <${Search.Provider} value=${query.text || ""}>
-        ${!isBeside && html`<${Outcome} line=${line} />`}
-        <${PromptBox} prompt=${prompt} />
-        ${isBeside ? html`<${Siblings} ...${others} />` : html`<${Turns} line=${line} />`}
+        ${!isBeside && html`<${Outcome} line=${line} />`}<${PromptBox} prompt=${prompt} />
+        ${isBeside ? several : html`<${Turns} line=${line} />`}
       <//>`;
   };
   return html`<div ref=${root}><${Answered} of=${answer}>${content}<//></div>`;
 }
 
-/**
- * @param {{data: any, run: string, index: number, family: any[], place: string, choose: (index: number) => void,
- *   isBeside: boolean}} props
- */
-function OpenedLinks({data: {prompt, siblings, about}, run, index, family, place, choose, isBeside}) {
-  const {query, patch} = useAddress();
-  const problem = prompt.problem_id;
-  const sample = siblings.findIndex((each) => each.index === index);
-  const twin = promptLink({family, place, run, about, problem, sample});
-  const only = {run: query.run, split: query.split, iteration: query.iteration, problem, index};
-  const many = html`<${Strip} samples=${siblings} chosen=${index} onPick=${choose} label="siblings" />
-    <button
-      type="button"
-      aria-pressed=${String(isBeside)}
-      title="all samples of the group beside each other"
-      onClick=${() => patch({beside: isBeside ? null : 1})}
-    >
-      side by side
-    </button>`;
-  return html`<div class="tools">
-    ${siblings.length > 1 && many}
-    <a class="small" href=${link("tokens", run, {...placeOf(query, about), index})}>Tokens</a>
-    <a class="small" href=${link("rollouts", place, only)}>only this problem</a>
-    ${twin && html`<a class="small" href=${twin}>Same prompt</a>`}
-  </div>`;
-}
-
-/** @param {{run: string, split: string, iteration: number, siblings: any[], index: number}} props */
-function Siblings({run, split, iteration, siblings, index}) {
-  const shown = siblings.slice(0, SIDE_BY_SIDE);
-  const question = JSON.stringify({at: run, split, iteration, of: shown.map((each) => each.index)});
-  const [state, setState] = useState({all: /** @type {any[] | null} */ (null), error: null});
-  useEffect(() => {
-    const controller = new AbortController();
-    const ask = (each) => get("rollout", {at: run, split, iteration, index: each.index}, controller.signal);
-    Promise.all(shown.map(ask)).then(
-      (all) => setState({all, error: null}),
-      (error) => !gone(error) && setState({all: null, error}),
-    );
-    return () => controller.abort();
-  }, [question]);
-  if (state.error) return html`<${Failed} error=${state.error} />`;
-  if (!state.all) return html`<${Loading} />`;
-  const article = ({line}, k) => {
-    const own = shown[k];
-    const grade = line.reward === null ? "not graded" : `reward ${number(line.reward)}`;
-    return html`<article key=${k} class=${own && own.index === index ? "on" : null}>
-      <h3>sample ${line.sample}<small>${grade} ${line.correct ? "✓" : "✗"}</small></h3>
-      <${Turns} line=${line} />
-    </article>`;
-  };
-  const rest = siblings.length - shown.length;
-  return html`<div class="siblings">
-    ${state.all.map(article)}${rest > 0 && html`<p class="muted">and ${rest} further samples</p>`}
-  </div>`;
+function Sibling({at, about: {split, iteration}, index, isOn}) {
+  const answer = useAnswer("rollout", {at, split, iteration, index});
+  return html`<article class=${isOn ? "on" : null}>
+    <${Answered} of=${answer}>
+      ${({line}) => {
+        const grade = line.reward === null ? "not graded" : `reward ${number(line.reward)}`;
+        return html`<h3>sample ${line.sample}<small>${grade} ${line.correct ? "✓" : "✗"}</small></h3>
+          <${Turns} line=${line} />`;
+      }}
+    <//>
+  </article>`;
 }

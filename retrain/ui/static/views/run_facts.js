@@ -6,20 +6,15 @@ import {number, percent, plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {html} from "../lib/html.js";
 
-/** @typedef {{kind: string, step: number, x: number}} Mark */
-
 const SIGNS = {evaluation: "▽", checkpoint: "▼", resume: "┆"};
 // A tile's name says what these count.
 const UNITS = ["share", "reward", "tokens/s"];
 
-/** @param {{tile: any}} props */
 function Tile({tile: {key, name, unit, value, step, low, high, n}}) {
   const {linkTo} = useAddress();
   const plain = unit === "share" ? percent(value) : number(value);
-  const figure =
-    low === undefined
-      ? html`<b>${plain}</b>`
-      : html`<${Rate} value=${value} n=${n} low=${low} high=${high} digits=${1} />`;
+  const rate = html`<${Rate} rate=${value} n=${n} low=${low} high=${high} digits=${1} />`;
+  const figure = low === undefined ? html`<b>${plain}</b>` : rate;
   return html`<a class="tile quiet" href=${linkTo({open: key})} title=${`${key}: open the chart`}>
     <span class="muted">${name}</span>
     <span>${figure}${!UNITS.includes(unit) && html` <small class="muted">${unit}</small>`}</span>
@@ -27,23 +22,17 @@ function Tile({tile: {key, name, unit, value, step, low, high, n}}) {
   </a>`;
 }
 
-/** @param {{marks: Mark[]}} props */
-function MarkLegend({marks}) {
-  const kinds = Object.entries(SIGNS).map(([kind, sign]) => ({
-    kind,
-    sign,
-    n: marks.filter((mark) => mark.kind === kind).length,
-  }));
-  const entry = ({kind, sign, n}) =>
-    html`<span class=${`mark ${kind}`} key=${kind}><span aria-hidden="true">${sign}</span> ${plural(n, kind)}</span>`;
-  return html`<p class="small muted marks" aria-label="marks on the charts">${kinds.filter(({n}) => n).map(entry)}</p>`;
-}
-
-/** @param {{facts: {tiles: any[], command: string | null, marks: Mark[]}}} props */
+// `facts`: the answer of /api/run.
 export function RunFacts({facts: {tiles, command, marks}}) {
+  const entry = ([kind, sign]) => {
+    const n = marks.filter((mark) => mark.kind === kind).length;
+    const content = html`<span aria-hidden="true">${sign}</span> ${plural(n, kind)}`;
+    return n > 0 && html`<span class=${`mark ${kind}`} key=${kind}>${content}</span>`;
+  };
+  const all = Object.entries(SIGNS).map(entry);
   return html`<section class="runfacts" aria-label="this run">
     <div class="tiles">${tiles.map((tile) => html`<${Tile} key=${tile.key} tile=${tile} />`)}</div>
     ${command && html`<${Copyable} text=${command} label="command that launched it" message="Command copied" />`}
-    ${marks.length > 0 && html`<${MarkLegend} marks=${marks} />`}
+    ${marks.length > 0 && html`<p class="small muted marks" aria-label="marks on the charts">${all}</p>`}
   </section>`;
 }

@@ -1,17 +1,14 @@
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
-import {Choice} from "../components/inputs.js";
+import {RunChoice} from "../components/inputs.js";
 import {StepTimes, stepOf} from "../components/step_times.js";
-import {Answered, Empty, Loading} from "../components/states.js";
+import {Answered, Empty, Loading, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
-import {useAddress} from "../lib/address.js";
-import {useAnswer} from "../lib/answer.js";
-import {useRuns} from "../lib/campaign.js";
+import {go, link, useAddress} from "../lib/address.js";
+import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
-import {EVERY_KIND} from "../lib/live.js";
-import {nameOf, runName} from "../names.js";
-import {go, link} from "../router.js";
+import {nameOf} from "../names.js";
 
 const WINDOW = 60;
 
@@ -38,30 +35,25 @@ export function Timeline() {
   useEffect(() => {
     if (target) go(link("timeline", target), {replace: true});
   }, [target]);
-  const options = runs.map((run) => [run.place, runName(run)]);
-  const choose = (value) => go(link("timeline", value));
-  return html`<div class="title"><h1>Timeline</h1><p class="muted">${nameOf(place)}</p></div>
-    ${
-      (known || error) && !target
-        ? html`<${RunTimeline} place=${place} options=${options} choose=${choose} />`
-        : html`<${Loading} />`
-    }`;
+  const isKnown = (known || error) && !target;
+  return html`<${Title} title="Timeline" words=${nameOf(place)} />
+    ${isKnown ? html`<${RunTimeline} runs=${runs} />` : html`<${Loading} />`}`;
 }
 
-/** @param {{place: string, options: any[], choose: (place: string) => void}} props */
-function RunTimeline({place, options, choose}) {
-  const {query, patch} = useAddress();
+function RunTimeline({runs}) {
+  const {place, query, patch} = useAddress();
   const {from, to} = query;
   const answer = useAnswer("timeline", {at: place, from, to}, {kinds: from ? null : EVERY_KIND});
   const {data} = answer;
-  const move = (by) => {
-    const changes = data && data.shown.length ? neighbour(data, query.step, by) : null;
+  const isFilled = data && data.shown.length > 0;
+  const move = (by) => () => {
+    const changes = isFilled ? neighbour(data, query.step, by) : null;
     if (changes) patch(changes, {replace: true});
   };
-  useKeys({h: ["previous step", () => move(-1)], l: ["next step", () => move(1)]});
+  useKeys({h: ["previous step", move(-1)], l: ["next step", move(1)]});
+  const choose = (value) => go(link("timeline", value));
   return html`<div class="tools">
-      ${options.length > 1 && html`<${Choice} label="run" options=${options} value=${place} onChoose=${choose} />`}
-      ${data && data.shown.length > 0 && html`<${Window} data=${data} />`}
+      <${RunChoice} runs=${runs} value=${place} onChoose=${choose} />${isFilled && html`<${Window} data=${data} />`}
     </div>
     <${Answered} of=${answer}>
       ${(body) =>
@@ -71,14 +63,12 @@ function RunTimeline({place, options, choose}) {
     <//>`;
 }
 
-/** @param {{data: any}} props */
 function Window({data: {shown, steps, from, to}}) {
   const {query, patch} = useAddress();
   const button = (text, changes, disabled) =>
-    html`<button type="button" disabled=${disabled} onClick=${() => patch(changes)}>${text}</button>`;
-  return html`${button("◂ earlier", {...rowsFrom(from - WINDOW), step: null}, from <= 0)}
-    ${button("later ▸", {...rowsFrom(to), step: null}, to >= steps)}
-    ${button("newest", {from: null, to: null, step: null}, !query.from)}
+    html`<button type="button" disabled=${disabled} onClick=${() => patch({...changes, step: null})}>${text}</button>`;
+  return html`${button("◂ earlier", rowsFrom(from - WINDOW), from <= 0)}
+    ${button("later ▸", rowsFrom(to), to >= steps)}${button("newest", {from: null, to: null}, !query.from)}
     <span class="muted small">
       steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l: other steps
     </span>`;

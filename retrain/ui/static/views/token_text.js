@@ -1,36 +1,38 @@
 // A rollout token by token: elements that are made once and coloured by setting classes, read by pointing and by keys.
 
-import {html, useLayoutEffect, useMemo, useRef, visible} from "../lib/html.js";
+import {Tabs} from "../components/inputs.js";
+import {NUMBERS, facts} from "../components/token_scales.js";
+import {html, useElement, useLayoutEffect, useMemo, useRef, visible} from "../lib/html.js";
 import {Turns} from "./conversation.js";
-import {facts} from "./token_numbers.js";
 
 /**
- * @typedef {import("./token_numbers.js").Numbers} Numbers
- * @typedef {import("./token_numbers.js").Scale} Scale
- * @typedef {import("./token_numbers.js").Values} Values
  * @typedef {{at: number | null, scroll: boolean}} Chosen `scroll` brings the token into sight
- * @typedef {{turn: number, token: number, words: string}} ForkPlace
+ * @typedef {{turn: number, token: number}} ForkPlace
  */
 
 const MOVES = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10});
+export const EMPTY_TEXT = html`<span class="muted">(an empty text)</span>`;
+
+const PARTING = "first token that differs";
+/** The place at which two answers part. */
+export const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
+
+// Buttons of what tokens can be coloured by, and what the colours mean.
+export function ColourChoice({names, others, value, scale, onChoose, children = null}) {
+  const options = [...others, ...names.map((name) => [name, NUMBERS[name].title, NUMBERS[name].words])];
+  const stop = ([css, text]) => html`<span class=${`t ${css}`} key=${text}>${text}</span>`;
+  return html`<${Tabs} label="colour of the tokens" options=${options} value=${value} onChoose=${onChoose} />
+    ${
+      scale
+        ? html`<span class="legendline" title=${NUMBERS[value].words}>
+            <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
+          </span>`
+        : children
+    }`;
+}
 
 function kindOf(piece) {
   return piece === "" ? "t nil" : piece.includes("\n") ? "t line" : "t";
-}
-
-/** The place at which two answers part. @param {{words: string}} props */
-export function Fork({words}) {
-  return html`<span class="fork" role="img" aria-label=${words} title=${words}>▶</span>`;
-}
-
-// Return the text of token i, counted over all turns.
-function pieceAt(pieces, i) {
-  let rest = i;
-  for (const turn of pieces) {
-    if (rest < turn.length) return turn[rest];
-    rest -= turn.length;
-  }
-  return "";
 }
 
 /** Return the numbers of the turns' first tokens. @param {string[][]} pieces */
@@ -39,28 +41,13 @@ export function startsOf(pieces) {
   return pieces.map((turn) => (at += turn.length) - turn.length);
 }
 
-/** @param {{pieces: string[], first: number, fork: ForkPlace | null}} props */
 function TokenSpans({pieces, first, fork}) {
   const spans = pieces.map((piece, k) => html`<span class=${kindOf(piece)} data-at=${first + k}>${piece}</span>`);
-  if (fork) spans.splice(fork.token, 0, html`<${Fork} words=${fork.words} />`);
-  const empty = html`<span class="muted">(an empty text)</span>`;
-  return html`<div class="tokentext" dir="auto">${spans.length ? spans : empty}</div>`;
+  if (fork) spans.splice(fork.token, 0, FORK);
+  return html`<div class="tokentext" dir="auto">${spans.length ? spans : EMPTY_TEXT}</div>`;
 }
 
-// Set the classes of all tokens by a scale; null takes the colours away.
-function paint(spans, kinds, values, scale) {
-  spans.forEach((span, i) => {
-    const css = scale && values ? scale.css(values[i]) : "";
-    const name = css ? `${kinds[i]} ${css}` : kinds[i];
-    if (span.className !== name) span.className = name;
-  });
-}
-
-/**
- * What pointing, clicking and keys do over tokens; `onPick(i, byKeys)`, `onPoint(i | null)`.
- * @param {{count: number, chosen: number | null, onPick: (i: number, byKeys: boolean) => void,
- *   onPoint: (i: number | null) => void}} options
- */
+/** Return what pointing, clicking and keys do over tokens; `onPick(i, byKeys)`, `onPoint(i | null)`. */
 function tokenEvents({count, chosen, onPick, onPoint}) {
   const of = (event) => {
     const span = event.target.closest(".t[data-at]");
@@ -89,38 +76,39 @@ function tokenEvents({count, chosen, onPick, onPoint}) {
   };
 }
 
-/**
- * The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts.
- * @param {object} props
- * @param {string} props.label
- * @param {any} props.line
- * @param {string[][] | null} props.pieces
- * @param {Values | null} [props.values]
- * @param {Scale | null} [props.scale]
- * @param {Chosen} props.chosen
- * @param {(i: number, byKeys: boolean) => void} props.onPick
- * @param {(i: number | null) => void} props.onPoint
- * @param {ForkPlace | null} [props.fork]
- * @param {any} [props.children] what stands above the turns; not drawn again
- */
-export function TokenArea({label, line, pieces, values, scale, chosen, onPick, onPoint, fork = null, children}) {
-  const root = useRef(/** @type {HTMLElement | null} */ (null));
+// The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `children`: what
+// stands above the turns; not drawn again.
+export function TokenArea({
+  label,
+  line,
+  pieces,
+  values,
+  scale,
+  chosen,
+  onPick,
+  onPoint,
+  fork = null,
+  children = null,
+}) {
+  const root = useElement();
   const spans = useRef(/** @type {HTMLElement[]} */ ([]));
   const kinds = useMemo(() => (pieces || []).flat().map(kindOf), [pieces]);
   const content = useMemo(() => {
     const starts = startsOf(pieces || []);
     const body = (turn, k) => {
-      const own = fork && fork.turn === k ? fork : null;
-      return html`<${TokenSpans} pieces=${/** @type {any} */ (pieces)[k]} first=${starts[k]} fork=${own} />`;
+      const own = fork && /** @type {ForkPlace} */ (fork).turn === k ? fork : null;
+      return html`<${TokenSpans} pieces=${pieces[k]} first=${starts[k]} fork=${own} />`;
     };
     return html`${children}<${Turns} line=${line} body=${pieces ? body : null} />`;
   }, [line, pieces, fork]);
   useLayoutEffect(() => {
-    const element = /** @type {HTMLElement} */ (root.current);
-    spans.current = [...element.querySelectorAll(".t[data-at]")].map((each) => /** @type {HTMLElement} */ (each));
+    spans.current = [...root.current.querySelectorAll(".t[data-at]")];
   }, [content]);
   useLayoutEffect(() => {
-    paint(spans.current, kinds, values, scale);
+    spans.current.forEach((span, i) => {
+      const name = `${kinds[i]} ${scale ? scale.css(values[i]) : ""}`.trimEnd();
+      if (span.className !== name) span.className = name;
+    });
   }, [content, values, scale]);
   useLayoutEffect(() => {
     const span = chosen.at === null ? null : spans.current[chosen.at];
@@ -135,31 +123,20 @@ export function TokenArea({label, line, pieces, values, scale, chosen, onPick, o
   </div>`;
 }
 
-function quoted(text) {
-  return text === "" ? "(no text of its own)" : JSON.stringify(visible(text));
-}
-
 /**
- * @param {Numbers} numbers
+ * Return what is known of a token: title, text, name.
  * @param {string[][]} pieces
+ * @returns {any[]}
  */
 function rowsOf(numbers, pieces, i) {
-  const starts = startsOf(pieces);
-  const total = pieces.reduce((sum, turn) => sum + turn.length, 0);
-  const turn = starts.filter((first) => first <= i).length;
-  const where = `${i} of ${total}${starts.length > 1 ? `, turn ${turn}` : ""}`;
-  const text = quoted(pieceAt(pieces, i));
-  return /** @type {[string, string, string][]} */ ([
-    ["token", where, ""],
-    ["text", text, "text"],
-    ...facts(numbers, i),
-  ]);
+  const all = pieces.flat();
+  const turn = startsOf(pieces).filter((first) => first <= i).length;
+  const where = `${i} of ${all.length}${pieces.length > 1 ? `, turn ${turn}` : ""}`;
+  const text = all[i] ? JSON.stringify(visible(all[i])) : "(no text of its own)";
+  return [["token", where, ""], ["text", text, "text"], ...facts(numbers, i)];
 }
 
-/**
- * All numbers of the token that is pointed at.
- * @param {{numbers: Numbers, pieces: string[][], at: number | null, name: string | null}} props
- */
+// All numbers of the token that is pointed at.
 export function TokenFacts({numbers, pieces, at, name}) {
   const hint = html`<div class="hint">
     <dt>token</dt><dd class="muted">point at a token, or use the arrow keys in the text</dd>
@@ -171,10 +148,7 @@ export function TokenFacts({numbers, pieces, at, name}) {
   return html`<dl class="facts tokenfacts">${at === null ? hint : rowsOf(numbers, pieces, at).map(fact)}</dl>`;
 }
 
-/**
- * The chosen token in words, for those who do not see it.
- * @param {{numbers: Numbers, pieces: string[][], at: number | null}} props
- */
+// The chosen token in words, for those who do not see it.
 export function SpokenToken({numbers, pieces, at}) {
   const words = at === null ? [] : rowsOf(numbers, pieces, at).map(([title, text]) => `${title} ${text}`);
   return html`<p class="away" role="status">${words.join(", ")}</p>`;

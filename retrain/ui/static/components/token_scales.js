@@ -1,0 +1,158 @@
+// What a token can be coloured by: a scale from numbers to classes of tokens.css, and every number in words.
+
+import {count, number, plural} from "../format.js";
+
+const LEVELS = 6;
+const CATEGORIES = 8;
+
+/**
+ * @typedef {(number | null)[]} Values of the tokens, null where a number is not known
+ * @typedef {object} About
+ * @property {string} title
+ * @property {"size" | "signed" | "range" | "flag" | "which"} kind 0 to cap, −cap to cap, least to greatest, yes or no,
+ *   categories
+ * @property {string} words
+ * @property {string} [unit]
+ * @property {number} [cap]
+ * @property {number} [floor] the least cap
+ * @property {string} [yes]
+ * @property {string} [no]
+ * @typedef {{css: (value: number | null) => string, stops: [css: string, text: string][]}} Scale
+ */
+
+/** @type {Record<string, About>} */
+export const NUMBERS = {
+  surprisal: {
+    ...{title: "surprisal", kind: "size", cap: 4, unit: "nats"},
+    words: "−log of the probability with which the token was sampled",
+  },
+  entropy: {
+    ...{title: "entropy", kind: "size", cap: 2, unit: "nats"},
+    words: "entropy of the distribution that the token was drawn from",
+  },
+  advantage: {title: "advantage", kind: "signed", floor: 1e-6, words: "the advantage that the token trains with"},
+  credit: {
+    ...{title: "credit change", kind: "signed", floor: 1e-4},
+    words: "the token's advantage minus that of its rollout or turn: what the credit assignment did",
+  },
+  mismatch: {
+    ...{title: "log-ratio", kind: "signed", floor: 0.02, unit: "nats"},
+    words: "log-probability under the trainer minus under the sampler: the mismatch of the two",
+  },
+  planning: {
+    ...{title: "planning", kind: "flag", yes: "planning token", no: "other token"},
+    words: "tokens that were taken for planning",
+  },
+  trained: {
+    ...{title: "trained", kind: "flag", yes: "trained on", no: "masked out"},
+    words: "tokens that count in the loss",
+  },
+  version: {title: "version", kind: "which", words: "version of the weights that sampled the token"},
+  value: {title: "value", kind: "range", words: "what the critic expected from here on"},
+  target: {title: "value target", kind: "range", words: "what the critic was taught to expect"},
+};
+
+// Return the least round number that is not below this.
+function roundUp(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  const round = [1, 2, 3, 4, 5, 6, 8, 10].map((factor) => factor * power);
+  return round.find((each) => each >= value * (1 - 1e-9)) || value;
+}
+
+// The strongest colour begins where 98 of 100 values stay below, so that a single one does not pale the others.
+function capOf(known, floor = 1e-6) {
+  const sizes = known.map(Math.abs).filter((size) => size > 0);
+  sizes.sort((a, b) => a - b);
+  return sizes.length ? roundUp(Math.max(sizes[Math.floor(0.98 * (sizes.length - 1))], floor)) : 0;
+}
+
+function level(share) {
+  return Math.max(1, Math.min(LEVELS, Math.ceil(LEVELS * share - 1e-9)));
+}
+
+/** @type {Record<string, (known: number[], about: About) => Scale>} */
+const SCALES = {
+  flag(known, {yes, no}) {
+    const many = known.filter((value) => value).length;
+    const stops = [`${yes}: ${count(many)}`, `${no}: ${count(known.length - many)}`];
+    return {
+      css: (value) => (value ? "yes" : "no"),
+      stops: [
+        ["yes", stops[0]],
+        ["no", stops[1]],
+      ],
+    };
+  },
+  which(known) {
+    const all = [...new Set(known)].sort((a, b) => a - b);
+    const css = (value) => `w${(all.indexOf(value) % CATEGORIES) + 1}`;
+    const many = (value) => plural(known.filter((each) => each === value).length, "token");
+    return {css, stops: all.slice(-12).map((value) => [css(value), `${value}: ${many(value)}`])};
+  },
+  signed(known, {floor, unit = ""}) {
+    const cap = capOf(known, floor);
+    const css = (value) =>
+      Math.abs(value) <= cap / 1e4 ? "" : `${value > 0 ? "p" : "m"}${level(Math.abs(value) / cap)}`;
+    const stop = (share) => {
+      const sign = {1: "≥ ", "-1": "≤ "}[share] || "";
+      const end = sign && unit && ` ${unit}`;
+      return /** @type {[string, string]} */ ([css(share * cap), `${sign}${signedText(share * cap)}${end}`]);
+    };
+    return {css, stops: (cap ? [-1, -0.5, 0, 0.5, 1] : [0]).map(stop)};
+  },
+  size(known, {cap = 1, unit}) {
+    return between(0, cap, (share, text) => (share === 1 ? `≥ ${text} ${unit}` : text));
+  },
+  range(known) {
+    const [low, high] = extent(known) || [0, 1];
+    return between(low, high, (share, text) => text);
+  },
+};
+
+/** @returns {Scale} */
+function between(low, high, write) {
+  const css = (value) => {
+    const share = (value - low) / (high - low || 1);
+    return share < 0.02 ? "" : `s${level(share)}`;
+  };
+  const stop = (share) => {
+    const at = low + share * (high - low);
+    return /** @type {[string, string]} */ ([css(at), write(share, number(at))]);
+  };
+  return {css, stops: (high > low ? [0, 0.25, 0.5, 0.75, 1] : [0]).map(stop)};
+}
+
+/** Return the least and the greatest of the values that are known; null where none is. @param {Values} values */
+export function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value === null || !Number.isFinite(value)) continue;
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return low <= high ? [low, high] : null;
+}
+
+/** @param {string} name of NUMBERS @param {Values} values @returns {Scale} */
+export function scaleOf(name, values) {
+  const known = /** @type {number[]} */ (values.filter((value) => Number.isFinite(value)));
+  const {css, stops} = SCALES[NUMBERS[name].kind](known, NUMBERS[name]);
+  return {css: (value) => (value === null || value === undefined ? "" : css(value)), stops};
+}
+
+function signedText(value, digits = 3) {
+  return `${value > 0 ? "+" : ""}${number(value, digits)}`;
+}
+
+/** Return one number of a token as it is read, with its sign where it has one. */
+export function written(name, value) {
+  const {kind, yes, no, unit} = NUMBERS[name];
+  if (value === null || value === undefined) return "not known";
+  if (kind === "flag") return value ? yes : no;
+  return (kind === "signed" ? signedText(value, 4) : number(value, 4)) + (unit ? ` ${unit}` : "");
+}
+
+/** Return every number of token i: title, text, name. */
+export function facts(numbers, i) {
+  return Object.keys(numbers).map((name) => [NUMBERS[name].title, written(name, numbers[name][i]), name]);
+}
