@@ -52,7 +52,7 @@ from retrain.campaign.running.protocol import (
 from retrain.campaign.running.tasks import Tasks, append, events_of, home_of
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.campaign.worker import POLL_SECONDS
-from retrain.commands.console import PlainConsole
+from retrain.cli.console import PlainConsole
 from retrain.config import load
 from retrain.files import dumps
 from retrain.training.inputs import CohortJob

@@ -23,7 +23,7 @@ from rich.console import Console, Group
 from ui import serving
 
 from retrain.campaign.controller import launch
-from retrain.commands.console import Board, board_view, message_text
+from retrain.cli.console import Board, board_view, message_text
 from retrain.config import load
 from retrain.files import write_text
 from retrain.records.observer import SpecLike

@@ -1,6 +1,6 @@
 """``python -m retrain`` is the command ``retrain``."""
 
-from retrain.cli import main
+from retrain.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,8 @@ import pytest
 from helpers.records import context, evaluation, group, step
 from rich.console import Console
 
-from retrain.commands.console import Board, LiveConsole, PlainConsole, board_view, make_console
-from retrain.commands.tables import comparison_table, squeeze_line, squeeze_table
+from retrain.cli.console import Board, LiveConsole, PlainConsole, board_view, make_console
+from retrain.cli.tables import comparison_table, squeeze_line, squeeze_table
 from retrain.records.measure import measure_step
 from retrain.records.schema.rows import START
 from retrain.records.scores import eval_row

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 from helpers.campaigns import FENCE, PAGES, blocks
 
-from retrain.cli import app
+from retrain.cli.app import app
 from retrain.config import load
 
 ROOT = Path(__file__).parents[2]

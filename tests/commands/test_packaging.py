@@ -9,14 +9,14 @@ from pathlib import Path
 
 from helpers.campaigns import blocks
 
-from retrain.commands import setup
+from retrain.cli import setup
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 COMMANDS = """
 import json, sys
-from retrain.cli import app
+from retrain.cli.app import app
 
 heavy = {"torch", "transformers", "peft", "safetensors.torch", "scipy", "pandas", "datasets", "pyarrow", "wandb"}
 for command in json.loads(sys.argv[1]):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from retrain.commands.console import PlainConsole
+from retrain.cli.console import PlainConsole
 from retrain.records.observer import NullObserver
 from retrain.util.session import StopRequest
 
@@ -38,7 +38,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 def test_a_stream_without_a_reader_loses_what_is_written_and_fails_nobody():
     code = """
 import sys
-from retrain.commands.console import lasting_streams
+from retrain.cli.console import lasting_streams
 with lasting_streams():
     sys.stdin.read()  # until the reader of our output is gone
     print("to nobody", flush=True)

@@ -8,9 +8,9 @@ from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quie
 from helpers.records import HOSTILE
 
 from retrain.campaign.planning.plan import Plan
-from retrain.commands import trial_run as trying
-from retrain.commands.output import print_record
-from retrain.commands.trial import print_trial
+from retrain.cli import trial_run as trying
+from retrain.cli.output import print_record
+from retrain.cli.trial import print_trial
 from retrain.config import load
 from retrain.files import read_jsonl
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from retrain.campaign.controller import execute, launch
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
-from retrain.cli import app
+from retrain.cli.app import app
 from retrain.config import load
 from retrain.config.describe import document
 from retrain.files import append_jsonl, read_json, read_jsonl

@@ -115,7 +115,7 @@ def set_trap(place: str, moment: float) -> None:
 
 
 if __name__ == "__main__":
-    from retrain.cli import main
+    from retrain.cli.app import main
     from tests.soak import traps
 
     traps.take_trap(CONTROLLER)

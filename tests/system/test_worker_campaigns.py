@@ -27,7 +27,7 @@ from helpers.campaigns import (
 from retrain.campaign.controller import execute
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.references import check
-from retrain.commands.run_status import read_status
+from retrain.cli.run_status import read_status
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
 from retrain.records.observer import NullObserver

@@ -4,7 +4,7 @@ from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, build_loss
 from retrain.algorithms.credit.gae import GaeAdvantage
 from retrain.algorithms.credit.uncertainty import UNCERTAINTIES
 from retrain.algorithms.losses import LOSSES
-from retrain.commands.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
+from retrain.cli.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
 from retrain.config import parse_dict
 from retrain.config.base import ActiveIf
 from retrain.config.describe import choices

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from retrain.commands.environments import ABOUT_PROVIDERS
+from retrain.cli.environments import ABOUT_PROVIDERS
 from retrain.config import tasks
 from retrain.environments.providers import PROVIDERS
 from retrain.environments.providers.randomness import OwnRandomness

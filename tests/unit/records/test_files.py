@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from helpers.records import config, context, evaluation, group, step
 
-from retrain.commands.run_status import read_status
+from retrain.cli.run_status import read_status
 from retrain.config import parse_dict
 from retrain.errors import CheckpointError
 from retrain.ownership import claim

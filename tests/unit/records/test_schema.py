@@ -8,7 +8,7 @@ import pytest
 from list_records import metrics_markdown, with_tables
 from pydantic import TypeAdapter
 
-from retrain.commands.run_status import read_status
+from retrain.cli.run_status import read_status
 from retrain.files import read_json, read_jsonl
 from retrain.records.columns import Columns
 from retrain.records.pages.timeline import steps_of

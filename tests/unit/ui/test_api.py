@@ -70,7 +70,9 @@ def test_curves_and_their_smoothing_are_the_report_s(home):
             assert condition_name(mine["label"]) == label
             assert np.array(mine["mean"]) == pytest.approx(np.array(expected["mean"]), rel=1e-6)
             assert np.array(mine["band"]) == pytest.approx(np.array(expected["band"]), rel=1e-6)
-            assert np.array(mine["runs"][0]["points"]) == pytest.approx(np.array(expected["runs"][0]["points"]), rel=1e-6)
+            assert np.array(mine["runs"][0]["points"]) == pytest.approx(
+                np.array(expected["runs"][0]["points"]), rel=1e-6
+            )
         assert found["differences"][0]["pairs"] == 3
     expected = [y for _, y in smoothed(list(enumerate(values)), 4)]
     points = get(client, "/api/curves", at=RUN, key="mean_reward", smooth=4)["conditions"][0]["runs"][0]["points"]

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
-from retrain.commands.output import duration, note, print_record, print_text, visible
+from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
+from retrain.cli.output import duration, note, print_record, print_text, visible
 from retrain.errors import RunFailed, plural
 from retrain.files import dumps
 
@@ -31,7 +31,7 @@ def try_(
     """
     from retrain.campaign.planning.plan import Plan
     from retrain.campaign.planning.references import check
-    from retrain.commands.trial_run import others, trial
+    from retrain.cli.trial_run import others, trial
     from retrain.config.campaign import condition_name
 
     plan = Plan.of(read(file, sets))

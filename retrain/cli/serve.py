@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from retrain.commands.output import note
+from retrain.cli.output import note
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, ConfigFile, Sets, read
-from retrain.commands.output import duration, note, print_table, visible
+from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
+from retrain.cli.output import duration, note, print_table, visible
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.util.text import interval, minus, number, short

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from retrain.commands.arguments import AsJson
-from retrain.commands.output import print_record, print_table
+from retrain.cli.arguments import AsJson
+from retrain.cli.output import print_record, print_table
 from retrain.errors import RetrainError
 from retrain.extras import EXTRAS, install_line, is_installed
 from retrain.files import dumps

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.commands.arguments import output_path
+from retrain.cli.arguments import output_path
 from retrain.extras import is_installed, missing
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def ui(
 
 
 def write_copy(library: Library, out: Path) -> None:
-    from retrain.commands.output import note
+    from retrain.cli.output import note
     from retrain.ui.bundle import write_bundle
 
     size = write_bundle(library, out, lambda done, of: note(f"copied {done} of {of}"))

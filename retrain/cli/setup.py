@@ -159,7 +159,7 @@ def doctor(
     With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
     """
     if url:
-        from retrain.commands.doctor import check_servers
+        from retrain.cli.doctor import check_servers
 
         if device is not None or report is not None:
             raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
@@ -170,7 +170,7 @@ def doctor(
                 f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
             )
     if device is not None:
-        from retrain.commands.doctor import check_machine
+        from retrain.cli.doctor import check_machine
 
         raise typer.Exit(check_machine(device, file, report))
     for option, value in (("--file", file), ("--json", report)):

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrain.commands.tables import ResultTable
+    from retrain.cli.tables import ResultTable
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
     """Print rows under headings; columns not in ``left_aligned`` are aligned to the right."""
     from rich.text import Text
 
-    from retrain.commands.tables import ResultTable
+    from retrain.cli.tables import ResultTable
 
     _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """Print the results of a campaign or run: comparison or accuracy, recommended ranks, failures and paths."""
-    from retrain.commands.tables import accuracy_line, squeeze_line
+    from retrain.cli.tables import accuracy_line, squeeze_line
 
     print()
     if summary["comparison"]:
@@ -49,7 +49,7 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
-    from retrain.commands.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
+    from retrain.cli.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
 
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
@@ -58,7 +58,7 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    from retrain.commands.tables import squeeze_table
+    from retrain.cli.tables import squeeze_table
 
     _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
@@ -71,7 +71,7 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
 def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
     from rich.console import Console
 
-    from retrain.commands.tables import WIDE
+    from retrain.cli.tables import WIDE
 
     if plain or not sys.stdout.isatty():
         print(table_of(WIDE).text())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.commands.output import count, note, visible
+from retrain.cli.output import count, note, visible
 from retrain.errors import UsageError, plural
 
 if TYPE_CHECKING:

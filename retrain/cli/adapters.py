@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, output_path, require_directory
-from retrain.commands.output import note, print_record, print_text, visible
+from retrain.cli.arguments import AsJson, output_path, require_directory
+from retrain.cli.output import note, print_record, print_text, visible
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import (
+from retrain.cli.arguments import (
     AcceptChanges,
     Address,
     AsJson,
@@ -27,7 +27,7 @@ from retrain.commands.arguments import (
     read,
     require_directory,
 )
-from retrain.commands.output import print_squeeze, print_tables_of
+from retrain.cli.output import print_squeeze, print_tables_of
 from retrain.device import torchrun_rank
 from retrain.errors import UsageError
 from retrain.files import dumps
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
-    from retrain.commands.console import lasting_streams, make_console
+    from retrain.cli.console import lasting_streams, make_console
     from retrain.records.trackers import wandb_upload_command
     from retrain.util.session import ENDINGS
 
@@ -94,7 +94,7 @@ def train(
     loaded = read(file, [*(sets or ()), *how])
     if dry_run:
         from retrain.campaign.planning.plan import Plan
-        from retrain.commands.explain import print_explanation
+        from retrain.cli.explain import print_explanation
 
         print_explanation(Plan.of(loaded, out))
         return

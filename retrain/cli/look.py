@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from retrain.commands.arguments import AsJson, ConfigFile, RunDirectory, Sets, output_path, read, require_directory
-from retrain.commands.output import print_comparison
+from retrain.cli.arguments import AsJson, ConfigFile, RunDirectory, Sets, output_path, read, require_directory
+from retrain.cli.output import print_comparison
 from retrain.errors import plural
 from retrain.files import dumps
 

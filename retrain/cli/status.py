@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from retrain.commands.arguments import AsJson, Plain, Verbose
-from retrain.commands.output import print_table
+from retrain.cli.arguments import AsJson, Plain, Verbose
+from retrain.cli.output import print_table
 from retrain.errors import UsageError
 from retrain.files import dumps
 
@@ -34,7 +34,7 @@ def status(
 
     Reads their files alone.
     """
-    from retrain.commands.run_status import read_status
+    from retrain.cli.run_status import read_status
     from retrain.records.reader import homes_of_runs
 
     if not directory.is_dir():
@@ -58,7 +58,7 @@ def _print_views(reports: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from retrain.commands.console import status_view
+    from retrain.cli.console import status_view
 
     console = Console()
     for report in reports:
@@ -75,8 +75,8 @@ def _print_status_table(reports: Sequence[dict[str, Any]]) -> None:
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     """Print events until every run has ended; Ctrl-C ends it earlier with exit status 0."""
-    from retrain.commands.console import make_console
-    from retrain.commands.follow import Follower, JsonLines
+    from retrain.cli.console import make_console
+    from retrain.cli.follow import Follower, JsonLines
 
     observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)

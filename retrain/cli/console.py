@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from retrain.commands.run_status import NO_CHANGE, AccuracyChange, RunView
+from retrain.cli.run_status import NO_CHANGE, AccuracyChange, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.schema.base import Row, Values
 from retrain.util.text import change, duration, number, percent, short, visible

@@ -9,23 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from retrain.commands.arguments import (
-    ConfigFile,
-    Detect,
-    ExecutorName,
-    Out,
-    Pilot,
-    Sets,
-    WorkerCount,
-    executor_sets,
-    read,
-)
-from retrain.commands.output import count, duration, print_table, size
+from retrain.cli.arguments import ConfigFile, Detect, ExecutorName, Out, Pilot, Sets, WorkerCount, executor_sets, read
+from retrain.cli.output import count, duration, print_table, size
 from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
     from retrain.campaign.planning.plan import Plan
-    from retrain.commands.problems import Problems
+    from retrain.cli.problems import Problems
     from retrain.config import Config
     from retrain.config.runs import RunSpec
     from retrain.models.layers import Architecture
@@ -60,7 +50,7 @@ def explain(
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
     """Print the conditions and seeds of a plan, detectable effects, and costs."""
-    from retrain.commands import formulas
+    from retrain.cli import formulas
     from retrain.training.estimate import run_size
 
     loaded, specs = plan.source, plan.specs
@@ -106,7 +96,7 @@ def print_by_words(name: str, words_of: Callable[[Config], str], conditions: lis
 def print_problems(plan: Plan) -> Problems:
     """Print and return the problems of the plan, which are the same for all conditions."""
     from retrain.campaign.planning.references import data_problems
-    from retrain.commands.problems import problems_of
+    from retrain.cli.problems import problems_of
 
     assert plan.source is not None
     problems = problems_of([spec.config for spec in plan.specs], plan.folder)
@@ -118,7 +108,7 @@ def print_problems(plan: Plan) -> Problems:
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
-    from retrain.commands.formulas import advantage_words, credit_words
+    from retrain.cli.formulas import advantage_words, credit_words
     from retrain.config.campaign import condition_name
     from retrain.config.runs import differences
 
@@ -358,7 +348,7 @@ def memory_words(
 
 def time_words(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
-    from retrain.commands.pace import recorded_pace
+    from retrain.cli.pace import recorded_pace
     from retrain.training.estimate import sampled_evaluations
 
     config = plan.specs[0].config

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from retrain.commands.output import visible
+from retrain.cli.output import visible
 from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import RetrainError, plural
 from retrain.training.estimate import ASSUMED_PROMPT_TOKENS

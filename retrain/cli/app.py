@@ -1,6 +1,6 @@
 """Parse the command line, run one command, and convert errors to printed lines and exit statuses.
 
-Imports nothing heavy, nor does the top level of ``retrain.commands``: ``retrain --help`` must answer in less than half
+Imports nothing heavy, nor do the other modules of ``retrain.cli`` at their top level: ``retrain --help`` must answer in less than half
 a second, and ``retrain check`` without torch.
 """
 
@@ -13,14 +13,14 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.commands import adapters, environments, explain, look, probe, serve, setup, status, train, trial, ui
+from retrain.cli import adapters, environments, explain, look, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
 
 # The class belongs to click, or in newer versions to a private copy of it inside typer.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-class Door(TyperGroup):
+class CommandLine(TyperGroup):
     """Prints a user's mistakes without a traceback; other exceptions pass through."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def plain_usage_errors() -> Iterator[None]:
 
 app = typer.Typer(
     name="retrain",
-    cls=Door,
+    cls=CommandLine,
     help="Reinforcement learning of language models as experiments: train a campaign, compare its conditions.",
     epilog="Exit status: 0 done, 1 a run failed, 2 usage or configuration, 129 terminal closed, 130 interrupted.",
     no_args_is_help=True,

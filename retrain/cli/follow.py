@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from retrain.commands.run_status import recommended_rank
+from retrain.cli.run_status import recommended_rank
 from retrain.config.evaluation import HELDOUT
 from retrain.errors import UsageError
 from retrain.files import Stamp, dumps, stamp_of

@@ -1,1 +1,0 @@
-"""Define the commands of ``retrain``, one function each; heavy imports happen when a command runs."""
