@@ -1,7 +1,7 @@
 """Parse the command line, run one command, and convert errors to printed lines and exit statuses.
 
-Imports nothing heavy, nor do the other modules of ``retrain.cli`` at their top level: ``retrain --help`` must answer in less than half
-a second, and ``retrain check`` without torch.
+Imports nothing heavy, nor do the other modules of ``retrain.cli`` at their top level: ``retrain --help`` must answer in
+less than half a second, and ``retrain check`` without torch.
 """
 
 import sys
