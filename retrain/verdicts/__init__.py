@@ -1,1 +1,1 @@
-"""What runs found: results, comparisons, the rules that decide, verdicts in words, and the report."""
+"""Results of runs, their comparison, the verdict rule and its wording, and the report."""

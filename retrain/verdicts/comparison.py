@@ -112,7 +112,7 @@ def _conditions(
 ) -> list[ConditionComparison]:
     """Return all conditions, the baseline first, with their verdicts and what missing seeds could change of them."""
     first, *labels = paired.labels
-    compared = _Compared(paired, rule, standing, margin)
+    compared = _ConditionBuilder(paired, rule, standing, margin)
     baseline = compared.baseline(first)
     analyses = [paired.analyses(rule, standing.added, margin)]
     if not standing.reasons:
@@ -198,7 +198,7 @@ class _PairedRuns:
         return self.differences[:, :planned]
 
 
-class _Compared:
+class _ConditionBuilder:
     """Builds the conditions of a comparison."""
 
     def __init__(self, paired: _PairedRuns, rule: DeclaredRule, standing: Standing, margin: float | None):

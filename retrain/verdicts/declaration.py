@@ -1,4 +1,4 @@
-"""What a campaign declared before it began, kept so that nothing seen later can bend it.
+"""Keeps what a campaign declared before it began, so that later changes cannot alter its verdict.
 
 A verdict is given of what was declared: this metric, margin and interim analysis, these seeds and conditions, this
 baseline, this many steps. ``freeze`` keeps them in the manifest when the first run begins; a changed file changes none
@@ -66,8 +66,8 @@ class ConditionStanding:
 
 @dataclass(frozen=True)
 class Standing:
-    """Whether verdicts may be given. ``reasons`` make every finding exploratory, ``of_condition`` single ones;
-    ``seeds`` are the declared ones, None where nothing says which; ``added`` are conditions that were not declared."""
+    """Status of a campaign's verdicts. ``reasons`` make every comparison exploratory, ``of_condition`` single ones.
+    ``seeds`` are the declared ones, None where unknown; ``added`` are conditions that were not declared."""
 
     reasons: tuple[str, ...] = ()
     of_condition: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

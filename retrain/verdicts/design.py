@@ -30,7 +30,7 @@ class Spread:
 
 
 def pilot_spread(directory: Path, measure: Measure) -> Spread:
-    """The spread that a campaign's finished runs show: of the paired differences, pooled over its conditions.
+    """Return the standard deviation of paired differences in a campaign's finished runs, pooled over its conditions.
 
     Raises UsageError where there are no two pairs of seeds.
     """
@@ -53,7 +53,7 @@ def _spread_of(runs: Sequence[RunResult], labels: Sequence[str], measure: Measur
 def verdict_lines(
     specs: Sequence[RunSpec], pilot: Path | None, wanted: float | None, directory: Path | None = None
 ) -> list[str]:
-    """What the planned seeds can find; empty without a comparison.
+    """Say which differences the planned seeds can detect; empty for one condition.
 
     ``wanted`` is in points for shares and in the metric's unit otherwise. The spread comes from ``pilot``, else from an
     earlier campaign in the plan's ``directory``.
@@ -101,7 +101,7 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """The power at the wanted or declared difference, or, where no spread says how large that is, by pair spreads."""
+    """Say the power at the target difference; without a spread or a target, at multiples of the pair spread."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:
@@ -121,13 +121,13 @@ def _power_lines(
 
 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
-    """Where the comparison with the baseline would not say what it seems to say."""
+    """Warn of confounded conditions, scales that differ, and SEPA that never acts."""
     conditions = list({spec.label: spec for spec in specs}.values())
     return [*without_sepa(specs), *_confounded(conditions), *_scales(conditions)]
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:
-    """What differs between two conditions, as far as both could have it: settings of a mode belong to the mode."""
+    """Return the keys that differ between two conditions; settings that only one of their modes has are left out."""
     mine, theirs = spec.config.algorithm, other.config.algorithm
     differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):

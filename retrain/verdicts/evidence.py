@@ -1,4 +1,4 @@
-"""What a report shows, from the files of a campaign: curves over seeds, distributions, and the same prompt twice."""
+"""Data of a report from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -167,7 +167,7 @@ class Twin:
 
 
 def twins(sides: Sequence[tuple[int, Sequence[Completion], Sequence[Completion]]], most: int) -> tuple[list[Twin], int]:
-    """The prompts whose solve rate differs most between two sides, and how many prompts both sides have.
+    """Return the prompts whose solve rate differs most between two sides, and the number of prompts on both sides.
 
     ``sides`` has (seed, completions on the left, on the right) for every seed that has both. Ties are broken by the
     problem's name, so that a report made again is the same.

@@ -50,7 +50,7 @@ class Source:
 def compare_directories(
     directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None, read: Reader = read_run
 ) -> dict[str, Any]:
-    """The comparison (as ``compare_runs`` describes it) of all runs of these campaigns and runs.
+    """Compare all runs of these campaigns and runs; the result is described at ``compare_runs``.
 
     ``metric`` and ``baseline`` are as a person writes them; unset, they are what the first campaign declared and its
     first condition. ``read`` reads a run's files. Raises UsageError when a directory holds no runs, or when what they
@@ -94,8 +94,7 @@ def compare_directories(
 
 
 def conclude(directory: Path) -> dict[str, Any]:
-    """The comparison of a campaign that has ended, from its files, as ``compare_directories`` makes it at any later
-    time; written to ``comparison.json``."""
+    """Compare the runs of a campaign that has ended and write ``comparison.json``."""
     comparison = compare_directories([directory])
     del comparison["directories"]
     write_json(directory / COMPARISON, comparison)
@@ -103,7 +102,7 @@ def conclude(directory: Path) -> dict[str, Any]:
 
 
 def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Source:
-    """The runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
+    """Read the runs of a campaign's or a single run's directory. Raises UsageError when it is neither."""
     if not (directory / MANIFEST).is_file():
         campaign = directory.absolute().parent.parent  # of logs/<campaign>/runs/<run>
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
@@ -133,7 +132,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
 
 
 def _changed(directory: Path, declared: Mapping[str, Any]) -> list[str]:
-    """What the campaign's file says now otherwise than was declared: it decides nothing, and a reader must know."""
+    """Name the settings whose present value in the campaign's file differs from the declared one, which decides."""
     now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
     return [
         f"[campaign] {key} was declared as {_said(declared[key])} and is {_said(now[key])} in the file now: what was "
@@ -240,7 +239,7 @@ def _changes(keys: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
-    """One run for each condition and seed: repeating a seed adds no replicate. A finished one is preferred."""
+    """Keep one run for each condition and seed, a finished one if there is one: a repeated seed is no replicate."""
     chosen: dict[tuple[str, tuple[int, int]], RunResult] = {}
     repeated: list[str] = []
     for run in runs:

@@ -9,7 +9,7 @@ from retrain.config.evaluation import PART_EVERY
 from retrain.config.tasks import AUDIT
 from retrain.records.histograms import counted, edges_of
 from retrain.records.tables import accuracy_name, short_metric
-from retrain.verdicts.audited import Audited
+from retrain.verdicts.audited import AuditComparison
 from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, Completion, completions, curve, window_of
 from retrain.verdicts.results import Measure
 
@@ -29,7 +29,9 @@ CURVES = (
 """Metric, title, unit, range, whether it is noisy enough to be smoothed."""
 
 
-def charts_of(campaign: Campaign, audits: Sequence[Audited], squeezes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def charts_of(
+    campaign: Campaign, audits: Sequence[AuditComparison], squeezes: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return the charts of each place of the report; places without any are left out."""
     groups, curves = [{"name": label, "index": index} for index, label in enumerate(campaign.labels)], _curves(campaign)
     places = {
@@ -95,7 +97,7 @@ def _same_as_correct(campaign: Campaign) -> bool:
     return all(row.get("mean_reward") == row.get("correct_rate") for run in campaign.runs for row in run.rows)
 
 
-def _audited(campaign: Campaign, audit: Audited) -> Chart:
+def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
     """Return the chart of the reward and the audit of a condition on a held-out set."""
     keys = {"reward": f"eval/{audit.name}/reward_mean", "audit": f"eval/{audit.name}/{AUDIT}"}
     runs = campaign.of(audit.label)

@@ -1,4 +1,4 @@
-"""What runs measured, read from their files: one number per run for any metric, with what it cost.
+"""Reads runs for a comparison: one number per run for any metric, with tokens and seconds.
 
 A measure is a metric and how a run's curve becomes one number: ``final`` is the value after the last update, ``last3``
 the mean over the last three evaluations that the run's schedule has, ``auc`` the area under the curve over steps,
@@ -44,8 +44,8 @@ class Measure:
 
     @classmethod
     def parse(cls, text: str, held_out: str = HELDOUT) -> Measure:
-        """A summary, a key, or both as in ``auc:key``; keys of the held-out set ``held_out`` may be short, as in
-        ``pass@4``."""
+        """Parse a summary, a key, or both as in ``auc:key``. Keys of the held-out set ``held_out`` may be short
+        (``pass@4``)."""
         summary, colon, key = text.partition(":")
         if summary not in SUMMARIES:
             summary, key = "final", text
@@ -61,27 +61,25 @@ class Measure:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it is measured on held-out problems rather than while training."""
         return self.key.startswith("eval/")
 
     @property
     def held_out(self) -> str | None:
-        """The held-out set that it is measured on."""
         return self.key.split("/")[1] if self.is_held_out else None
 
     @property
     def is_share(self) -> bool:
-        """Whether values lie in [0, 1], so that differences are in percentage points."""
+        """True where values lie in [0, 1]; their differences are in percentage points."""
         metric = BY_KEY.get(self._pattern())
         return metric is not None and metric.unit == "share"
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether more of it is an improvement; of other metrics it is only said that they are higher or lower."""
+        """True where a larger value is an improvement; other metrics are only called higher or lower."""
         return re.search(MERITS, self.key) is not None
 
     def _pattern(self) -> str:
-        """The key as the catalogue has it, placeholders for names and numbers."""
+        """Return the key as in the catalogue, with placeholders for names and numbers."""
         key = re.sub(r"@\d+", "@<k>", self.key)
         if key in BY_KEY or not self.is_held_out:
             return key
@@ -142,7 +140,7 @@ class RunResult:
         return [(int(row["step"]), float(value)) for row in rows if _is_number(value := row.get(key))]
 
     def value(self, measure: Measure) -> float | None:
-        """The run's number, None where its files have none: an evaluation that could not be graded has no value."""
+        """Return the run's number; None where its files have none, or its last evaluation could not be graded."""
         curve = self.curve(measure.key)
         if measure.is_held_out:
             taken = [row for row in self.evaluations if row.get("name") == measure.held_out]
@@ -162,7 +160,7 @@ class RunResult:
         return sum(value for _, value in last) / len(last)
 
     def result(self, measure: Measure) -> float | None:
-        """As ``value``, of a run that is done; only these are compared."""
+        """Return ``value`` of a finished run, else None: only finished runs are compared."""
         return self.value(measure) if self.done else None
 
     def before(self, measure: Measure) -> float | None:
@@ -170,8 +168,7 @@ class RunResult:
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
     def weights(self, measure: Measure) -> dict[int, float]:
-        """Of a held-out measure, the evaluations (by their step) that its number is a mean of, with their weights;
-        empty where it has none."""
+        """Return the weight of each evaluation, by step, in the number of a held-out measure; empty without one."""
         steps = [step for step, _ in self.curve(measure.key)] if measure.is_held_out else []
         if not steps:
             return {}
@@ -183,10 +180,10 @@ class RunResult:
         return {step: 1.0 / len(last) for step in last}
 
     def resolution(self, measure: Measure) -> float:
-        """The step of the scale of a held-out rate, pass@k, avg@k or maj@k: what one changed answer moves at most in
-        one evaluation, and of a mean of several the step that has its error of rounding. 0 where it is not known.
+        """Return the largest change of a held-out rate, pass@k, avg@k or maj@k by one changed answer; 0 where unknown.
 
-        Of a tag it is that of all problems, which is less: how many have it stands nowhere.
+        For a mean of several evaluations it is the step with the same rounding error. For a tag it is that of all
+        problems, which is smaller, because the number of problems with the tag is not recorded.
         """
         rate = re.fullmatch(r"eval/[^/]+(?:/[^/]+)?/(correct_rate|(pass|avg|maj)@(\d+))", measure.key)
         last = self.last_evaluations.get(measure.held_out or "", {})
@@ -227,7 +224,7 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
 
 
 def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
-    """A manifest's run from its files; rows that are not there yet are simply missing."""
+    """Read a run of a manifest; rows that are not written yet are missing."""
     path = directory / entry["path"]
     reader = RunReader(path)
     facts = reader.config()
@@ -251,7 +248,7 @@ Pair = tuple[int, int]
 
 
 def finished_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, tuple[RunResult, float]]:
-    """The finished runs of a condition that have a value, with it, by pair and in their order."""
+    """Return the finished runs of a condition with their values, sorted by pair; runs without a value are left out."""
     own = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
     return {run.pair: (run, value) for run in own if (value := run.result(measure)) is not None}
 
@@ -261,7 +258,7 @@ def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[P
 
 
 def first_set(runs: Sequence[RunResult]) -> str:
-    """The held-out set that short names of metrics mean."""
+    """Return the name of the held-out set to which short metric names refer."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
 
 
@@ -303,8 +300,7 @@ def require_evaluations(measure: Measure, runs: Sequence[RunResult]) -> None:
 
 
 def last3_notes(measure: Measure, runs: Sequence[RunResult]) -> list[str]:
-    """What a reader must know of the evaluations that ``last3`` is the mean of: that they differ between runs, or are
-    not about the end of training alone."""
+    """Warn where the three evaluations of ``last3`` differ between runs or begin well before the end of training."""
     if measure.summary != "last3":
         return []
     seen = {run.last_three: run for run in runs if run.done and len(run.last_three) == DECIDING}
@@ -321,7 +317,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def _own_seconds(row: Mapping[str, Any]) -> float:
-    """What a step cost for this run: the wall clock of the cohort's shared parts is split among its runs."""
+    """Return the seconds of a step for this run; the cohort's shared parts are split among its runs."""
     own = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
     shared = sum(row.get(f"time/{part}") or 0.0 for part in SHARED_SPANS)
     return own + shared / (row.get("cohort_size") or 1)
