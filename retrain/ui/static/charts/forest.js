@@ -128,11 +128,12 @@ function Row({row, x, top, width, narrow, unit}) {
     return html`<${Mark} key=${i} index=${index} x=${x(each.value)} y=${y} hint=${each.hint} />`;
   };
   const line = centre !== null && {x1: x(centre), x2: x(centre), y1: middle - 11, y2: middle + 11};
+  const thinTitle = thin && `new problems: ${ends(wider)}`;
   return html`<g>
     ${open && html`<defs><${Hatch} id=${hatch} paint=${paint} /></defs>`}
     <text class="name" x="12" y=${top + 16}>${shortened(name, Math.max(8, Math.floor(room / (1.1 * LETTER))))}</text>
     <text ...${at}>${note}</text>
-    ${thin && html`<line ...${thin} stroke=${paint} stroke-width="1.5"><title>new problems: ${ends(wider)}</title></line>`}
+    ${thin && html`<line ...${thin} stroke=${paint} stroke-width="1.5"><title>${thinTitle}</title></line>`}
     ${bar}${values.map(mark)}
     ${line && html`<line ...${line} stroke=${paint} stroke-width="3" />`}
   </g>`;
