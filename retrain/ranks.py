@@ -169,7 +169,7 @@ class RankGroup:
             raise RanksEnded("rank 0 has ended")
         self.is_lost = True
         places = (f"rank {rank} is at {shares[rank].point!r}{shares[rank].note}" for rank in (self.rank, other))
-        raise RankLost(f"the ranks have parted: {', '.join(places)}")
+        raise RankLost(f"the ranks are at different points of the program: {', '.join(places)}")
 
 
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:

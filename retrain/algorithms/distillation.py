@@ -95,8 +95,8 @@ def _states(base: BaseModel, views: Sequence[Sample]) -> tuple[torch.Tensor, Hea
     head = backbone_of(base).head
     if head is None:
         raise ModelError(
-            f"{type(base.model).__name__} does not come apart into layers and an output layer, so whole distributions "
-            'cannot be compared: [distillation] estimate = "sampled"'
+            f"{type(base.model).__name__} has no output layer apart from its other layers, which comparing whole "
+            'distributions needs: set [distillation] estimate = "sampled"'
         )
     with torch.no_grad():
         return hidden_states(base, collate(views, base).to(base.device)), head

@@ -133,7 +133,7 @@ def require_directory(directory: Path) -> None:
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None) -> list[str]:
-    """Return these options as settings of their keys. Raises UsageError for the address of a cluster without one."""
+    """Return these options as settings of their keys. Raises UsageError for an address without Ray."""
     if address is not None and executor not in (None, "ray"):
         raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
     given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}

@@ -245,8 +245,8 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
     backbone = backbone_of(base)
     if backbone.decoder is None:
         raise ModelError(
-            f"{type(base.model).__name__} does not come apart into layers and an output layer, so it can have no "
-            'critic: advantage_mode = "grpo"'
+            f"{type(base.model).__name__} has no output layer apart from its other layers, which a critic needs: set "
+            'advantage_mode = "grpo"'
         )
     return backbone.hidden(batch.layout)
 

@@ -178,7 +178,7 @@ def load_sharded(
     owners = [module for module in model.modules() if any(weight.dim() >= 2 for weight in module.parameters(False))]
     outer = [module for module in owners if not any(module in modules for modules in inner)]
     if any(layers[0] in module.modules() for module in outer):
-        raise ModelError(f"{type(model).__name__} has weights beside its layers that cannot be cut: {INSTEAD}")
+        raise ModelError(f"{type(model).__name__} has weights beside its layers that cannot be sharded: {INSTEAD}")
     files, parts = _Files.find(source, options), dict[str, bytes]()
     reader = _Reader(
         model, files, dtype, device, lambda name, tensor: parts.setdefault(name, fingerprint(name, tensor))
@@ -206,13 +206,13 @@ def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) ->
 
     config = AutoConfig.from_pretrained(source, **options)
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"a quantised model cannot be cut: {INSTEAD}")
+        raise ModelError(f"a quantised model cannot be sharded: {INSTEAD}")
     remote = bool(options.get("trust_remote_code"))
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     model.tie_weights()
     if dtype.itemsize < 4 and getattr(model, "_keep_in_fp32_modules", None):
-        raise ModelError(f"{type(model).__name__} keeps some layers in float32, and cannot be cut: {INSTEAD}")
+        raise ModelError(f"{type(model).__name__} keeps some layers in float32 and cannot be sharded: {INSTEAD}")
     with suppress(OSError):  # without a file, its defaults follow from the configuration
         model.generation_config = GenerationConfig.from_pretrained(source, **options)
     return model
@@ -223,7 +223,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     decoder = getattr(model, "get_decoder", lambda: None)()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
-        raise ModelError(f"{type(model).__name__} has no list of layers that could be cut: {INSTEAD}")
+        raise ModelError(f"{type(model).__name__} has no list of layers that could be sharded: {INSTEAD}")
     return list(layers)
 
 

@@ -170,7 +170,7 @@ class SystemInfo:
 
     @classmethod
     def now(cls, folder: Path) -> SystemInfo:
-        """Read both, with the code around the current directory, ``folder`` (of the TOML file) and retrain's own."""
+        """Read the facts of this machine, and the uncommitted code in the current directory, ``folder`` and retrain."""
         places = [place for place in (Path.cwd(), folder, own_checkout()) if place is not None]
         return cls(environment_facts(), code_diff(*places, is_record=holds_records))
 

@@ -21,8 +21,8 @@ GRADED = ("reward_min", "reward_max", "mean_reward", "reward_std")
 
 @dataclass
 class ColumnRun(RunResult):
-    """A run whose numbers of training are read one column at a time; ``rows`` holds its last row alone, and one that
-    tells whether rewards are graded."""
+    """A run whose training metrics are read one column at a time. ``rows`` holds only its last row and a row from which
+    the kind of reward (right or wrong, or graded) is known."""
 
     numbers: Numbers | None = field(default=None, repr=False)
 

@@ -30,8 +30,8 @@ Scores = dict[str, list[int]]  # [correct, answers] of every problem in one eval
 
 @dataclass(frozen=True)
 class Ends:
-    """The evaluations that a condition is shown by: of every run the first one, and the one after training, None where
-    no other has come; ``of`` is "finished" or "all": which runs these are."""
+    """First and last evaluation of each run of a condition; the last is None until a second one has come. ``of`` says
+    which runs these are: "finished" or "all"."""
 
     runs: Sequence[tuple[Index, Iteration, Iteration | None]]
     of: str

@@ -72,7 +72,7 @@ def _places(values: np.ndarray, most: int) -> np.ndarray:
 def _column(
     values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int
 ) -> dict[str, Any]:
-    """Return a column at these rows; with an ``x`` of its own where it has values, but few of them there."""
+    """Return a column at the rows ``places``; a sparse one, with few values there, has rows of its own as ``x``."""
     known = np.isfinite(values)
     is_apart = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
     own = _places(values, most) if is_apart else places
