@@ -138,9 +138,9 @@ def test_one_update_is_that_of_one_process_but_for_the_order_of_sums(one, severa
     for found in (rank[name] for rank in several):
         assert distance(found["gradient"], expected["gradient"]) <= EQUAL
         assert distance(found["recomputed"], expected["recomputed"]) <= EQUAL  # layers computed twice
-        # AdamW divides a gradient by its size, so the rounding of a sum shows where that is near 0: three times as much
-        # where memory has run out and the sum has a term for each sequence.
-        assert distance(found["adapter"], expected["adapter"]) <= EQUAL * (3 if name == "out of memory" else 1)
+        # AdamW divides a gradient by its size, so the rounding of a sum shows where that is near 0: up to 3.3 times as
+        # much, by the processor, where memory has run out and the sum has a term for each sequence.
+        assert distance(found["adapter"], expected["adapter"]) <= EQUAL * (5 if name == "out of memory" else 1)
         for pair in zip(found["critic"], expected["critic"], strict=True):
             assert distance(*pair) <= EQUAL
         assert found["metrics"] == pytest.approx(expected["metrics"], rel=EQUAL, abs=1e-9)
