@@ -17,7 +17,7 @@ from retrain.ui.measured import points_of
 from retrain.ui.metrics import name_in
 from retrain.ui.numbers import xs_of
 from retrain.ui.sources import Run
-from retrain.verdicts.evidence import MIN_BAND_SEEDS
+from retrain.verdicts.evidence import interval_of_means
 from retrain.verdicts.results import Measure
 
 MEAN_POINTS = 320  # Points of a mean and its band
@@ -120,17 +120,9 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
     found |= {"mean": table(xs, mean), "raw": plain(raw[:, places].mean(axis=0))}
     if band == "range" and len(chosen) > 1:
         found["band"] = table(xs, values.min(axis=0), values.max(axis=0))
-    elif band == "interval" and len(chosen) >= MIN_BAND_SEEDS:
-        reach = _quantile(len(chosen) - 1) * values.std(axis=0, ddof=1) / math.sqrt(len(chosen))
-        low, high = (np.clip(ends, 0.0, 1.0) if share else ends for ends in (mean - reach, mean + reach))
-        found["band"] = table(xs, low, high)
+    elif band == "interval" and (ends := interval_of_means(values, share)) is not None:
+        found["band"] = table(xs, *ends)
     return found
-
-
-def _quantile(freedom: int) -> float:
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, 0.975))
 
 
 def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -1,15 +1,17 @@
 """Data of a report from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from retrain.config.campaign import condition_name, with_condition_names
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
-from retrain.maths.statistics import cluster_interval
 from retrain.records.reader import RunReader, planned_configs, read_manifest
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set
@@ -82,24 +84,29 @@ def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth
             points = smoothed(points, window_of(len(points)))
         if points:
             lines.append((run, points))
-    values: dict[float, list[float]] = defaultdict(list)
-    finished = [points for run, points in lines if run.done]
-    for step, value in (point for points in finished for point in points):
-        values[step].append(value)
-    common = [step for step in sorted(values) if len(values[step]) == len(finished)]
+    finished = [dict(points) for run, points in lines if run.done]
+    common = sorted(set.intersection(*map(set, finished))) if finished else []
+    values = np.array([[points[step] for step in common] for points in finished])
+    ends = interval_of_means(values, Measure(key=key).is_share)
     return {
         "label": label, "index": index, "n": len(finished),
-        "mean": [(step, sum(values[step]) / len(values[step])) for step in common],
-        "band": [(step, *ends) for step in common if (ends := _ends(values[step], Measure(key=key).is_share))],
+        "mean": list(zip(common, values.mean(axis=0).tolist(), strict=True)) if common else [],
+        "band": [] if ends is None else list(zip(common, *(end.tolist() for end in ends), strict=True)),
         "runs": [{"seed": run.seed, "points": points} for run, points in lines], "part": _parts(runs, key),
     }  # fmt: skip
 
 
-def _ends(values: Sequence[float], is_share: bool) -> tuple[float, float] | None:
-    interval = cluster_interval(values, range(len(values)))  # mean ± t·SE over the runs
-    if len(values) < MIN_BAND_SEEDS or interval.low is None or interval.high is None:
+def interval_of_means(values: np.ndarray, is_share: bool) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return both ends [steps] of the 95 % t interval of the mean over runs of ``values`` [runs, steps]; None below
+    ``MIN_BAND_SEEDS`` runs."""
+    from scipy.special import stdtrit
+
+    runs = len(values)
+    if runs < MIN_BAND_SEEDS:
         return None
-    return (max(0.0, interval.low), min(1.0, interval.high)) if is_share else (interval.low, interval.high)
+    reach = stdtrit(runs - 1, 0.975) * values.std(axis=0, ddof=1) / math.sqrt(runs)
+    low, high = values.mean(axis=0) - reach, values.mean(axis=0) + reach
+    return (np.clip(low, 0.0, 1.0), np.clip(high, 0.0, 1.0)) if is_share else (low, high)
 
 
 def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
