@@ -75,25 +75,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RUN, LOOK, START = "Run", "Look", "Set up"
-app.command(rich_help_panel=RUN)(train.train)
-app.command(rich_help_panel=RUN)(train.resume)
-app.command(rich_help_panel=RUN)(train.squeeze)
-app.command(rich_help_panel=RUN)(adapters.export)
-app.command(rich_help_panel=RUN)(serve.serve)
-app.command(rich_help_panel=LOOK)(look.check)
-app.command(rich_help_panel=LOOK)(explain.explain)
-app.command(name="try", rich_help_panel=LOOK)(trial.try_)
-app.command(rich_help_panel=LOOK)(probe.probe)
-app.command(rich_help_panel=LOOK)(status.status)
-app.command(rich_help_panel=LOOK)(ui.ui)
-app.command(rich_help_panel=LOOK)(look.compare)
-app.command(rich_help_panel=LOOK)(look.report)
-app.command(rich_help_panel=LOOK)(adapters.sample)
-app.command(rich_help_panel=START)(setup.init)
-app.command(rich_help_panel=START)(setup.schema)
-app.command(rich_help_panel=START)(setup.doctor)
-app.command(rich_help_panel=START)(environments.environments)
+COMMANDS = {
+    "Run": (train.train, train.resume, train.squeeze, adapters.export, serve.serve),
+    "Look": (look.check, explain.explain, trial.try_, probe.probe, status.status, ui.ui, look.compare, look.report,
+             adapters.sample),
+    "Set up": (setup.init, setup.schema, setup.doctor, environments.environments),
+}  # fmt: skip
+"""Commands by their heading in the help, in its order."""
+for panel, commands in COMMANDS.items():
+    for command in commands:
+        app.command(name=command.__name__.rstrip("_"), rich_help_panel=panel)(command)
 
 
 def print_version(version: bool) -> None:
