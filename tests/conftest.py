@@ -107,13 +107,13 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def fuse_on_cpu(monkeypatch):
-    """Return a function after whose call new optimizers are AdamW as one kernel, as on a GPU."""
+    """Return a function that makes new optimizers use the fused AdamW, as on a GPU."""
     return lambda: monkeypatch.setattr("retrain.policy.lora.FUSED", ("cpu",))
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Engines of campaigns and of the doctor wait for servers for tenths of a second."""
+    """Make engines of campaigns and of the doctor wait for servers for tenths of a second."""
     from helpers.servers import IMPATIENT
 
     monkeypatch.setattr("retrain.engines.server.build.WAITS", IMPATIENT)

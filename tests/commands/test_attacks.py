@@ -87,7 +87,7 @@ def said(directory: Path, *words: str) -> str:
     return other["standing"]
 
 
-def test_a_campaign_that_nobody_touched_has_a_verdict_and_no_remark(first):
+def test_a_campaign_that_nobody_touched_is_declared_and_has_no_remark(first):
     report, texts = outputs(first)
     assert report["standing"] == "declared"
     for words in ("deviation", "ealed", "egist", "declaration of this"):
@@ -208,7 +208,7 @@ def test_the_best_four_of_eight_seeds_declared_under_a_new_name(trained, logs):
     assert {line["directory"] for line in read_jsonl(logs / "registry.jsonl")} == {"first", "best"}
 
 
-def test_the_same_campaign_again_is_counted_and_keeps_its_verdict(trained, logs):
+def test_the_same_campaign_again_is_counted_and_stays_declared(trained, logs):
     command("train", file(trained, "best", SEEDS[:4]), "--out", logs / "a", "--plain")
     command("train", file(trained, "best", SEEDS[:4]), "--out", logs / "b", "--plain")
     report, texts = outputs(logs / "b")

@@ -56,7 +56,7 @@ def test_commands_exist(line):
     elif words[0] == "retrain":
         if words[1:] != ["--version"]:
             given = GROUP.commands[words[1]].make_context(words[1], words[2:]).params
-            if str(given.get("file") or "").startswith(("campaigns/", "docs/examples/", "benchmarks/")):
+            if str(given.get("file") or "").startswith(("campaigns/", "docs/examples/")):
                 load(ROOT / given["file"], given.get("sets") or ())
     elif words[0] == "python":
         named = {match[1] for block in blocks("python") if (match := re.match(r"# (\S+\.py)\n", block.values[0]))}

@@ -47,9 +47,9 @@ Fault = Callable[[int, Any], Sent | Awaitable[Sent]]
 
 
 class StandIn:
-    """Serves ``model`` until ``close``. ``faults`` are used up by completions, one each; ``always`` is for all.
-    ``asked`` are the bodies of all completions; ``naps``, where it is a list, what it was told of sleeping; ``listed``,
-    where set, replaces its list of models."""
+    """Serves ``model`` until ``close``. Each completion uses up one of ``faults``; ``always`` applies to all of them.
+    ``asked`` has the bodies of all completions. Where ``naps`` is a list, it gets the requests to sleep and to wake up;
+    where ``listed`` is set, it replaces the list of models."""
 
     def __init__(self, model: Any, *, key: str | None = None, port: int = 0):
         self.service = Service(load_base(str(model), devices="cpu"), name="base")

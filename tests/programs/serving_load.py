@@ -1,11 +1,11 @@
-"""A server under load: so many clients at once, nothing lost, every answer the one that its seed has alone.
+"""Check a server under load: many clients at once lose no answer, and each answer equals the one without load.
 
     python -m tests.programs.serving_load [WHAT] --clients 200 --requests 10
 
-WHAT is what ``retrain serve`` takes (a campaign's directory has several adapters); without it tiny-reasoner alone.
-Every question is first asked alone. Then every client asks ``--requests`` of them, one after the other, with and
-without a stream, and compares what it reads. Prints one JSON line; exit status 1 when an answer was lost, or more than
-one in a thousand is another than alone (rounding moves a draw that falls on the edge between two tokens).
+WHAT is an argument of ``retrain serve``, by default tiny-reasoner; a campaign's directory has several adapters. Each
+question is first asked without load. Then every client asks ``--requests`` questions in turn, with and without a
+stream, and compares the answers. Prints one JSON line. The exit status is 1 when an answer was lost or when more than
+one in a thousand differs: rounding may move a draw that falls between two tokens.
 """
 
 import argparse
@@ -23,19 +23,17 @@ from typing import Any
 
 import httpx
 
-TOLERANCE = 1e-4
-"""Of log-probabilities."""
+TOLERANCE = 1e-4  # of log-probabilities
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process."""
-    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
 
 
 def questions(models: list[str], count: int) -> list[dict[str, Any]]:
-    """Bodies that differ in model, length, sampling and seed."""
+    """Return bodies that differ in model, length, sampling and seed."""
     return [
         {
             "model": models[k % len(models)],
@@ -53,8 +51,8 @@ def questions(models: list[str], count: int) -> list[dict[str, Any]]:
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> tuple[list[int], list[float], int]:
-    """Token ids, their log-probabilities, and how often it had to come again."""
-    for again in range(1000):
+    """Return token ids, their log-probabilities, and how often the server was too busy (503)."""
+    for retries in range(1000):
         answer = await client.post("/completions", json={**body, "stream": stream})
         if answer.status_code == 503:
             await asyncio.sleep(float(answer.headers["Retry-After"]))
@@ -62,88 +60,88 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> 
         answer.raise_for_status()
         if not stream:
             [choice] = answer.json()["choices"]
-            return choice["token_ids"], choice["logprobs"]["token_logprobs"], again
+            return choice["token_ids"], choice["logprobs"]["token_logprobs"], retries
         *lines, end = [line for line in answer.text.split("\n\n") if line]
         assert end == "data: [DONE]"
         choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
         token_ids = [token for choice in choices for token in choice["token_ids"]]
-        return token_ids, [x for choice in choices for x in choice["logprobs"]["token_logprobs"]], again
+        return token_ids, [x for choice in choices for x in choice["logprobs"]["token_logprobs"]], retries
     raise RuntimeError("the server takes no requests")
 
 
 async def load(url: str, pid: int, clients: int, requests: int) -> dict[str, Any]:
-    """The measurement."""
+    """Ask without load, then with all clients; return the counts and times that the program prints."""
     secure = ssl.create_default_context()
 
     def new_client() -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=url, timeout=600, verify=secure)
 
     async with new_client() as client, AsyncExitStack() as stack:
-        # A pool of connections each: looking for a free one among two hundred takes httpx longer than an answer.
-        each = [await stack.enter_async_context(new_client()) for _ in range(clients)]
+        # One pool of connections per client: httpx takes longer to find a free one among two hundred than an answer.
+        loaded = [await stack.enter_async_context(new_client()) for _ in range(clients)]
         models = [card["id"] for card in (await client.get("/models")).json()["data"]]
-        asked = questions(models, 60)
+        bodies = questions(models, 60)
         begin = time.monotonic()
-        alone = [await ask(client, body, False) for body in asked]
-        alone_seconds = time.monotonic() - begin
+        unloaded = [await ask(client, body, False) for body in bodies]
+        unloaded_seconds = time.monotonic() - begin
         lost: list[str] = []
-        differ = tokens = again = 0
+        differ = tokens = retries = 0
         gap = 0.0
         seconds: list[float] = []
 
-        async def one(number: int) -> None:
-            nonlocal differ, tokens, again, gap
-            for place in range(requests):
-                k = (number * 17 + place * 7) % len(asked)
+        async def run_client(number: int) -> None:
+            nonlocal differ, tokens, retries, gap
+            for turn in range(requests):
+                k = (number * 17 + turn * 7) % len(bodies)
                 started = time.monotonic()
                 try:
-                    token_ids, logprobs, came_again = await ask(each[number], asked[k], (number + place) % 2 == 1)
+                    token_ids, logprobs, busy = await ask(loaded[number], bodies[k], (number + turn) % 2 == 1)
                 except (httpx.HTTPError, AssertionError, RuntimeError) as error:
                     lost.append(f"{type(error).__name__}: {error}")
                     continue
                 seconds.append(time.monotonic() - started)
-                tokens, again = tokens + len(token_ids), again + came_again
-                if token_ids != alone[k][0]:
+                tokens, retries = tokens + len(token_ids), retries + busy
+                if token_ids != unloaded[k][0]:
                     differ += 1
                 else:
-                    gap = max(gap, *(abs(a - b) for a, b in zip(logprobs, alone[k][1], strict=True)))
+                    gap = max(gap, *(abs(a - b) for a, b in zip(logprobs, unloaded[k][1], strict=True)))
 
-        await asyncio.gather(*(one(number) for number in range(min(20, clients))))  # until memory has settled
+        await asyncio.gather(*(run_client(number) for number in range(min(20, clients))))  # until memory has settled
         before, seconds[:] = resident_mib(pid), []
-        differ = tokens = again = 0
+        differ = tokens = retries = 0
         begin = time.monotonic()
-        await asyncio.gather(*(one(number) for number in range(clients)))
+        await asyncio.gather(*(run_client(number) for number in range(clients)))
         took = time.monotonic() - begin
     wrong = bool(lost) or 1000 * differ > len(seconds) or gap > TOLERANCE
     return {
         "models": len(models), "clients": clients, "answers": len(seconds), "lost": len(lost), "first": lost[:1],
-        "differ": differ, "largest_gap": float(f"{gap:.2g}"), "came_again": again, "tokens": tokens,
+        "differ": differ, "largest_gap": float(f"{gap:.2g}"), "came_again": retries, "tokens": tokens,
         "tokens_per_second": round(tokens / took), "seconds": round(took, 1),
         "slowest_answer_s": round(max(seconds), 2), "alone_tokens_per_second": round(
-            sum(len(each[0]) for each in alone) / alone_seconds),
+            sum(len(each[0]) for each in unloaded) / unloaded_seconds),
         "memory_mib": {"before": round(before), "after": round(resident_mib(pid))}, "wrong": wrong,
     }  # fmt: skip
 
 
 def main() -> int:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="tiny-reasoner")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--requests", type=int, default=10, help="of each client")
     parser.add_argument("--max-queue", type=int, default=4096)
-    given = parser.parse_args()
-    command = [sys.executable, "-m", "retrain", "serve", given.what, "--port", "0", "--max-queue", str(given.max_queue)]
+    arguments = parser.parse_args()
+    queue = ["--max-queue", str(arguments.max_queue)]
+    command = [sys.executable, "-m", "retrain", "serve", arguments.what, "--port", "0", *queue]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         url = process.stdout.readline().rpartition(" at ")[2].strip()
-        told = asyncio.run(load(url, process.pid, given.clients, given.requests))
+        result = asyncio.run(load(url, process.pid, arguments.clients, arguments.requests))
     finally:
         process.send_signal(signal.SIGINT)
         status = process.wait(60)
-    print(json.dumps(told | {"exit_status": status}))
-    return int(told["wrong"] or status != 0)
+    print(json.dumps(result | {"exit_status": status}))
+    return int(result["wrong"] or status != 0)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def out(tmp_path) -> Path:
 
 @pytest.fixture
 def impatient_slurm(monkeypatch):
-    """Controllers ask Slurm for the states of its tasks five times a second."""
+    """Make controllers ask Slurm for the states of its tasks five times a second."""
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.2)
 
 

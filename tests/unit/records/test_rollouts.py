@@ -199,7 +199,7 @@ def body(text: str) -> str:
 
 
 def integers(text: str) -> list[int]:
-    """Return the integers of an attribute: base-64 digits, of which those from 32 on are followed by a higher one."""
+    """Decode the base-64 VLQ of source maps: a digit of 32 or more has another after it, the lowest bit is the sign."""
     digits = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
     numbers = re.findall(f"[{digits[32:]}]*[{digits[:32]}]", text)
     sums = [sum(digits.index(c) % 32 << 5 * place for place, c in enumerate(number)) for number in numbers]

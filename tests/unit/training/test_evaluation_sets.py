@@ -131,8 +131,10 @@ def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, mode
     loaded = load(path, [*DECLARED, "campaign.seeds=[1]"])
     assert launch(loaded, out, Messages(("heldout", 2))).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
-    for again in (out / "runs").iterdir():
-        run = trained[0] / "runs" / again.name
+    runs = sorted((trained[0] / "runs").glob("*_s1"))
+    assert len(runs) == 2
+    for run in runs:
+        again = out / "runs" / run.name
         assert timeless(run / "evals.jsonl") == timeless(again / "evals.jsonl")
         for name in ("emergence/evaluations.jsonl", "emergence/generations.jsonl"):
             text = (run / name).read_text().replace(str(trained[0].parent), str(tmp_path))

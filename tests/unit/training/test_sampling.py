@@ -71,8 +71,8 @@ class Requested:
         patch.setattr(LocalEngine, "sample", noting)
 
 
-class Beside(LocalEngine):
-    """Our engine as one with processors of its own: rollouts are sampled on another thread."""
+class ConcurrentEngine(LocalEngine):
+    """A local engine whose rollouts are sampled on another thread, as those of a server are."""
 
     is_concurrent = True
 
@@ -103,19 +103,19 @@ def test_each_step_is_drawn_by_the_weights_of_two_steps_before(whole):
         assert sorted(path.name for path in earlier) == ["step_000002", "step_000003"]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path, model, monkeypatch, beside):
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path, model, monkeypatch, concurrent):
     """Stopped before there are as many older weights, and after a lower rank began; on the same thread and another."""
     out = tmp_path / "out"
     trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2))
     assert {len(rows) for rows in rows_of(out).values()} == {1}
-    if beside:
-        monkeypatch.setattr("retrain.training.bases.LocalEngine", Beside)
+    if concurrent:
+        monkeypatch.setattr("retrain.training.bases.LocalEngine", ConcurrentEngine)
     else:
         assert resume(out, StopAfter(6)).exit_status == 130
     assert resume(out, NullObserver()).exit_status == 0
     assert results_of(out) == results_of(whole[1])
-    if not beside:
+    if not concurrent:
         return
     rows = read_jsonl(out / "runs/grpo+none_s1/metrics.jsonl")
     assert all(row["queue_depth"] <= bound for row, bound in zip(rows, (0, 2, 2, 1, 0), strict=True))
@@ -169,7 +169,7 @@ def test_a_group_that_is_too_old_does_not_train_and_is_counted(tmp_path, model, 
 
 
 class Slow:
-    """An engine that is given up."""
+    """An engine whose ``cancel`` lets the steps in ``held`` go on."""
 
     is_concurrent = False
 

@@ -82,10 +82,10 @@ def harmless_report(out: Path) -> Reader:
 
 
 def charts_of(page: str) -> dict[str, list[dict]]:
-    """Return what the report's script draws, by place."""
+    """Return what the report's script draws, by place. NaN fails: a browser's ``JSON.parse`` refuses it."""
     data = re.search(r'id="charts">(.*?)</script>', page)[1]
     assert not set(data) & set("<>&")
-    return json.loads(data)
+    return json.loads(data, parse_constant=pytest.fail)
 
 
 def test_a_whole_campaign(tmp_path):
