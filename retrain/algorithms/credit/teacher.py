@@ -20,7 +20,7 @@ from retrain.algorithms.algorithm import CreditStep, StepContext
 from retrain.config.algorithm import Distillation
 from retrain.errors import RunFailed
 from retrain.maths.ratios import sampled_token_kl
-from retrain.maths.shapes import Floats_BT, Mask_BT
+from retrain.maths.shapes import Floats_BT
 from retrain.types import CreditedBatch, CreditedRollout, Want
 
 
@@ -56,17 +56,14 @@ class TeacherAdvantage(CreditStep):
             raise RunFailed(
                 f"the teacher {self.section.teacher} gives a sampled token a log-probability that is not finite"
             )
-        mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)
-        advantages_1T = distillation_advantages(
-            student_1T, teacher_1T, mask_1T, self.section.weight, self.section.clamp
-        )
+        advantages_1T = distillation_advantages(student_1T, teacher_1T, self.section.weight, self.section.clamp)
         taught = [batch.rollouts[row] for row in rows]
         parts = np.split(advantages_1T[0].numpy(), np.cumsum([len(rollout) for rollout in taught])[:-1])
         totals = [_token_advantages(one) + part_T for one, part_T in zip(taught, parts, strict=True)]
         batch = batch.with_fields(
             taught, ({"token_advantages_T": total_T, "advantage": float(total_T.mean())} for total_T in totals)
         )
-        return batch.with_metrics(_numbers(student_1T, teacher_1T, mask_1T, advantages_1T, self.section.clamp))
+        return batch.with_metrics(_numbers(student_1T, teacher_1T, advantages_1T, self.section.clamp))
 
 
 @dataclass(frozen=True)
@@ -110,9 +107,9 @@ def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
 
 
 def distillation_advantages(
-    student_BT: Floats_BT, teacher_BT: Floats_BT, mask_BT: Mask_BT, weight: float, clamp: float | None = None
+    student_BT: Floats_BT, teacher_BT: Floats_BT, weight: float, clamp: float | None = None
 ) -> Floats_BT:
-    """Return weight · (ln π_teacher − ln π) of every token of the mask, 0 elsewhere; ``clamp`` bounds the difference.
+    """Return weight · (ln π_teacher − ln π) of every token; ``clamp`` bounds the difference.
 
     No gradient. Raises ValueError for a negative weight or a clamp that is not above 0.
     """
@@ -121,12 +118,13 @@ def distillation_advantages(
     gap_BT = (teacher_BT - student_BT).detach()
     if clamp is not None:
         gap_BT = gap_BT.clamp(-clamp, clamp)
-    return torch.where(mask_BT, weight * gap_BT, 0.0)
+    return weight * gap_BT
 
 
 def _numbers(
-    student_1T: Floats_BT, teacher_1T: Floats_BT, mask_1T: Mask_BT, advantages_1T: Floats_BT, clamp: float | None
+    student_1T: Floats_BT, teacher_1T: Floats_BT, advantages_1T: Floats_BT, clamp: float | None
 ) -> dict[str, float]:
+    mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)
     gap_1T = (teacher_1T - student_1T).abs()
     return {
         "distillation/reverse_kl": float(sampled_token_kl("k1", student_1T, teacher_1T, mask_1T).mean()),

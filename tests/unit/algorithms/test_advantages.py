@@ -114,3 +114,8 @@ def test_whitening_is_the_masked_token_moments(rows):
 def test_rewards_for_which_a_mode_is_not_defined(mode, rewards, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         GROUP_ADVANTAGES[mode](torch.tensor(rewards))
+
+
+def test_whitening_needs_a_length_for_each_advantage():
+    with pytest.raises(ValueError, match=re.escape("one token count per advantage: got (3,) for (2,)")):
+        whiten(torch.ones(2), torch.ones(3))

@@ -1,10 +1,16 @@
+import math
+
+import numpy as np
 import pytest
 import torch
+from helpers.credit import apply, batch_of, credit
 
+from retrain.algorithms.credit.group_advantage import ZeroAdvantage
 from retrain.algorithms.credit.teacher import distillation_advantages
 from retrain.algorithms.losses import PPO, Reinforce
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy.objective import policy_loss
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Scores, Turn
 
 F64 = torch.float64
 S, T = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.7, 0.2, 0.1], dtype=F64)
@@ -22,7 +28,7 @@ def test_the_policy_gradient_with_these_advantages_is_the_reverse_divergences(lo
     """Of E_{y ~ S}[loss(y)] with respect to the logits, every token enumerated; the sampling has no gradient."""
     logits = S.log().requires_grad_()
     row = torch.log_softmax(logits, -1)[None]
-    advantages = distillation_advantages(row, T.log()[None], mask(1, 3), 1.0)
+    advantages = distillation_advantages(row, T.log()[None], 1.0)
     per_token = policy_loss(loss, row, row.detach(), advantages, mask(1, 3))[0][0]
     (S * per_token).sum().backward()
     assert logits.grad is not None
@@ -57,3 +63,40 @@ def test_the_likeliest_tokens_and_the_rest_as_one():
     assert cut.exp()[0].tolist() == pytest.approx([0.2, 0.5, 0.3])
     sure = with_tail(torch.tensor([[0.0, -60.0, -60.0]], dtype=F64), torch.tensor([[0]]))
     assert bool(torch.isfinite(sure).all())  # nothing is left over
+
+
+def test_worked_advantages():
+    found = distillation_advantages(S.log()[None], T.log()[None], 1.0)
+    assert found[0].tolist() == pytest.approx([0.336472, -0.405465, -0.693147], abs=1e-6)
+    assert float((S * found[0]).sum()) == pytest.approx(-0.092033, abs=1e-6)  # minus the reverse divergence
+
+
+def test_weight_and_clamp():
+    student, teacher = S.log()[None], T.log()[None]
+    plain = distillation_advantages(student, teacher, 1.0)
+    assert torch.equal(distillation_advantages(student, teacher, 2.5), 2.5 * plain)
+    clamped = distillation_advantages(student, teacher, 2.0, clamp=0.4)[0].tolist()
+    assert clamped == pytest.approx([2 * 0.336472, -0.8, -0.8], abs=1e-6)  # the bound is on the difference itself
+
+
+def groups_of(*rewards_and_lengths):
+    prompt = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
+    rollouts = [
+        Rollout(prompt, (Turn((1, 2), Action([7] * n, "", np.full(n, -1.0), None, "stop")),), RewardResult(reward))
+        for reward, n in rewards_and_lengths
+    ]
+    return [Group(prompt, (rollout,)) for rollout in rollouts]
+
+
+def test_alone_a_teacher_compares_no_rewards():
+    batch = apply(batch_of(groups_of((1.0, 2), (0.0, 0), (None, 2))), ZeroAdvantage())
+    assert [rollout.advantage for rollout in batch.rollouts] == pytest.approx([0.0, math.nan, math.nan], nan_ok=True)
+    assert [group.discarded for group in batch.groups] == [None, "no_reward", "no_reward"]
+
+
+@pytest.mark.parametrize(("clamp", "advantages", "share"), [({}, [-0.5, 2.0], 0.0), ({"clamp": 0.5}, [-0.5, 0.5], 0.5)])
+def test_the_share_of_clamped_tokens_is_of_those_beyond_the_bound(clamp, advantages, share):
+    scores = Scores(teacher=[np.array([-1.5, 1.0])])
+    batch = credit(groups_of((1.0, 2)), {"distillation": {"teacher": "base", **clamp}}, scores=scores)
+    assert batch.rollouts[0].token_advantages_T.tolist() == advantages
+    assert batch.metrics["distillation/clamped_frac"] == share

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from retrain.algorithms.losses import M2PO, PPO, Reinforce
+from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.maths.corrections import Correction
-from retrain.policy.objective import EntropyTerm, KLTerm, Objective, PolicyTerm, TeacherTerm, TokenScores
+from retrain.policy.objective import EntropyTerm, KLTerm, NoLoss, Objective, PolicyTerm, TeacherTerm, TokenScores
 from retrain.policy.packing import MicroBatch
 from retrain.types import Denominators
 
@@ -77,3 +78,16 @@ def test_an_entropy_bonus_lowers_the_loss_and_is_logged_where_asked():
     assert (per_token.tolist(), sums) == ([[-1.0, -2.0, 0.0]], {})
     per_token, sums = EntropyTerm(logged=True).per_token(batch, scores)
     assert (per_token, numbers(sums)) == (None, {"entropy": 1.5})
+
+
+def test_an_objective_knows_what_its_terms_need():
+    terms = (PolicyTerm(PPO()), KLTerm(0.1), KLTerm(0.2), EntropyTerm(0.5))
+    objective = Objective(terms)
+    assert objective.kl_coef == pytest.approx(0.3)
+    assert (objective.entropy_gradient, objective.every_sequence) == (True, True)
+    logged = Objective((PolicyTerm(PPO()), KLTerm(), EntropyTerm(logged=True)))
+    assert (logged.kl_coef, logged.entropy_gradient, logged.every_sequence) == (0, False, False)
+    assert Objective((PolicyTerm(PluginLoss(max)),)).every_sequence  # a plug-in may do anything
+    assert objective.only(KLTerm, EntropyTerm).terms == terms[1:]
+    assert objective.without(KLTerm).terms == (terms[0], terms[3])
+    assert objective.without_gradient().terms == (PolicyTerm(NoLoss()), KLTerm(), KLTerm())

@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +82,17 @@ def test_offsets_of_split_characters():
     assert text == "aé\udcff’s"
     assert offsets.tolist() == [[0, 1], [1, 2], [1, 2], [2, 2], [2, 3], [3, 5]]
     assert text_and_offsets([])[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([(0, 2, 4)], "token offsets must be (start, end) pairs"),
+        (np.zeros((2, 3), dtype=np.int64), "token offsets must have shape [T, 2]: got (2, 3)"),
+        (np.zeros(4, dtype=np.int64), "token offsets must have shape [T, 2]: got (4,)"),
+    ],
+    ids=["list", "columns", "axes"],
+)
+def test_offsets_are_pairs(offsets, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DETECTOR.token_mask("notice that", offsets)

@@ -14,6 +14,7 @@ from retrain.algorithms.credit.transform_plugin import TransformPlugin
 from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.algorithms.losses import Reinforce
 from retrain.algorithms.losses.plugin import PluginLoss
+from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError
 from retrain.plugins import load_function
@@ -197,3 +198,12 @@ def test_what_plug_ins_get():
     assert torch.equal(old_BT, torch.where(mask, sampler, 0.0).float())
     assert plugin_advantages(advantages, torch.tensor([1.0, 2.0]), 3.0).tolist() == [3.0, 6.0]
     assert PluginDetector(detector).token_masks(["so x"], [[(0, 2), (2, 4)]])[0].tolist() == [False, True]
+
+
+def test_labels_of_plug_ins_are_file_names():
+    rows = [
+        {"advantage_mode": "pack.mine:own", "transform_mode": "none"},
+        {"advantage_mode": "grpo", "transform_mode": "gtpo", "uncertainty_kind": "mine:own"},
+    ]
+    specs = plan(parse_dict({"campaign": {"seeds": [1], "conditions": rows}}))
+    assert [spec.run_id for spec in specs] == ["pack.mine-own+none_s1", "grpo+gtpo~uncertainty_kind=mine-own_s1"]

@@ -1,13 +1,40 @@
+import pytest
+
 from retrain.campaign.planning.plan import base_key
 from retrain.config import parse_dict
 from retrain.config.base import Role
-from retrain.config.root import keys, role_of
-from retrain.config.runs import RunSpec
+from retrain.config.checking import why_fixed
+from retrain.config.root import defines_run, keys, role_of
+from retrain.config.runs import RunSpec, tells_apart
 
 
 def test_every_key_has_a_role():
     assert [dotted for dotted in keys() if not role_of(dotted)] == []
     assert role_of("backend.options.address") == role_of("backend.options") == Role.SAMPLES
+
+
+@pytest.mark.parametrize(("key", "changes_the_run", "tells_replicates_apart", "is_fixed_for_conditions"), [
+    ("training.lr", True, True, False),
+    ("training.seed", True, False, True),
+    ("training.save_every", False, False, False),
+    ("training.micro_batch_tokens", True, False, False),
+    ("model.model", True, True, True),
+    ("model.lora_rank", True, True, False),
+    ("backend.devices", False, False, True),
+    ("backend.options", True, True, True),
+    ("inference.url", False, False, True),
+    ("reward.type", True, True, False),
+    ("reward.reward_max", False, False, False),
+    ("data.source", True, True, True),
+    ("backpressure.enabled", True, False, True),
+    ("logging.strategic_grams", True, True, False),
+    ("campaign.lanes", False, False, True),
+    ("campaign.vary", True, True, True),
+])  # fmt: skip
+def test_what_follows_from_the_role_of_a_key(key, changes_the_run, tells_replicates_apart, is_fixed_for_conditions):
+    assert defines_run(key) is changes_the_run
+    assert tells_apart(key) is tells_replicates_apart
+    assert bool(why_fixed(key)) is is_fixed_for_conditions
 
 
 def grading(**reward) -> tuple:

@@ -119,6 +119,15 @@ def test_batching_does_not_change_what_is_sampled(base, lanes):
                 np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-4)
 
 
+def test_lanes_may_differ_in_length_and_temperature(base, lanes):
+    adapters = [trained(lanes, 0), trained(lanes, 1)]
+    asked = requests(0, max_tokens=4, temperature=0.5) + requests(1, max_tokens=9, temperature=1.3)
+    groups = sample(LocalEngine(base, lanes), asked, adapters)
+    assert_fresh(base, lanes, adapters, asked, groups)
+    lengths = [len(completion) for group in groups for completion in group]
+    assert max(lengths[:12]) <= 4 < max(lengths[12:]) <= 9
+
+
 def test_frequencies_follow_the_distribution(base, lanes):
     """Inverse-CDF draws over independent streams: the first token's counts pass a chi-square test."""
     from scipy.stats import chisquare

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.campaigns import run_cli
 from helpers.models import TINY_RUN, qwen3_directory
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -182,6 +183,17 @@ def test_mistakes_are_found_before_anything_is_sampled(name, scorer, tmp_path):
     assert caught.value.exit_status == 2
     if name != "damaged":  # only the tokenizer's own reader sees that
         assert words in reward_model_fault(str(path))
+
+
+def test_broken_weights_give_no_grades(tmp_path):
+    path = classifier(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["score.weight"].fill_(torch.nan)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with grader(path) as made:
+        results = made.grade([(ADD, "7"), (ADD, "8")])
+    assert [result.total_reward for result in results] == [None, None]
+    assert {result.error for result in results} == {"the reward returned nan, not a number within ±1e30"}
 
 
 def test_a_model_of_the_hub_comes_from_its_cache_or_not_at_all(scorer):

@@ -109,7 +109,7 @@ def test_values_are_a_linear_function_of_the_states_that_predict_the_actions(bas
     assert np.std(np.concatenate(scores.values)) > 0.01
     assert lanes.mode.adapter is None  # no lane stays active
     base.backbone = replace(backbone_of(base), decoder=None)
-    with pytest.raises(ModelError, match='it can have no critic: advantage_mode = "grpo"'):
+    with pytest.raises(ModelError, match='which a critic needs: set advantage_mode = "grpo"'):
         policy.score(samples, frozenset({Want.VALUES}))
 
 

@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from retrain.maths.statistics import (
     gini,
     holm,
     iqm,
+    maj_at_k,
     paired_interval,
+    pass_at_k,
     probability_of_improvement,
     score_interval,
     sign_flip_p,
@@ -123,3 +126,16 @@ def test_holm_s_correction():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@given(st.integers(1, 40), st.data())
+def test_pass_at_k_is_the_combinatorial_formula(n, data):
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-12)
+
+
+def test_maj():
+    answers, correct = ["4", "5", "5", None, "4", "4"], [True, False, False, False, True, True]
+    found = [maj_at_k(answers, correct, k) for k in (6, 3, 2)]
+    assert found == [1.0, 0.0, 0.5]  # a tie is shared
+    assert maj_at_k([None, None], [False, False], 2) == 0.0
