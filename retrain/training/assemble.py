@@ -21,7 +21,7 @@ from retrain.data.dataset import longest_prompt
 from retrain.device import resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.server.canary import canaries
+from retrain.engines.server.canary import run_canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
@@ -143,7 +143,7 @@ def read_inputs(
     graders = build_graders(specs, job.folder, stack)
     data = load_problems(specs, job.folder, graders)
     if is_local(config):
-        files = bases.look(config)
+        files = bases.model_files(config)
         data = askable(data, config, job.longest, files.tokenizer, files.context)
     return modes, graders, data
 
@@ -255,7 +255,7 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
-    for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+    for found in run_canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
         yield found.summary
 
 

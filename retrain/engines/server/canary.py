@@ -18,7 +18,15 @@ import torch
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, distances, misreadings, next_tokens, ours, rms
+from retrain.engines.server.hypotheses import (
+    Hypothesis,
+    ServedTokens,
+    distances,
+    misreadings,
+    next_tokens,
+    rms,
+    trainer_logprobs,
+)
 from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
@@ -77,7 +85,7 @@ class ReturnTrial:
             )
 
 
-def canaries(
+def run_canaries(
     engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[tuple[int, float, float, float]]
 ) -> Iterator[CanaryResult]:
     """Test each available server with adapters of these kinds: rank, alpha, temperature, tolerance (nats, root mean
@@ -144,7 +152,8 @@ def canary(
     base_rms, adapter_rms = _compare(base, lanes, at.url, served, weights[1], temperature, tolerance)
     plain = Hypothesis("", None, temperature)
     effect = rms(
-        ours(base, lanes, served[1], Hypothesis("", weights[1], temperature)) - ours(base, lanes, served[1], plain)
+        trainer_logprobs(base, lanes, served[1], Hypothesis("", weights[1], temperature))
+        - trainer_logprobs(base, lanes, served[1], plain)
     )
     tokens = sum(len(completion.token_ids) for completions in served for completion in completions)
     where = f" at {at.url}" if len(engine.pool.servers) > 1 else ""
@@ -264,9 +273,9 @@ def _grow(base: BaseModel, lanes: Lanes, adapter: Adapter, prompt: tuple[int, ..
             adapter.B[shape.name].copy_(torch.randn(shape.out_features, adapter.rank, generator=stream))
             adapter.B[shape.name].mul_(1e-3 / max(adapter.scale, 1e-6))
     reference = [ServedTokens(prompt[:4], prompt[4:], np.zeros(len(prompt) - 4))]
-    before = ours(base, lanes, reference, Hypothesis("", None, 1.0))
+    before = trainer_logprobs(base, lanes, reference, Hypothesis("", None, 1.0))
     for _ in range(24):
-        if rms(ours(base, lanes, reference, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
+        if rms(trainer_logprobs(base, lanes, reference, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
             return
         with torch.no_grad():
             for shape in adapter.shapes:
