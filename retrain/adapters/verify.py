@@ -161,7 +161,7 @@ def _evaluate(
     configuration use ``directory``.
     """
     config = spec.config
-    files = bases.look(config)
+    files = bases.model_files(config)
     data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []

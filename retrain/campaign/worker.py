@@ -229,11 +229,11 @@ def listen(worker: Worker, options: Options) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
 
-        def hear() -> None:
+        def wait_for_notice() -> None:
             signal.sigwait(NOTICE)
             worker.stop_after_step(requeue=True)
 
-        threading.Thread(target=hear, name="notice", daemon=True).start()
+        threading.Thread(target=wait_for_notice, name="notice", daemon=True).start()
     if options.parent:
         end_with_parent(options.parent)
 

@@ -69,7 +69,7 @@ def sample(
     if source.record is None:
         note(f"{source.adapter} belongs to no run here: default template and sampling")
     report = answers(
-        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, tell=note
+        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, notify=note
     )
     if as_json:
         print(dumps(report, indent=2))

@@ -121,7 +121,7 @@ def dynamic_rules(config: Config) -> Iterator[ConfigIssue]:
 
 def update_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report update settings that a plug-in backend ignores, and `kept` where masks change between updates."""
-    if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
+    if config.masks_per_update and config.algorithm.rejection_denominator == "kept":
         message = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
         keys = ("algorithm.rejection_denominator", "algorithm.loss")
         yield ConfigIssue(keys, message, 'rejection_denominator = "all"')

@@ -184,7 +184,7 @@ class Bases:
         """Call ``RankGroup.from_first``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
-    def look(self, config: Config) -> ModelFiles:
+    def model_files(self, config: Config) -> ModelFiles:
         """Return the files of a configuration's model without loading weights; cached, for filtering the data and for
         loading. Raises ModelError when they are missing or unusable."""
         model = config.model
@@ -232,7 +232,7 @@ class Bases:
         if self._load is not None:
             self._base = self._base or self._load(config)
             return self._base
-        files = self.look(config)
+        files = self.model_files(config)
         if self._base is None:
             self._base = self._load_weights(files, config)
             larger = self._base.device.type == "cpu" and not self._base.small

@@ -109,7 +109,7 @@ def check_recorded_facts(
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     readers = {run_id: RunReader(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     records = {run_id: reader.intact_config() for run_id, reader in readers.items()}
-    now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
+    now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if unaccepted := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise RecordsDiffer(unaccepted)
@@ -158,7 +158,7 @@ def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
     return {"rubrics": found[0]} if found else {}
 
 
-def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
+def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
     """Return the identity of the run's teacher; {} without one."""
     teacher = model.teachers.get(spec.run_id)
     return {} if teacher is None else {"taught_by": teacher.identity}
@@ -281,7 +281,7 @@ def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
         warmup_steps=optimizer.warmup_steps * training.updates,
         base=training.lr,
     )
-    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.chooses_anew else None)
+    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.masks_per_update else None)
 
 
 def _teacher_context(model: CohortModel, config: Config) -> TeacherContext | None:

@@ -183,7 +183,7 @@ def test_every_difference_is_named_and_decided(home, copied):
     assert [part for part in parts if part not in str(error.value)] == []
     assert "rich" not in str(error.value)
     messages = Messages()
-    accepted = Approval(accept=True, tell=messages.message)
+    accepted = Approval(accept=True, notify=messages.message)
     assert go(path, copied, observer=messages, approval=accepted).exit_status == 0
     assert any("weight_decay: 0.0 → 0.1" in line for line in messages.lines)
     assert go(path, copied).exit_status == 0  # the record now names what it was made with
