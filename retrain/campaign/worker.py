@@ -207,7 +207,7 @@ class Worker:
                 self._stopped = self.tasks.stopped()
                 self._read_server_news()
             if self.servers.urls and not self._controller.is_alive():
-                self.servers.update(self.servers.urls, "whoever kept the servers is gone")
+                self.servers.update(self.servers.urls, "the controller, which ran the servers, has ended")
             time.sleep(POLL_SECONDS)
 
     def _read_server_news(self, first: bool = False) -> None:

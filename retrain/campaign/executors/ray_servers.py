@@ -58,8 +58,8 @@ class ServerHost:
         since the last call (``messages``), and why it ``gave_up``, if it has."""
         messages, self.messages = self.messages, []
         if (server := self.server) is None:
-            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": messages}
-        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": messages}
+            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "messages": messages}
+        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "messages": messages}
 
     def close(self) -> None:
         if self.server is not None:
@@ -185,7 +185,7 @@ class RayFleet:
             else:
                 self._lost(slot)
             return
-        for text, level in answer["said"]:
+        for text, level in answer["messages"]:
             self.notify(f"server {slot.number}: {text}", level)
         if answer["gave_up"]:
             self._give_up(slot, answer["gave_up"])

@@ -388,7 +388,7 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
         if single and key in EXECUTION_KEYS:
             raise UsageError(f"{directory} is a single run, which trains in this process: {key} is for campaigns")
         if mine or (key.startswith("campaign.") and key not in EXECUTION_KEYS):
-            why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
+            why = f"is what makes the condition {mine[0]}" if mine else "defines the runs of the campaign"
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))

@@ -58,7 +58,7 @@ def distances(
 def trainer_logprobs(
     base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypothesis: Hypothesis
 ) -> np.ndarray:
-    """Return our log-probabilities (nats) [all tokens] under a hypothesis, by the trainer's forward pass, one
+    """Return the trainer's log-probabilities (nats) [all tokens] under a hypothesis, by its forward pass, one
     completion at a time to limit memory."""
     parts = [np.zeros(0)]
     for completion in served:
@@ -145,7 +145,7 @@ def likely_cause(
         if actions[sample.prefix :].all()  # single-turn
     ]
     if not served:
-        return "it cannot be told from these rollouts, which have several turns"
+        return "the cause cannot be determined from these rollouts, which have several turns"
     served_T = np.concatenate([completion.logprobs_T for completion in served])
     ends = np.cumsum([len(completion.logprobs_T) for completion in served])[:-1]
 

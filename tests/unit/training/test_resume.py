@@ -223,7 +223,7 @@ def test_a_finished_run_keeps_its_settings(copied):
     assert list(copied.rglob("*.retrain-tmp")) == []  # a killed process leaves such files
     with pytest.raises(UsageError, match=r"finished, with other settings \(training\.lr: 0\.01 → 0\.02\)"):
         resume(copied, NullObserver(), approval=Approval(accept=True), sets=["training.lr=0.02"])
-    with pytest.raises(UsageError, match="says which runs there are"):
+    with pytest.raises(UsageError, match="defines the runs of the campaign"):
         resume(copied, NullObserver(), sets=["campaign.seeds=[1]"])
 
 
