@@ -55,27 +55,27 @@ def print_trial(report: dict[str, Any]) -> None:
         print(f"problem {number}  {visible(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
         print_text(prompt["rendered"], 2)
         for place, sample in enumerate(prompt["samples"], start=1):
-            print(f"  answer {place}  {sample_words(sample)}")
+            print(f"  answer {place}  {sample_text(sample)}")
             print_text(sample["text"], 4)
         print()
     sampling, grading, verdict = report["sampling"], report["grading"], report["verdict"]
-    step = " to ".join(dict.fromkeys(seconds_words(each) for each in sampling["step_seconds"]))
+    step = " to ".join(dict.fromkeys(seconds_text(each) for each in sampling["step_seconds"]))
     print(f"run       {report['run']} with {visible(report['model'])}, its first step")
     print(
         f"sampling  {sampling['answers']} answers of {sampling['tokens']:,} tokens in"
-        f" {seconds_words(sampling['seconds'])}; the {sampling['step_answers']:,} of a step: {step}"
+        f" {seconds_text(sampling['seconds'])}; the {sampling['step_answers']:,} of a step: {step}"
     )
     at_once = f", {grading['workers']} at once" if grading["workers"] > 1 else ""
     limit = f", given up after {grading['timeout_s']:g} s" if grading["timeout_s"] else ""
     print(
-        f"grading   {seconds_words(grading['mean_seconds'])} for an answer, {seconds_words(grading['slowest_seconds'])}"
+        f"grading   {seconds_text(grading['mean_seconds'])} for an answer, {seconds_text(grading['slowest_seconds'])}"
         f" at most{limit}; the {grading['step_answers']:,} of a step{at_once}:"
-        f" {seconds_words(grading['step_seconds'])}"
+        f" {seconds_text(grading['step_seconds'])}"
     )
     for reason, count in verdict["reasons"].items():
         print(f"failed    {count} of {verdict['answers']}: {visible(reason)}")
     if not verdict["all_failed"]:
-        print(f"rewards   {verdict_words(verdict)}")
+        print(f"rewards   {verdict_text(verdict)}")
     for advice in advice_of(report):
         print(f"careful   {advice}")
 
@@ -97,30 +97,30 @@ def print_trial_lines(report: dict[str, Any]) -> None:
         note(advice)
 
 
-def sample_words(sample: dict[str, Any]) -> str:
+def sample_text(sample: dict[str, Any]) -> str:
     """Return the reward of one answer, and how it was computed."""
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
-    took = seconds_words(sample["seconds"])
+    took = seconds_text(sample["seconds"])
     if sample["reward"] is None:
         return f"no reward: {visible(sample['error'] or '')}; {length}, {took}"
     numbers = {**sample["components"], **sample["sample_metrics"]}
     components = [
-        f"{visible(name)} {number_words(value)}"
+        f"{visible(name)} {number_text(value)}"
         for name, value in numbers.items()
         if len(numbers) > 1 or value != sample["reward"]
     ]
-    parts = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
+    parts = [f"reward {number_text(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
     if sample["tags"]:
         parts.append("tags " + " ".join(map(visible, sample["tags"])))
     return f"{', '.join(parts)}; {length}, {took}"
 
 
-def number_words(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Format a number with at most four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 
-def seconds_words(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
     """Format seconds as "0.2 ms", "35 ms", "1.2 s" or "3 min"."""
     if seconds is None or seconds != seconds:
         return "not tried"
@@ -129,10 +129,10 @@ def seconds_words(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 90 else duration(seconds)
 
 
-def verdict_words(verdict: dict[str, Any]) -> str:
+def verdict_text(verdict: dict[str, Any]) -> str:
     cut = f", {verdict['truncated']} cut off at max_tokens = {verdict['max_tokens']}" if verdict["truncated"] else ""
     return (
-        f"{number_words(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
+        f"{number_text(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
         f"{verdict['mixed_groups']} of {plural(verdict['groups'], 'group')} with rewards that differ{cut}"
     )
 

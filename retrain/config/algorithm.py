@@ -53,7 +53,7 @@ _AUTO = ActiveIf("sepa.schedule", ("auto",))
 def _unset_or_several(dotted: str, *besides: str) -> ActiveIf:
     """Return the marker of a key that a correction disables, unless a batch has several updates."""
     several = "several updates of a batch"
-    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
+    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_text=several)
 
 
 _UNCORRECTED = (
