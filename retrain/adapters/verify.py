@@ -167,9 +167,9 @@ def _evaluate(
     correct, ranks = [], []
     with ExitStack() as stack:
         if config.inference.served:
-            base, lanes, engine = bases.take_served(config, directory)
+            base, lanes, engine = bases.with_servers(config, directory)
         else:
-            base, lanes, engine = bases.take(config)
+            base, lanes, engine = bases.with_engine(config)
             engine.workers = workers_for(base)
             stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.cli.arguments import AsJson, output_path, require_directory
-from retrain.cli.output import note, print_record, print_text, visible
+from retrain.cli.output import note, one_line, print_record, print_text
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
 
@@ -94,7 +94,7 @@ def print_answers(report: dict[str, Any]) -> None:
                 print(f"{who:<10}{plural(answer['tokens'], 'token')}{cut}")
                 print_text(answer["text"], 2, limit=1 << 30)
         print()
-    print(f"adapter   {visible(report['adapter'])}\nbase      {visible(report['base'])}")
+    print(f"adapter   {one_line(report['adapter'])}\nbase      {one_line(report['base'])}")
 
 
 def export(
@@ -144,4 +144,4 @@ def export(
         print(dumps(report, indent=2))
         return
     for name, text in {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}.items():
-        print(f"{name:<12}{visible(text)}")
+        print(f"{name:<12}{one_line(text)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.arguments import ConfigFile, Detect, ExecutorName, Out, Pilot, Sets, WorkerCount, executor_sets, read
-from retrain.cli.output import count, duration, print_table, size
+from retrain.cli.output import approximate_duration, count, print_table, size
 from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
@@ -366,8 +366,8 @@ def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int
     rounds = -(-cohorts // workers) / cohorts
     differing = f"; differs in {listed(pace.differing, 3)}" if pace.differing else ""
     return (
-        f"about {duration(busy * rounds)} at the speed of {pace.directory} ({plural(pace.runs, 'run')},"
-        f" {pace.completions:,} completions in {duration(pace.seconds)}{differing})"
+        f"about {approximate_duration(busy * rounds)} at the speed of {pace.directory} ({plural(pace.runs, 'run')},"
+        f" {pace.completions:,} completions in {approximate_duration(pace.seconds)}{differing})"
     )
 
 

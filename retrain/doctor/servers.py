@@ -62,7 +62,7 @@ def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool 
         begins("answers")
         begin = time.perf_counter()
         try:
-            base, lanes, engine = bases.take_served(config, Path(folder))
+            base, lanes, engine = bases.with_servers(config, Path(folder))
         except UsageError as error:
             yield Result(FAIL, str(error), name="answers", seconds=time.perf_counter() - begin)
             return

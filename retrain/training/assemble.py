@@ -207,11 +207,11 @@ def load_model(
 
     def prepare() -> tuple[BaseModel, Lanes, LocalEngine | ServerEngine | AbsentEngine, Workers, Teachers, MemoryPlan]:
         if server_events is None:
-            base, lanes, engine = bases.take(config, observer.message)
+            base, lanes, engine = bases.with_engine(config, observer.message)
         elif ranks is None or ranks.is_first:
-            base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
+            base, lanes, engine = bases.with_servers(config, job.directory, server_events.message)
         else:
-            (base, lanes), engine = bases.trained(config), AbsentEngine()
+            (base, lanes), engine = bases.with_lanes(config), AbsentEngine()
         workers = stack.enter_context(closing(workers_of(base, specs)))
         taught = [spec for spec in specs if spec.config.distillation.active]
         load, notify = bases.second_model, observer.message
@@ -250,7 +250,7 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
 
 def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
     """Yield a message for each server and kind of trained adapter."""
-    base, lanes = bases.trained(specs[0].config)
+    base, lanes = bases.with_lanes(specs[0].config)
     kinds = []
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
