@@ -167,9 +167,8 @@ class GrowingFile:
     """Reads JSON lines that another process has appended to a file since the last call. The file is reopened each time,
     because NFS shows another machine the state at which the writer last closed it."""
 
-    def __init__(self, path: Path, from_end: bool = False):
-        self.path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+    def __init__(self, path: Path):
+        self.path, self._offset = path, 0
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the complete lines since the last call. An incomplete line is read later, and so is one whose bytes

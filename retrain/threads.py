@@ -66,10 +66,10 @@ def thread_values(state: threading.local, **values: object) -> Iterator[None]:
 
 
 class Thread:
-    """Does pieces of work in order, on one thread that starts with the first of them.
+    """Runs tasks in order on one thread, which starts with the first task.
 
-    At most ``limit`` pieces wait. The first exception becomes ``error``; from then on only work put with ``always`` is
-    done.
+    At most ``limit`` tasks wait. The first exception is stored as ``error``; after it, only tasks put with ``always``
+    run.
     """
 
     def __init__(self, name: str, limit: int):
@@ -80,7 +80,7 @@ class Thread:
         self._starting = threading.Lock()
 
     def put(self, task: Work, always: bool = False, wait: bool = True) -> bool:
-        """Do it after everything put before. While the queue is full this waits, or does nothing and returns False."""
+        """Queue the task. If the queue is full, wait, or without ``wait`` return False and drop the task."""
         self._start()
         try:
             self._queue.put((task, always), block=wait)
@@ -89,7 +89,7 @@ class Thread:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything put so far is done, for at most ``timeout`` seconds; return whether it is."""
+        """Wait up to ``timeout`` seconds until all queued tasks have run; return whether they have."""
         if self._thread is None or self._thread is threading.current_thread():
             return True
         done = threading.Event()
@@ -100,7 +100,7 @@ class Thread:
         return done.wait(timeout)
 
     def close(self, last: Work = lambda: None) -> None:
-        """Finish everything put, then ``last``, and end the thread if it has begun; putting more starts another."""
+        """Run all queued tasks, then ``last``, and end the thread if it was started; a later ``put`` starts another."""
         with self._starting:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -113,7 +113,7 @@ class Thread:
             return
         with self._starting:
             if self._thread is None:
-                # Daemonic: a tracker that hangs must not keep the process alive. Whoever needs the work done waits.
+                # Daemonic: a tracker that hangs must not keep the process alive. Callers that need the tasks done wait.
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
 
@@ -124,5 +124,5 @@ class Thread:
                 continue
             try:
                 task()
-            except Exception as error:  # reported by whoever owns the thread
+            except Exception as error:  # reported by the owner of the thread
                 self.error = self.error or error

@@ -52,7 +52,7 @@ def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tu
     config = parse_dict(settings)
     # No file: its folder is where relative paths are looked up, and its stem the name.
     path = Path(plan["folder"]) / f"{owner.name}_continue_{rank}.toml"
-    return LoadedConfig(config, path, document(settings), places=KeyLocations(path.name)), target
+    return LoadedConfig(config, path, document(settings), locations=KeyLocations(path.name)), target
 
 
 def _holding(folders: Iterable[Path], name: str) -> Path | None:

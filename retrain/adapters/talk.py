@@ -47,7 +47,7 @@ def answers(
     max_tokens: int | None = None,
     temperature: float | None = None,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Sample every prompt with the adapter and with its base; sample k of both draws the same random numbers.
 
@@ -63,13 +63,13 @@ def answers(
     with ExitStack() as stack:
         base = source.load(config.backend.device, config.inference.dtype)
         if changed := source.other_weights(base):
-            tell(changed)
+            notify(changed)
         with AdapterFile(source.adapter) as file:
             file.require_plain()
             lanes = Lanes(base, _layers(file, base))
             stack.callback(lanes.detach)
             adapters = [lanes.new_adapter(1, 1.0), lane_adapter(file, lanes)]  # an adapter of zeros equals the base
-        engine = _engine(config, base, lanes, stack, tell)
+        engine = _engine(config, base, lanes, stack, notify)
         refs = [PolicyRef("base", 0), PolicyRef("adapter", 0)]
         for ref, adapter in zip(refs, adapters, strict=True):
             engine.publish(ref, LocalSnapshot(adapter.frozen()))
@@ -102,20 +102,20 @@ def answers(
 
 
 def _engine(
-    config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, tell: Callable[[str], None]
+    config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, notify: Callable[[str], None]
 ) -> LocalEngine | ServerEngine:
     """Return the run's engine: its servers if reachable, else this process, as for launched servers."""
     if config.inference.url:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
         try:
-            served = server_engine(config, base, directory, lambda text, level: tell(text))
+            served = server_engine(config, base, directory, lambda text, level: notify(text))
             stack.callback(served.close)
             return served
         except UsageError as error:
-            tell(f"{error}\nThe answers are sampled in this process instead.")
+            notify(f"{error}\nThe answers are sampled in this process instead.")
     workers = workers_for(base)
     stack.callback(workers.close)
-    return LocalEngine(base, lanes, workers=workers, notify=tell)
+    return LocalEngine(base, lanes, workers=workers, notify=notify)
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:

@@ -161,15 +161,15 @@ def _evaluate(
     configuration use ``directory``.
     """
     config = spec.config
-    files = bases.look(config)
+    files = bases.model_files(config)
     data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)
     full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
     correct, ranks = [], []
     with ExitStack() as stack:
         if config.inference.served:
-            base, lanes, engine = bases.take_served(config, directory)
+            base, lanes, engine = bases.with_servers(config, directory)
         else:
-            base, lanes, engine = bases.take(config)
+            base, lanes, engine = bases.with_engine(config)
             engine.workers = workers_for(base)
             stack.callback(engine.workers.close)
         grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))

@@ -30,7 +30,7 @@ from retrain.campaign.planning.manifest import (
 from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.interim import InterimMonitor
-from retrain.campaign.running.jobs import InProcess, JobsHere, Scheduler, WorkItem
+from retrain.campaign.running.jobs import InProcess, InProcessRunner, Scheduler, WorkItem
 from retrain.campaign.running.protocol import JobEnded, SqueezeJob, report
 from retrain.campaign.running.tasks import WORKERS
 from retrain.campaign.running.team import Team
@@ -251,14 +251,16 @@ class Controller:
         self._squeezed: dict[str, RunSpec] = {}
         """Whose analysis this process has tried, by subfolder; one that fails is not tried again."""
         self.recording = CampaignObserver(manifest, observer)
-        hear = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
+        on_event = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
-        runner = JobsHere(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
+        runner = (
+            InProcessRunner(executor, self.recording, self.stop.is_due) if isinstance(executor, InProcess) else executor
+        )
         # Workers may continue waiting tasks without a controller, but not runs that the interim analysis may drop;
         # with lanes = "auto" those are published after it.
         may_stop = self.interim is not None and plan.specs[0].config.campaign.lanes != "auto"
         room = len(plan.specs) if isinstance(executor, CampaignWorkers) and not may_stop else executor.slots
-        self.scheduler = Scheduler(runner, hear, self._after, self.stop.is_due, restarts, room)
+        self.scheduler = Scheduler(runner, on_event, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> CampaignOutcome:
         """Train the remaining runs, analyse and compare; return the outcome."""

@@ -207,7 +207,7 @@ class Worker:
                 self._stopped = self.tasks.stopped()
                 self._read_server_news()
             if self.servers.urls and not self._controller.is_alive():
-                self.servers.update(self.servers.urls, "whoever kept the servers is gone")
+                self.servers.update(self.servers.urls, "the controller, which ran the servers, has ended")
             time.sleep(POLL_SECONDS)
 
     def _read_server_news(self, first: bool = False) -> None:
@@ -229,11 +229,11 @@ def listen(worker: Worker, options: Options) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if options.requeue:
 
-        def hear() -> None:
+        def wait_for_notice() -> None:
             signal.sigwait(NOTICE)
             worker.stop_after_step(requeue=True)
 
-        threading.Thread(target=hear, name="notice", daemon=True).start()
+        threading.Thread(target=wait_for_notice, name="notice", daemon=True).start()
     if options.parent:
         end_with_parent(options.parent)
 

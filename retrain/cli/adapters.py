@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.cli.arguments import AsJson, output_path, require_directory
-from retrain.cli.output import note, print_record, print_text, visible
+from retrain.cli.output import note, one_line, print_record, print_text
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
 
@@ -69,7 +69,7 @@ def sample(
     if source.record is None:
         note(f"{source.adapter} belongs to no run here: default template and sampling")
     report = answers(
-        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, tell=note
+        source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, notify=note
     )
     if as_json:
         print(dumps(report, indent=2))
@@ -94,7 +94,7 @@ def print_answers(report: dict[str, Any]) -> None:
                 print(f"{who:<10}{plural(answer['tokens'], 'token')}{cut}")
                 print_text(answer["text"], 2, limit=1 << 30)
         print()
-    print(f"adapter   {visible(report['adapter'])}\nbase      {visible(report['base'])}")
+    print(f"adapter   {one_line(report['adapter'])}\nbase      {one_line(report['base'])}")
 
 
 def export(
@@ -144,4 +144,4 @@ def export(
         print(dumps(report, indent=2))
         return
     for name, text in {"adapter": report["adapter"], "base": report["base"], **lines, "written": report["out"]}.items():
-        print(f"{name:<12}{visible(text)}")
+        print(f"{name:<12}{one_line(text)}")

@@ -52,7 +52,7 @@ RunDirectory = Annotated[
 Plain = Annotated[bool, typer.Option("--plain", help="Print plain lines, also on a terminal.")]
 
 Verbose = Annotated[
-    bool, typer.Option("--verbose", help="Where lines are plain: print every step of every run instead of progress.")
+    bool, typer.Option("--verbose", help="In plain output, print every step of every run instead of progress.")
 ]
 
 RetryFailed = Annotated[
@@ -72,7 +72,7 @@ Pilot = Annotated[
     typer.Option(
         "--pilot",
         metavar="DIR",
-        help="Take the pair spread from the runs in this directory; without it from an earlier campaign of the file.",
+        help="Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
     ),
 ]
 
@@ -82,7 +82,7 @@ Detect = Annotated[
         "--detect",
         metavar="POINTS",
         min=1e-9,
-        help="With a known pair spread: tell how probably a difference of this size is found, and the seeds needed.",
+        help="Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
         show_default=False,
     ),
 ]

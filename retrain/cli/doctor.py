@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrain.cli.output import count, note, visible
+from retrain.cli.output import count, note, one_line
 from retrain.errors import UsageError, plural
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def check_machine(device: str, file: Path | None, report_file: Path | None) -> i
         base, weights = subject.base, "its own weights" if subject.source.shapes is None else "random weights"
         layers = base.model.config.get_text_config().num_hidden_layers
         print(
-            f"{visible(base.name)}, {weights}: {layers} layers, {count(subject.parameters)} parameters, "
+            f"{one_line(base.name)}, {weights}: {layers} layers, {count(subject.parameters)} parameters, "
             f"{subject.dtype}, {base.device}"
         )
         if subject.is_slow:
@@ -63,7 +63,7 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
     from retrain.doctor.results import FAIL
 
     config = servers.server_config(url, engine, model, file)
-    print(f"{config.inference.engine} at {', '.join(url)}, compared with {visible(config.model.model)} here")
+    print(f"{config.inference.engine} at {', '.join(url)}, compared with {one_line(config.model.model)} here")
     results = print_results(lambda begins: servers.check_servers(config, begins, any_rank=file is None))
     return int(any(result.status == FAIL for result in results))
 
@@ -79,7 +79,7 @@ def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> l
     results: list[Result] = []
     for result in run(begins):
         results.append(result)
-        line = f"{result.status}  {result.name:<18} {visible(result.line)}  [{result.seconds:.1f} s]"
+        line = f"{result.status}  {result.name:<18} {one_line(result.line)}  [{result.seconds:.1f} s]"
         print(("\r\x1b[K" if live else "") + line, flush=True)
     return results
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from retrain.cli.arguments import ConfigFile, Detect, ExecutorName, Out, Pilot, Sets, WorkerCount, executor_sets, read
-from retrain.cli.output import count, duration, print_table, size
+from retrain.cli.output import approximate_duration, count, print_table, size
 from retrain.errors import listed, plural
 
 if TYPE_CHECKING:
@@ -63,13 +63,13 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
         CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left_aligned=CONDITION_COLUMNS
     )
     print()
-    print_by_words("token credit", formulas.credit_formula, conditions)
-    print_by_words("critic", formulas.critic_words, conditions)
-    print_by_words("distillation", formulas.distillation_words, conditions)
-    print_by_words("loss", formulas.loss_words, conditions)
-    print_by_words("reward", formulas.reward_words, conditions)
+    print_by_text("token credit", formulas.credit_formula, conditions)
+    print_by_text("critic", formulas.critic_text, conditions)
+    print_by_text("distillation", formulas.distillation_text, conditions)
+    print_by_text("loss", formulas.loss_text, conditions)
+    print_by_text("reward", formulas.reward_text, conditions)
     if conditions[0].config.environment.hosted:
-        print(f"environment   {formulas.environment_words(conditions[0].config)}")
+        print(f"environment   {formulas.environment_text(conditions[0].config)}")
     problems = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config, problems)
@@ -84,13 +84,13 @@ def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
     return [spec for spec in specs if spec.seed == specs[0].seed]
 
 
-def print_by_words(name: str, words_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
-    """Print each non-empty text that ``words_of`` returns once, followed by the conditions that it applies to."""
+def print_by_text(name: str, text_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
+    """Print each non-empty text that ``text_of`` returns once, followed by the conditions that it applies to."""
     from retrain.config.campaign import condition_name
 
-    for words in filter(None, dict.fromkeys(words_of(spec.config) for spec in conditions)):
-        having = [condition_name(spec.label) for spec in conditions if words_of(spec.config) == words]
-        print(f"{name:<14}{words}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
+    for text in filter(None, dict.fromkeys(text_of(spec.config) for spec in conditions)):
+        having = [condition_name(spec.label) for spec in conditions if text_of(spec.config) == text]
+        print(f"{name:<14}{text}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
 def print_problems(plan: Plan) -> Problems:
@@ -108,7 +108,7 @@ def print_problems(plan: Plan) -> Problems:
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
-    from retrain.cli.formulas import advantage_words, credit_words
+    from retrain.cli.formulas import advantage_text, credit_text
     from retrain.config.campaign import condition_name
     from retrain.config.runs import differences
 
@@ -118,8 +118,8 @@ def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
     ]
     return (
         condition_name(spec.label),
-        advantage_words(spec.config),
-        credit_words(spec.config),
+        advantage_text(spec.config),
+        credit_text(spec.config),
         ", ".join(changed) or "-",
     )
 
@@ -152,7 +152,7 @@ def print_design(plan: Plan, pilot: Path | None, detect: float | None) -> None:
 def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -> None:
     from retrain.training.estimate import run_size, sampled_evaluations
 
-    def training_words(config: Config) -> str:
+    def training_text(config: Config) -> str:
         training, workload = config.training, run_size(config)
         text = (
             f"{training.max_steps} steps × {training.batch_size} prompts × {training.group_size} completions"
@@ -163,8 +163,8 @@ def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -
         more = f"; up to {again} times as many more in place of prompts that teach nothing (dynamic_sampling)"
         return text + (more if again else "")
 
-    print_by_words("each run", training_words, conditions_of(specs))
-    print_by_words("evaluated", lambda config: evaluation_words(config, problems), conditions_of(specs))
+    print_by_text("each run", training_text, conditions_of(specs))
+    print_by_text("evaluated", lambda config: evaluation_text(config, problems), conditions_of(specs))
     if len(specs) > 1:
         tokens = sum(work.draws * work.completions * work.tokens for work in works)
         line = f"at most {count(tokens)} sampled training tokens"
@@ -175,7 +175,7 @@ def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -
     print_squeeze_plan(specs[0].config, problems)
 
 
-def evaluation_words(config: Config, problems: Problems) -> str:
+def evaluation_text(config: Config, problems: Problems) -> str:
     from retrain.config.evaluation import part_evaluations, whole_evaluations
     from retrain.training.estimate import held_out_sets, run_size
 
@@ -229,16 +229,16 @@ def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> 
             "retrain try fetches the model"
         )
     else:
-        print_by_words("model", lambda each: model_words(each, architecture), conditions_of(specs))
-        print(f"memory        {memory_words(groups, architecture, device, prompt_tokens)}")
+        print_by_text("model", lambda each: model_text(each, architecture), conditions_of(specs))
+        print(f"memory        {memory_text(groups, architecture, device, prompt_tokens)}")
     if config.is_campaign:
         sizes = list(map(len, groups))
         together = plural(sizes[0], "run") if len(set(sizes)) == 1 else f"{' + '.join(map(str, sizes))} runs"
         cohorts = f"{len(groups)} cohorts" if len(groups) > 1 else "1 cohort"
         print(f"cohorts       {cohorts} of {together} that step together, for {plural(workers, 'worker')}")
-    for text in idle_words(specs, groups, workers, gpus):
+    for text in idle_text(specs, groups, workers, gpus):
         print(f"idle          {text}")
-    print(f"time          {time_words(plan, works, device, len(groups), workers if gpus else 1)}")
+    print(f"time          {time_text(plan, works, device, len(groups), workers if gpus else 1)}")
 
 
 def device_of(config: Config) -> tuple[Device, int]:
@@ -269,7 +269,7 @@ def workers_of(config: Config, gpus: int) -> int:
     return max(1, gpus // config.gpus_per_worker * campaign.workers_per_gpu)
 
 
-def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], workers: int, gpus: int) -> list[str]:
+def idle_text(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], workers: int, gpus: int) -> list[str]:
     """Return a line for idle workers and one for idle GPUs, each with the setting that uses them."""
     config = specs[0].config
     campaign, share = config.campaign, config.campaign.workers_per_gpu
@@ -300,7 +300,7 @@ def idle_words(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wo
     return lines
 
 
-def model_words(config: Config, architecture: Architecture) -> str:
+def model_text(config: Config, architecture: Architecture) -> str:
     from retrain.training.estimate import trained_parameters
 
     adapter, critic = trained_parameters(config, architecture)
@@ -310,7 +310,7 @@ def model_words(config: Config, architecture: Architecture) -> str:
     return f"{config.model.model}: {count(architecture.parameters())} parameters, frozen; {trained}"
 
 
-def memory_words(
+def memory_text(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
     from retrain.training.estimate import cohort_memory, number_bytes, run_memory
@@ -346,7 +346,7 @@ def memory_words(
     return text
 
 
-def time_words(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
+def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
     from retrain.cli.pace import recorded_pace
     from retrain.training.estimate import sampled_evaluations
@@ -366,8 +366,8 @@ def time_words(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: in
     rounds = -(-cohorts // workers) / cohorts
     differing = f"; differs in {listed(pace.differing, 3)}" if pace.differing else ""
     return (
-        f"about {duration(busy * rounds)} at the speed of {pace.directory} ({plural(pace.runs, 'run')},"
-        f" {pace.completions:,} completions in {duration(pace.seconds)}{differing})"
+        f"about {approximate_duration(busy * rounds)} at the speed of {pace.directory} ({plural(pace.runs, 'run')},"
+        f" {pace.completions:,} completions in {approximate_duration(pace.seconds)}{differing})"
     )
 
 

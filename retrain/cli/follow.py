@@ -43,17 +43,17 @@ class Follower:
         self._runs: dict[Path, _Run] = {}
         self._with_rank: set[Path] = set()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Report new events; return whether every run has ended (false while there is none)."""
         homes = homes_of_runs(self.directory) if self.directory.is_dir() else []
         states: dict[Path, str] = {}
         for home in homes:
-            states |= self._look_at(home, "" if self.directory in homes else f"{home.name}/")
+            states |= self._poll_one(home, "" if self.directory in homes else f"{home.name}/")
         for path in self._runs.keys() - states.keys():
             self.observer.run_finished(self._runs.pop(path), "interrupted", "its files are gone")
         return bool(states) and all(state in ENDED for state in states.values())
 
-    def _look_at(self, home: Path, prefix: str) -> dict[Path, str]:
+    def _poll_one(self, home: Path, prefix: str) -> dict[Path, str]:
         """Report new events of one campaign or run, whose run ids get the prefix; return the state of each run."""
         manifest = self._manifest(home)
         entries = {home / entry.path: entry for entry in run_entries(home, manifest)}

@@ -22,7 +22,7 @@ DIVISORS = {
 }
 
 
-def advantage_words(config: Config) -> str:
+def advantage_text(config: Config) -> str:
     mode = config.algorithm.advantage_mode
     if config.algorithm.critic:
         return _critic_advantage(config)
@@ -41,7 +41,7 @@ def _critic_advantage(config: Config) -> str:
     return f"{formula}, γ = {critic.gamma:g}, {lam}{WHITENED if critic.whiten else ''}"
 
 
-def critic_words(config: Config) -> str:
+def critic_text(config: Config) -> str:
     critic, training = config.critic, config.training
     if not config.algorithm.critic:
         return ""
@@ -57,7 +57,7 @@ def critic_words(config: Config) -> str:
     return f"{text}; {loss}{alone}"
 
 
-def distillation_words(config: Config) -> str:
+def distillation_text(config: Config) -> str:
     """Return how a teacher changes advantages, and the weight of the reward; "" without a teacher."""
     distillation = config.distillation
     if not distillation.active:
@@ -90,7 +90,7 @@ def distillation_words(config: Config) -> str:
     return f"{formula}, {reward}"
 
 
-def credit_words(config: Config) -> str:
+def credit_text(config: Config) -> str:
     mode = config.algorithm.transform_mode
     if config.algorithm.critic and mode == "none":
         return "every token its own"
@@ -123,18 +123,18 @@ def _ramp(sepa: Sepa) -> str:
     return text
 
 
-def loss_words(config: Config) -> str:
+def loss_text(config: Config) -> str:
     """Return the loss of a run: name, divisor, active terms, and number of updates of a batch."""
     algorithm, several = config.algorithm, config.training.several_updates
     built_in = LOSSES.get(algorithm.loss)
-    terms = [f"{algorithm.loss} ({_ratio_words(config, built_in.description) if built_in else 'your own'})"]
-    weight = _mismatch_words(config)
+    terms = [f"{algorithm.loss} ({_ratio_text(config, built_in.description) if built_in else 'your own'})"]
+    weight = _mismatch_text(config)
     if weight and several:
         terms.append(weight)
     elif weight:
         terms = [f"policy gradient{'' if built_in else f' of your own {algorithm.loss}'} {weight}"]
     terms.append(f"divided by {DIVISORS[algorithm.loss_normalizer]}")
-    terms += _rejection_words(algorithm)
+    terms += _rejection_text(algorithm)
     if algorithm.dual_clip is not None:
         terms.append(f"a negative advantage counts {algorithm.dual_clip:g} times at most")
     if algorithm.loss_kl_coef > 0:
@@ -144,7 +144,7 @@ def loss_words(config: Config) -> str:
         terms.append(f"{algorithm.reward_kl_coef:g} × KL to the base ({estimate}) taken from the reward of every token")
     if algorithm.entropy_coef > 0:
         terms.append(f"minus {algorithm.entropy_coef:g} × entropy")
-    parts = [", ".join(terms), *([_update_words(config.training)] if several else [])]
+    parts = [", ".join(terms), *([_update_text(config.training)] if several else [])]
     if again := config.training.dynamic_sampling:
         parts.append(
             f"prompts whose answers all have the same reward are drawn again, {plural(again, 'round')} at most"
@@ -154,14 +154,14 @@ def loss_words(config: Config) -> str:
     return "; ".join(parts)
 
 
-def _ratio_words(config: Config, description: str) -> str:
+def _ratio_text(config: Config, description: str) -> str:
     """Return how the loss uses the importance ratio; in several updates of a batch that is the policy's own."""
     if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
         description = description.replace("clipped", "not clipped")
     return description.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else description
 
 
-def _mismatch_words(config: Config) -> str:
+def _mismatch_text(config: Config) -> str:
     """Return the weight that corrects the difference between sampler and trainer; "" without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
@@ -176,7 +176,7 @@ def _mismatch_words(config: Config) -> str:
     return f"weighted by {ratio}{f' up to {high:g}' if math.isfinite(high) else ''}"
 
 
-def _rejection_words(algorithm: AlgorithmSection) -> list[str]:
+def _rejection_text(algorithm: AlgorithmSection) -> list[str]:
     low, high = algorithm.rejection_bounds
     descriptions = {
         "geometric": f"completions left out whose mean ratio to the sampler is outside {low:g} to {high:g}",
@@ -189,7 +189,7 @@ def _rejection_words(algorithm: AlgorithmSection) -> list[str]:
     return parts
 
 
-def _update_words(training: Training) -> str:
+def _update_text(training: Training) -> str:
     made = training.num_iterations
     text = f"{made} {'pass' if made == 1 else 'passes'}"
     if training.minibatches > 1:
@@ -201,7 +201,7 @@ def _update_words(training: Training) -> str:
     return text
 
 
-def environment_words(config: Config) -> str:
+def environment_text(config: Config) -> str:
     section = config.environment
     names = [each if isinstance(each, str) else str(each.get("tool", "?")) for each in section.tools]
     text = f"tools {', '.join(names)}" if names else section.provider or ""
@@ -213,7 +213,7 @@ def environment_words(config: Config) -> str:
     return f"{text}; {turns}; in {section.workers} {'process' if section.workers == 1 else 'processes'} of its own"
 
 
-def reward_words(config: Config) -> str:
+def reward_text(config: Config) -> str:
     reward = config.reward
     if config.environment.provider is not None:
         return f"that of {config.environment.provider}"
@@ -224,31 +224,31 @@ def reward_words(config: Config) -> str:
             + (f"({name} {'+' if part.offset > 0 else '−'} {abs(part.offset):g})" if part.offset else name)
             for part, name in named
         ]
-        text = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_words(part)}" for part, name in named)
+        text = " + ".join(sums) + "; " + "; ".join(f"{name}: {_grader_text(part)}" for part, name in named)
     else:
-        text = f"{reward.name or reward.type}: {_grader_words(reward)}"
+        text = f"{reward.name or reward.type}: {_grader_text(reward)}"
     kinds = {reward.type, *(part.type for part in reward.components)}
     if kinds & {"math", *JUDGED, "custom"}:
         text += f"; at most {reward.timeout_s:g} s for an answer, {reward.workers} at once"
     return text
 
 
-def _criteria_words(grader: RewardSection | RewardComponent) -> str:
+def _criteria_text(grader: RewardSection | RewardComponent) -> str:
     parts = [f"{each.name} ({each.weight_number:g})" for each in grader.criteria]
     if grader.rubric_column is not None:
         parts.append(f"those of the problem's {grader.rubric_column}")
     return ", ".join(parts)
 
 
-def _grader_words(grader: RewardSection | RewardComponent) -> str:
+def _grader_text(grader: RewardSection | RewardComponent) -> str:
     if grader.type == "judge":
         return f"0 to 1, as the model {grader.judge_model} at {grader.judge_url or 'its own address'} says"
     if grader.type == "rubric":
         who = f"the model {grader.judge_model} at {grader.judge_url or 'its own address'}"
         if grader.rubric == "implicit":
-            return f"0 to 1, as {who} says by {_criteria_words(grader)}"
+            return f"0 to 1, as {who} says by {_criteria_text(grader)}"
         sums = "Σ weight · met / Σ |weight|"
-        return f"{sums} over {_criteria_words(grader)}, each of which {who} finds met or not"
+        return f"{sums} over {_criteria_text(grader)}, each of which {who} finds met or not"
     if grader.type == "custom":
         functions = grader.custom_function if isinstance(grader.custom_function, list) else [grader.custom_function]
         return f"your own {' + '.join(functions)} of {grader.custom_module}"

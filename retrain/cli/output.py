@@ -96,7 +96,7 @@ def size(number: float) -> str:
     return f"{number / 2**10:.3g} KiB"
 
 
-def duration(seconds: float) -> str:
+def approximate_duration(seconds: float) -> str:
     """Format seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -107,20 +107,20 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
-_OBEYED = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-_SHOWN = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_OBEYED, *range(0xD800, 0xE000), 0xFEFF)
+_CONTROL = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *range(0xD800, 0xE000), 0xFEFF)
 }
-_SHOWN |= {ord("\n"): "\\n", ord("\t"): "\\t"}
+_ESCAPES |= {ord("\n"): "\\n", ord("\t"): "\\t"}
 
 
-def visible(text: str) -> str:
+def one_line(text: str) -> str:
     """Return ``text`` on one line, safe for a terminal: control and invisible characters are escaped."""
-    return text.translate(_SHOWN)
+    return text.translate(_ESCAPES)
 
 
 def note(text: str) -> None:
-    print(f"note: {visible(text)}", file=sys.stderr)
+    print(f"note: {one_line(text)}", file=sys.stderr)
 
 
 def print_text(text: str, indent: int, limit: int = 1500) -> None:
@@ -130,7 +130,7 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
         left_out = f"\n… {len(text) - limit:,} characters, which --json has …\n"
         text = text[: limit * 2 // 3] + left_out + text[-limit // 3 :]
     for line in text.split("\n"):
-        print(f"{' ' * indent}│ {visible(line)}")
+        print(f"{' ' * indent}│ {one_line(line)}")
 
 
 def print_record(kind: str, **values: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
-from retrain.cli.output import duration, note, print_table, visible
+from retrain.cli.output import approximate_duration, note, one_line, print_table
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.util.text import interval, minus, number, short
@@ -65,7 +65,7 @@ def probe(
 
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(visible(text), file=sys.stderr)
+        print(one_line(text), file=sys.stderr)
 
 
 def _print_gradients(report: Mapping[str, Any]) -> None:
@@ -76,13 +76,13 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
     if report["uniform_batches"]:
         note(f"{report['uniform_batches']} batches have equal rewards in every group, and no gradient")
     print(
-        f"{visible(report['begins'])}, step {report['step']}: {report['batches']} batches of {report['prompts']} × "
+        f"{one_line(report['begins'])}, step {report['step']}: {report['batches']} batches of {report['prompts']} × "
         f"{report['samples']} answers, {100 * report['success']:.0f} % right"
     )
     print()
     rows = [
         [
-            visible(condition_name(each["label"])),
+            one_line(condition_name(each["label"])),
             f"{each['norm']:.3g}",
             interval(each["length"], 2) if i else "baseline",
             interval(each["cosine"], 3) if i else "baseline",
@@ -92,7 +92,7 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
     ]
     print_table(("condition", "gradient", "relative length", "cosine", "own halves"), rows, left_aligned=("condition",))
     print()
-    print(f"{duration(report['seconds'])} for {len(rows)} conditions")
+    print(f"{approximate_duration(report['seconds'])} for {len(rows)} conditions")
 
 
 def _print_forks(report: Mapping[str, Any]) -> None:
@@ -101,14 +101,14 @@ def _print_forks(report: Mapping[str, Any]) -> None:
     for text in report["notes"]:
         note(text)
     print(
-        f"{visible(report['run'])} at step {report['step']} of {report['max_steps']}, {report['metric']} "
+        f"{one_line(report['run'])} at step {report['step']} of {report['max_steps']}, {report['metric']} "
         f"{number(report['before'])}: forks to step {report['end']}, seeds {report['seeds']}"
     )
     print()
     rows = [
         [
             str(rank) if each["change"] else "-",
-            visible(condition_name(each["label"])),
+            one_line(condition_name(each["label"])),
             interval(each["change"], 3),
             "baseline" if each["label"] == report["baseline"] else interval(each["difference"], 3),
         ]
@@ -117,7 +117,7 @@ def _print_forks(report: Mapping[str, Any]) -> None:
     print_table(("rank", "condition", "change", "against the baseline"), rows, left_aligned=("condition",))
     print()
     print(
-        f"{short(report['tokens'])} sampled tokens in {duration(report['seconds'])}, "
+        f"{short(report['tokens'])} sampled tokens in {approximate_duration(report['seconds'])}, "
         f"{100 * report['share']:.0f} % of the steps of the file"
     )
     print(report["forecast"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from retrain.cli.output import visible
+from retrain.cli.output import one_line
 from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import RetrainError, plural
 from retrain.training.estimate import ASSUMED_PROMPT_TOKENS
@@ -57,7 +57,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     from retrain.environments.build import askable, context_length, data_of, longest_completions, rooms, tokenizer_of
 
     config = configs[0]
-    source, model = visible(config.environment.provider or config.data.source), visible(config.model.model)
+    source, model = one_line(config.environment.provider or config.data.source), one_line(config.model.model)
     assumed = f"not measured, {ASSUMED_PROMPT_TOKENS} tokens are assumed"
     try:
         data = data_of(config, folder)
@@ -65,7 +65,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
         reason = str(error).partition(". Without a hub")[0] if isinstance(error, RetrainError) else described(error)
         hint = "; explain asks no hub, retrain try does" if "OfflineMode" in reason else ""
         return Problems(
-            [("data", f"{source}: not read: {visible(reason + hint)}"), ("prompts", assumed)], {}, [], False
+            [("data", f"{source}: not read: {one_line(reason + hint)}"), ("prompts", assumed)], {}, [], False
         )
     limits, refused, unmeasured, lengths, example = [], "", "", [], ""
     longest, context = longest_completions(configs), context_length(config)
@@ -87,10 +87,10 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
 
     heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
-    lines += [("", visible(note)) for note in data.notes]
+    lines += [("", one_line(note)) for note in data.notes]
     total = len(data.train) + len(data.heldout)
-    lines.append(("prompts", f"{assumed}: {visible(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
-    lines += [("", visible(limit)) for limit in limits]
+    lines.append(("prompts", f"{assumed}: {one_line(unmeasured)}" if unmeasured else _measured(lengths, total, model)))
+    lines += [("", one_line(limit)) for limit in limits]
     if not unmeasured:
         answer = data.train[0].answer
         lines.append(("example", _quoted(example) + (f"  answer {_quoted(answer)}" if answer else "")))
@@ -156,4 +156,4 @@ def _quoted(text: str) -> str:
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"
-    return '"' + visible(text) + '"'
+    return '"' + one_line(text) + '"'

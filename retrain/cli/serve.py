@@ -68,7 +68,7 @@ def serve(
         from retrain.serving.service import Service
 
         loaded = load_weights(look_at(served.config), served.config.backend.device, served.config.inference.dtype)
-        service = Service(loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, tell=note)
+        service = Service(loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, notify=note)
         try:
             for name, directory in served.adapters.items():
                 service.load_at_start(name, directory)

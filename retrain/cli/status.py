@@ -81,7 +81,7 @@ def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)
     try:
-        while not follower.look():
+        while not follower.poll():
             time.sleep(LOOK_EVERY_S)
     except KeyboardInterrupt:
         return

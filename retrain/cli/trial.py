@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
-from retrain.cli.output import duration, note, print_record, print_text, visible
+from retrain.cli.output import approximate_duration, note, one_line, print_record, print_text
 from retrain.errors import RunFailed, plural
 from retrain.files import dumps
 
@@ -51,31 +51,31 @@ def try_(
 
 def print_trial(report: dict[str, Any]) -> None:
     for number, prompt in enumerate(report["prompts"], start=1):
-        reference = f", answer {visible(prompt['answer'])[:80]}" if prompt["answer"] else ""
-        print(f"problem {number}  {visible(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
+        reference = f", answer {one_line(prompt['answer'])[:80]}" if prompt["answer"] else ""
+        print(f"problem {number}  {one_line(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
         print_text(prompt["rendered"], 2)
         for place, sample in enumerate(prompt["samples"], start=1):
-            print(f"  answer {place}  {sample_words(sample)}")
+            print(f"  answer {place}  {sample_text(sample)}")
             print_text(sample["text"], 4)
         print()
     sampling, grading, verdict = report["sampling"], report["grading"], report["verdict"]
-    step = " to ".join(dict.fromkeys(seconds_words(each) for each in sampling["step_seconds"]))
-    print(f"run       {report['run']} with {visible(report['model'])}, its first step")
+    step = " to ".join(dict.fromkeys(seconds_text(each) for each in sampling["step_seconds"]))
+    print(f"run       {report['run']} with {one_line(report['model'])}, its first step")
     print(
         f"sampling  {sampling['answers']} answers of {sampling['tokens']:,} tokens in"
-        f" {seconds_words(sampling['seconds'])}; the {sampling['step_answers']:,} of a step: {step}"
+        f" {seconds_text(sampling['seconds'])}; the {sampling['step_answers']:,} of a step: {step}"
     )
     at_once = f", {grading['workers']} at once" if grading["workers"] > 1 else ""
     limit = f", given up after {grading['timeout_s']:g} s" if grading["timeout_s"] else ""
     print(
-        f"grading   {seconds_words(grading['mean_seconds'])} for an answer, {seconds_words(grading['slowest_seconds'])}"
+        f"grading   {seconds_text(grading['mean_seconds'])} for an answer, {seconds_text(grading['slowest_seconds'])}"
         f" at most{limit}; the {grading['step_answers']:,} of a step{at_once}:"
-        f" {seconds_words(grading['step_seconds'])}"
+        f" {seconds_text(grading['step_seconds'])}"
     )
     for reason, count in verdict["reasons"].items():
-        print(f"failed    {count} of {verdict['answers']}: {visible(reason)}")
+        print(f"failed    {count} of {verdict['answers']}: {one_line(reason)}")
     if not verdict["all_failed"]:
-        print(f"rewards   {verdict_words(verdict)}")
+        print(f"rewards   {verdict_text(verdict)}")
     for advice in advice_of(report):
         print(f"careful   {advice}")
 
@@ -97,42 +97,42 @@ def print_trial_lines(report: dict[str, Any]) -> None:
         note(advice)
 
 
-def sample_words(sample: dict[str, Any]) -> str:
+def sample_text(sample: dict[str, Any]) -> str:
     """Return the reward of one answer, and how it was computed."""
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
-    took = seconds_words(sample["seconds"])
+    took = seconds_text(sample["seconds"])
     if sample["reward"] is None:
-        return f"no reward: {visible(sample['error'] or '')}; {length}, {took}"
+        return f"no reward: {one_line(sample['error'] or '')}; {length}, {took}"
     numbers = {**sample["components"], **sample["sample_metrics"]}
     components = [
-        f"{visible(name)} {number_words(value)}"
+        f"{one_line(name)} {number_text(value)}"
         for name, value in numbers.items()
         if len(numbers) > 1 or value != sample["reward"]
     ]
-    parts = [f"reward {number_words(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
+    parts = [f"reward {number_text(sample['reward'])}", "correct" if sample["correct"] else "wrong", *components]
     if sample["tags"]:
-        parts.append("tags " + " ".join(map(visible, sample["tags"])))
+        parts.append("tags " + " ".join(map(one_line, sample["tags"])))
     return f"{', '.join(parts)}; {length}, {took}"
 
 
-def number_words(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Format a number with at most four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 
-def seconds_words(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
     """Format seconds as "0.2 ms", "35 ms", "1.2 s" or "3 min"."""
     if seconds is None or seconds != seconds:
         return "not tried"
     if seconds < 1:
         return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
-    return f"{seconds:.1f} s" if seconds < 90 else duration(seconds)
+    return f"{seconds:.1f} s" if seconds < 90 else approximate_duration(seconds)
 
 
-def verdict_words(verdict: dict[str, Any]) -> str:
+def verdict_text(verdict: dict[str, Any]) -> str:
     cut = f", {verdict['truncated']} cut off at max_tokens = {verdict['max_tokens']}" if verdict["truncated"] else ""
     return (
-        f"{number_words(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
+        f"{number_text(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
         f"{verdict['mixed_groups']} of {plural(verdict['groups'], 'group')} with rewards that differ{cut}"
     )
 
@@ -149,5 +149,5 @@ def advice_of(report: dict[str, Any]) -> list[str]:
         lines.append("grading a step takes longer than sampling it: raise [reward] workers, or make the reward faster")
     samples = [sample for prompt in report["prompts"] for sample in prompt["samples"]]
     if errors := [sample["audit_error"] for sample in samples if "audit_error" in sample]:
-        lines.append(f"{len(errors)} of {verdict['answers']} answers could not be audited: {visible(errors[0])}")
+        lines.append(f"{len(errors)} of {verdict['answers']} answers could not be audited: {one_line(errors[0])}")
     return lines

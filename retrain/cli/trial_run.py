@@ -26,7 +26,7 @@ ANSWERS = 4  # Answers for each problem, or the group size where that is smaller
 
 
 def trial(
-    plan: Plan, problems: int, samples: int | None, condition: str | None, tell: Callable[[str], None]
+    plan: Plan, problems: int, samples: int | None, condition: str | None, notify: Callable[[str], None]
 ) -> dict[str, Any]:
     """Sample and grade ``samples`` answers to each of the first ``problems`` problems of one planned run.
 
@@ -39,7 +39,7 @@ def trial(
         aside = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-try-")))
         try:
             job = replace(plan, directory=aside).job([spec])
-            cohort = assemble(job, Messages(tell), lambda: False, stack)
+            cohort = assemble(job, Messages(notify), lambda: False, stack)
         except DoesNotFit as short:
             raise UsageError(str(short)) from short
         run = cohort.runs[0]

@@ -31,14 +31,14 @@ from retrain.config.base import (
     fault,
 )
 from retrain.config.legacy import NO_SEMANTIC
-from retrain.config.modes import MODES, UNAVAILABLE, Loss, Need, loss_of, mode_of, used_by
+from retrain.config.modes import MODES, UNSUPPORTED, Loss, Need, loss_of, mode_of, used_by
 
 if TYPE_CHECKING:
     _Advantage = _Transform = _Uncertainty = _Loss = str
 else:
     _Advantage, _Transform, _Uncertainty, _Loss = (Literal[tuple(table)] for table in MODES.values())
 AdvantageMode = _Advantage | Plugin
-TransformMode = Annotated[_Transform | Plugin, UnsupportedValues(UNAVAILABLE["transform_mode"])]
+TransformMode = Annotated[_Transform | Plugin, UnsupportedValues(UNSUPPORTED["transform_mode"])]
 
 
 def _with_credit(dotted: str, plugins: bool = False, training_only: bool = False) -> ActiveIf:
@@ -53,7 +53,7 @@ _AUTO = ActiveIf("sepa.schedule", ("auto",))
 def _unset_or_several(dotted: str, *besides: str) -> ActiveIf:
     """Return the marker of a key that a correction disables, unless a batch has several updates."""
     several = "several updates of a batch"
-    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_words=several)
+    return ActiveIf(dotted, (None, *besides), unless="training.several_updates", unless_text=several)
 
 
 _UNCORRECTED = (
@@ -216,10 +216,10 @@ class AlgorithmSection(_Parameters):
     def can_reject(self) -> bool:
         """True if some tokens may be removed from the policy loss."""
         masks = self.weight is not None and self.weight[0] in REJECTING
-        return masks or self.chooses_before
+        return masks or self.masks_before_update
 
     @property
-    def chooses_before(self) -> bool:
+    def masks_before_update(self) -> bool:
         """True if rejection depends on the whole step or sequence, so that it is decided before the update."""
         return self.rejection != "none" or self.loss == "m2po"
 

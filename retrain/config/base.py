@@ -100,7 +100,7 @@ class ActiveIf:
     training_only: bool = False
     unless: str = ""
     """Dotted property of the configuration: while it is true, the key has an effect too."""
-    unless_words: str = ""
+    unless_text: str = ""
     """Description of ``unless`` for messages."""
 
 

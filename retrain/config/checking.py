@@ -87,7 +87,7 @@ class Review:
     """Mistakes collected so far in one configuration."""
 
     data: dict[str, Any]
-    places: KeyLocations
+    locations: KeyLocations
     wrong: list[Mistake]
     warnings: list[Mistake] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
@@ -107,9 +107,9 @@ class Review:
         (self.warnings if warning else self.wrong).append(Mistake(path, message, fix, about))
 
 
-def examine(data: dict[str, Any], places: KeyLocations, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
+def examine(data: dict[str, Any], locations: KeyLocations, wrong: Iterable[Mistake] = ()) -> tuple[Config, list[str]]:
     """Return the configuration and its warnings. Raises ConfigError with every mistake, ``wrong`` included."""
-    review = Review(data, places, list(wrong))
+    review = Review(data, locations, list(wrong))
     _fold_conditions(review)
     config = _validate(review)
     if config is not None:
@@ -118,14 +118,14 @@ def examine(data: dict[str, Any], places: KeyLocations, wrong: Iterable[Mistake]
         else:
             _examine_single(review, config)
     if review.wrong or config is None:
-        raise ConfigError(_problems(review.wrong, places))
-    return config, [str(problem) for problem in _problems(review.warnings, places)]
+        raise ConfigError(_problems(review.wrong, locations))
+    return config, [str(problem) for problem in _problems(review.warnings, locations)]
 
 
-def _problems(wrong: Iterable[Mistake], places: KeyLocations) -> list[ConfigProblem]:
+def _problems(wrong: Iterable[Mistake], locations: KeyLocations) -> list[ConfigProblem]:
     """Return distinct mistakes with their locations, in the order of the file."""
-    ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: places.find(mistake.path)[0])
-    return [ConfigProblem(places.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
+    ordered = sorted(dict.fromkeys(wrong), key=lambda mistake: locations.find(mistake.path)[0])
+    return [ConfigProblem(locations.find(item.path)[1], item.key, item.message, item.fix) for item in ordered]
 
 
 def _fold_conditions(review: Review) -> None:
@@ -135,13 +135,13 @@ def _fold_conditions(review: Review) -> None:
     if not isinstance(rows, list):
         return
     for index, row in enumerate(rows):
-        places: dict[str, Path] = {}
+        locations: dict[str, Path] = {}
         if isinstance(row, Mapping):
-            rows[index], places, wrong = fold(row, (*CONDITIONS, index))
+            rows[index], locations, wrong = fold(row, (*CONDITIONS, index))
             review.wrong.extend(wrong)
             if wrong:
                 review.partial.add(index)
-        review.overrides.append(places)
+        review.overrides.append(locations)
     review.origins = list(range(len(rows)))
 
 
@@ -202,7 +202,7 @@ def _ask_rules(review: Review, config: Config, overrides: Mapping[str, Path], he
             continue
         main = path_of(issue.keys[0])
         overridden = [overrides[key] for key in issue.keys if key in overrides]
-        written = [path_of(key) for key in issue.keys if review.places.is_written(path_of(key))]
+        written = [path_of(key) for key in issue.keys if review.locations.is_written(path_of(key))]
         path = (overridden or written or [header or main])[0]
         about = "" if issue.keys[0] in overrides else Mistake(main, "").key
         review.report(path, issue.message, issue.fix, issue.warning, about)
@@ -272,8 +272,8 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
     """Report written keys that have no effect in any run."""
     if review.is_broken("campaign.conditions") or review.partial:
         return
-    places = review.places
-    for dotted in places.written() if places.lines or places.sets else differing(config):
+    locations = review.locations
+    for dotted in locations.written() if locations.lines or locations.sets else differing(config):
         idle = [issue for run in runs if (issue := unused(run, dotted)) is not None]
         if len(idle) < len(runs) or any(review.is_broken(key) for key in idle[0].keys):
             continue
@@ -283,15 +283,15 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 
 def _examine_shadowed(review: Review, config: Config) -> None:
     """Report base values that every condition replaces, and what the comparison lacks."""
-    is_run = not review.places.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
+    is_run = not review.locations.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
     for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
         review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
     for key in MODES:
-        if review.places.is_written(("algorithm", key)):
+        if review.locations.is_written(("algorithm", key)):
             message = "has no effect in a campaign: every condition has its own"
             review.report(("algorithm", key), message, "remove the line", warning=True)
     steps = config.campaign.max_steps
-    if review.places.is_written(("training", "max_steps")) and steps not in (None, config.training.max_steps):
+    if review.locations.is_written(("training", "max_steps")) and steps not in (None, config.training.max_steps):
         message = f"is {config.training.max_steps}, which [campaign] max_steps = {steps} replaces"
         review.report(("training", "max_steps"), message, "keep one of the two", warning=True)
 
@@ -307,7 +307,7 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
     whose overrides are left out.
     """
     folded: dict[str, Any] = {}
-    places: dict[str, Path] = {}
+    locations: dict[str, Path] = {}
     wrong: list[Mistake] = []
 
     def override(name: str, location: Path, value: object) -> None:
@@ -319,14 +319,14 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
         section, _, key = dotted.partition(".")
         if reason:
             wrong.append(Mistake(location, f"cannot differ between conditions: {reason}", "a campaign file for each"))
-        elif dotted in places:
+        elif dotted in locations:
             wrong.append(
                 Mistake(location, f"overrides {dotted} a second time in this condition", "keep one of the two")
             )
         elif section == "algorithm" and key in MODES:
             wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
-            places[dotted] = location
+            locations[dotted] = location
             folded.setdefault(section, {})[key] = value
 
     for name, value in condition.items():
@@ -342,7 +342,7 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             wrong.append(_no_section(name)._replace(path=location))
         else:
             override(name, location, value)
-    return folded, places, wrong
+    return folded, locations, wrong
 
 
 def _no_section(name: str) -> Mistake:

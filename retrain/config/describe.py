@@ -180,7 +180,7 @@ def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, A
     return None
 
 
-def unavailable(field: FieldInfo, value: object) -> tuple[str, str] | None:
+def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
     """Return why a value of other tools is not supported and what to type instead, or None."""
     for item in field.metadata:
         if isinstance(item, UnsupportedValues) and isinstance(value, str):

@@ -147,8 +147,8 @@ class EvaluationSection(Section):
             first = seen.setdefault(held_out.name.casefold(), index)
             if first != index:
                 path = f"evaluation.sets.{index}"
-                what = f'is "{held_out.name}", like set {first + 1}: their files and metrics would be one'
-                yield ConfigIssue((f"{path}.name", path), what, f'name = "{held_out.name}_{index + 1}"')
+                message = f'is "{held_out.name}", like set {first + 1}: both would write the same files and metrics'
+                yield ConfigIssue((f"{path}.name", path), message, f'name = "{held_out.name}_{index + 1}"')
 
 
 @dataclass(frozen=True)

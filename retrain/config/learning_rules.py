@@ -50,7 +50,7 @@ def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
     if algorithm.correction is None and not algorithm.corrects and not algorithm.from_sampler:
         yield ConfigIssue(
             ("training.max_off_policy_steps", "algorithm.correction"),
-            f"is {steps}, and nothing says how the loss corrects for it",
+            f"is {steps}, and no correction of the loss is set",
             'correction = "tis", "icepop" or "decoupled", loss = "dppo", "vespo" or "m2po", or correction = "none"',
         )
 
@@ -109,10 +109,12 @@ def dynamic_rules(config: Config) -> Iterator[ConfigIssue]:
         return
     if training.group_size == 1:
         keys = ("training.dynamic_sampling", "training.group_size")
-        yield ConfigIssue(keys, "has only groups of one answer to choose from, which are all alike", "group_size = 8")
+        yield ConfigIssue(
+            keys, "has no effect: the rewards of a group of one answer are never different", "group_size = 8"
+        )
     if algorithm.critic:
         keys = ("training.dynamic_sampling", "algorithm.advantage_mode")
-        yield ConfigIssue(keys, "drops groups from which a critic learns as from all others", "remove the line")
+        yield ConfigIssue(keys, "drops groups with equal rewards, on which a critic trains too", "remove the line")
     if algorithm.turn_credit != "episode":
         keys = ("training.dynamic_sampling", "algorithm.turn_credit")
         message = f'judges whole episodes, and turn_credit = "{algorithm.turn_credit}" compares their turns'
@@ -121,14 +123,14 @@ def dynamic_rules(config: Config) -> Iterator[ConfigIssue]:
 
 def update_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report update settings that a plug-in backend ignores, and `kept` where masks change between updates."""
-    if config.chooses_anew and config.algorithm.rejection_denominator == "kept":
+    if config.masks_per_update and config.algorithm.rejection_denominator == "kept":
         message = 'is "kept", and loss = "m2po" chooses what it leaves out before each of the step\'s several updates'
         keys = ("algorithm.rejection_denominator", "algorithm.loss")
         yield ConfigIssue(keys, message, 'rejection_denominator = "all"')
     backend = config.backend.backend
     if is_plugin(backend) and config.training.several_updates:
         several = "num_iterations" if config.training.num_iterations > 1 else "minibatches"
-        message = f'has no effect with backend = "{backend}", which gets whole batches and updates as often as it likes'
+        message = f'has no effect with backend = "{backend}", which gets whole batches and decides how often it updates'
         yield ConfigIssue((f"training.{several}", "backend.backend"), message, "remove the line")
 
 
@@ -174,13 +176,11 @@ def distillation_rules(config: Config) -> Iterator[ConfigIssue]:
     teacher = "distillation.teacher"
     if is_plugin(config.backend.backend):
         backend = config.backend.backend
-        message = f'is "{distillation.teacher}", and backend = "{backend}" says nothing of tokens that were sampled'
+        message = f'is "{distillation.teacher}", and backend = "{backend}" gives no log-probabilities of sampled tokens'
         yield ConfigIssue((teacher, "backend.backend"), message, "remove the line")
     if training.dynamic_sampling:
         keys = ("training.dynamic_sampling", teacher)
-        yield ConfigIssue(
-            keys, "drops groups from which a teacher's student learns as from all others", "remove the line"
-        )
+        yield ConfigIssue(keys, "drops groups with equal rewards, on which distillation trains too", "remove the line")
     if not algorithm.discard_group_zero_advantage:
         keys = ("algorithm.discard_group_zero_advantage", teacher)
         yield ConfigIssue(
@@ -197,8 +197,8 @@ def distillation_rules(config: Config) -> Iterator[ConfigIssue]:
         yield from _vocabulary_issues(config)
     if distillation.context != "none" and (config.environment.hosted or config.environment.turns != 1):
         message = (
-            f'is "{distillation.context}", which is shown in prompts of single answers, and episodes may have several '
-            "turns"
+            f'is "{distillation.context}", which only prompts of single answers can contain, and episodes may have '
+            "several turns"
         )
         yield ConfigIssue(("distillation.context", "environment.max_turns"), message, 'context = "none"')
     if distillation.context == "sibling" and training.group_size == 1:
@@ -214,9 +214,7 @@ def _served_teacher_issues(config: Config) -> Iterator[ConfigIssue]:
     for key in ("temperature", *CUTS):
         value = getattr(training, key)
         if value != type(training).model_fields[key].default:
-            message = (
-                f"is {value:g}, and a server says of a teacher's tokens what the whole model does at temperature 1"
-            )
+            message = f"is {value:g}, and a server gives a teacher's log-probabilities untruncated and at temperature 1"
             fix = f'remove the line, or give the teacher\'s directory in place of url = "{config.distillation.url}"'
             yield ConfigIssue((f"training.{key}", "distillation.url"), message, fix)
 
@@ -225,7 +223,7 @@ def _vocabulary_issues(config: Config) -> Iterator[ConfigIssue]:
     """Report full-vocabulary distillation without an unsharded teacher and untruncated sampling in this process."""
     estimate, fault = "distillation.estimate", 'is "vocabulary"'
     if config.distillation.url is not None:
-        message = f"{fault}, and a server says nothing of tokens that were not sampled"
+        message = f"{fault}, and a server gives log-probabilities of sampled tokens only"
         yield ConfigIssue((estimate, "distillation.url"), message, 'estimate = "sampled"')
     if config.backend.shard != "none":
         message = f'{fault}, and with shard = "{config.backend.shard}" ranks have no teacher'
@@ -322,8 +320,8 @@ def maxrl_rules(config: Config) -> Iterator[ConfigIssue]:
     if not advantage_of(mode).unit_rewards:
         return
     if reward.type == "reward_model":
-        what = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
-        yield ConfigIssue(("reward.type", "algorithm.advantage_mode"), what, 'advantage_mode = "grpo"', warning=True)
+        message = f'is "reward_model", whose scores may lie outside [0, 1], for which {mode} is not defined'
+        yield ConfigIssue(("reward.type", "algorithm.advantage_mode"), message, 'advantage_mode = "grpo"', warning=True)
     yield from _rubric_weight_issues(config)
     if reward.type != "weighted":
         return

@@ -51,7 +51,7 @@ class LoadedConfig:
     config: Config
     path: FilePath
     text: str
-    places: KeyLocations
+    locations: KeyLocations
     warnings: list[str] = field(default_factory=list)
     sets: tuple[str, ...] = ()
 
@@ -67,22 +67,22 @@ def load(path: FilePath | str, sets: Sequence[str] = ()) -> LoadedConfig:
     except OSError as error:
         raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     text, data = _parse(raw, path.name)
-    places = KeyLocations(path.name, key_lines(text))
-    wrong = _apply_sets(data, sets, places, is_file=True)
+    locations = KeyLocations(path.name, key_lines(text))
+    wrong = _apply_sets(data, sets, locations, is_file=True)
     _resolve_paths(data, path)
-    config, warnings = examine(data, places, wrong)
+    config, warnings = examine(data, locations, wrong)
     if config.logging.log_dir is None:
         directory = f"logs/{path.stem}"
         config = config.model_copy(update={"logging": config.logging.model_copy(update={"log_dir": directory})})
-    return LoadedConfig(config, path, text, places, warnings, tuple(sets))
+    return LoadedConfig(config, path, text, locations, warnings, tuple(sets))
 
 
 def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
     """Return the configuration in plain data such as ``config.to_dict()``, with ``section.key=value`` settings applied.
     Raises ConfigError with every mistake."""
-    changed, places = deepcopy(dict(data)), KeyLocations("config")
-    wrong = _apply_sets(changed, sets, places)
-    return examine(changed, places, wrong)[0]
+    changed, locations = deepcopy(dict(data)), KeyLocations("config")
+    wrong = _apply_sets(changed, sets, locations)
+    return examine(changed, locations, wrong)[0]
 
 
 def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
@@ -134,22 +134,22 @@ def _repeat_problem(repeat: Repeat, name: str) -> ConfigProblem:
 
 
 def _apply_sets(
-    data: dict[str, Any], sets: Iterable[str], places: KeyLocations, *, is_file: bool = False
+    data: dict[str, Any], sets: Iterable[str], locations: KeyLocations, *, is_file: bool = False
 ) -> list[Mistake]:
     """Merge ``section.key=value`` settings into ``data`` and return the malformed ones.
 
     Rejects [campaign] settings for a file without that section: they would turn one run into dozens.
     """
     wrong = []
-    single_run = places.name if is_file and "campaign" not in data else ""
+    single_run = locations.name if is_file and "campaign" not in data else ""
     for setting in sets:
         name, _, value = setting.partition("=")
         if mistake := _setting_mistake(setting, single_run):
-            places.sets.add(("--set",))
+            locations.sets.add(("--set",))
             wrong.append(mistake)
             continue
         parts = tuple(part.strip() for part in name.split("."))
-        places.replace(parts)
+        locations.replace(parts)
         _put(data, parts, _set_value(value.strip()))
         if parts == ("training", "max_steps") and isinstance(data.get("campaign"), dict):
             # A file's [campaign] max_steps would otherwise override this setting.

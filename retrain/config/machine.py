@@ -81,9 +81,9 @@ class BackendSection(Section):
 
 SERVERS = ("vllm", "sglang", "openai")
 """Values of ``engine`` that sample from servers."""
-_ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for what speaks its protocol')
+_ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for a compatible server')
 _OF_SERVERS = ActiveIf("inference.engine", SERVERS)
-_WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_words="[model] quantize")
+_WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_text="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
 """Defaults of ``mismatch_limit`` (nats²) by the base's number format. Sound servers are at 1e-9 in float32 and at 1e-4
 to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
@@ -177,7 +177,7 @@ class Inference(Section):
         if self.url is None and self.launch is None:
             yield ConfigIssue(
                 ("inference.engine", "inference.url", "inference.launch"),
-                f'is "{self.engine}", and neither url nor launch says where its server is',
+                f'is "{self.engine}", and neither url nor launch gives its server',
                 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"',
             )
         if self.url is not None and self.launch is not None:

@@ -307,7 +307,7 @@ MODES: dict[str, Mapping[str, Mode]] = {
 }
 """Modes by their keys of [algorithm]."""
 
-UNAVAILABLE: dict[str, dict[str, tuple[str, str]]] = {
+UNSUPPORTED: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
         name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
         for name in ("gtpo_sepa_amp", "gtpo_sepa_amp_c")

@@ -20,7 +20,7 @@ from retrain.config.describe import (
     kind,
     show,
     toml,
-    unavailable,
+    unsupported,
     wrong_entry,
 )
 from retrain.config.legacy import REPLACED, REPLACED_SECTIONS
@@ -162,7 +162,7 @@ def _example(field: FieldInfo) -> object:
 
 def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
     name = str(path[-1])
-    if known := unavailable(field, value):
+    if known := unsupported(field, value):
         return Mistake(path, f"is {show(value)}: {known[0]}", known[1])
     if isinstance(value, str) and choices(field) and re.fullmatch(r"[A-Za-z_][\w.]*[.:]\w+", value):
         if accepts(field, "module:function"):

@@ -127,7 +127,7 @@ def _default(field: FieldInfo) -> str:
 def _meaning(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     conditions = [
-        f"`{marker.key.partition('.')[2]}` {_one_of(marker)}{marker.unless and f' (or {marker.unless_words})'}"
+        f"`{marker.key.partition('.')[2]}` {_one_of(marker)}{marker.unless and f' (or {marker.unless_text})'}"
         for marker in field.metadata
         if isinstance(marker, ActiveIf)
     ]

@@ -92,7 +92,7 @@ class Config(Section):
         return extents
 
     @property
-    def chooses_anew(self) -> bool:
+    def masks_per_update(self) -> bool:
         """True if masks that depend on the whole step are chosen before each of a step's several updates."""
         return self.algorithm.loss == "m2po" and self.training.several_updates
 

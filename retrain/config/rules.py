@@ -42,8 +42,8 @@ def environment_rules(config: Config) -> Iterator[ConfigIssue]:
             )
         if config.algorithm.turn_credit == "state" and advantage_of(config.algorithm.advantage_mode).whitened:
             mode = config.algorithm.advantage_mode
-            what = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
-            yield ConfigIssue(("algorithm.turn_credit", "algorithm.advantage_mode"), what, 'turn_credit = "turn"')
+            message = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
+            yield ConfigIssue(("algorithm.turn_credit", "algorithm.advantage_mode"), message, 'turn_credit = "turn"')
 
 
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -58,8 +58,8 @@ def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
     elif provider is None and reward.correct_above != default:
         parts = reward.components if reward.type == "weighted" else [reward]
         if kind := next((part.type for part in parts if part.type in MARKED), None):
-            words = f'has no effect: type = "{kind}" says itself which answers are correct'
-            yield ConfigIssue(("reward.correct_above", "reward.type"), words, "remove the line")
+            message = f'has no effect: type = "{kind}" itself decides which answers are correct'
+            yield ConfigIssue(("reward.correct_above", "reward.type"), message, "remove the line")
 
 
 def model_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -113,10 +113,10 @@ def executor_rules(config: Config) -> Iterator[ConfigIssue]:
             fix += ', or executor = "processes" in [campaign]'
         yield ConfigIssue(("backend.devices", "campaign.executor"), message, fix)
     if executor != "inprocess" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
-        fix = "remove the line; workers says how many share a CPU"
+        fix = "remove the line; workers is the number that share a CPU"
         yield no_effect("campaign.gpus_per_cohort", "backend.devices", "cpu", fix)
     if executor == "ray" and backend.named_gpus:
-        message = f'is {toml(backend.devices)}, and with executor = "ray" the cluster says which GPU a worker has'
+        message = f'is {toml(backend.devices)}, and with executor = "ray" the cluster assigns GPUs to workers'
         yield ConfigIssue(
             ("backend.devices", "campaign.executor"), message, 'devices = "all", and [campaign] workers = 4'
         )
@@ -131,7 +131,7 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
             ("inference.launch", "campaign.executor"), message, "url, with the addresses of servers of your own"
         )
     if executor == "ray" and inference.launch_gpus is not None:
-        message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster says which GPUs a server has'
+        message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster assigns GPUs to servers'
         yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
     if executor != "inprocess" and inference.sleep:
         message = f'has servers sleep while one process trains, and executor = "{executor}" has several'

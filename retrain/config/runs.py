@@ -86,7 +86,7 @@ def differences(
     return {key: (a, b) for key, (a, b) in pairs.items() if a != b and not (a in empty and b in empty)}
 
 
-def tells_apart(key: str) -> bool:
+def distinguishes_runs(key: str) -> bool:
     """Return whether runs with different values of this dotted key are not replicates of each other."""
     role = role_of(key)
     return role is None or not role & MAY_DIFFER
@@ -97,7 +97,7 @@ def condition_hash(config: Mapping[str, Any]) -> str:
     settings = {
         key: value
         for key, value in flat(config)
-        if (tells_apart(key) and key != EXTENSION) or key == "campaign.seed"
+        if (distinguishes_runs(key) and key != EXTENSION) or key == "campaign.seed"
         if value != _defaults().get(key) and value not in ({}, [])
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

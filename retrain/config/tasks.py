@@ -276,7 +276,7 @@ class RewardSection(GraderKeys):
     reward_batch: Annotated[
         Count,
         ActiveIf(
-            "reward.type", ("reward_model",), unless="reward_models", unless_words="that of a component or of [audit]"
+            "reward.type", ("reward_model",), unless="reward_models", unless_text="that of a component or of [audit]"
         ),
         Role.SPEED,
     ] = 8

@@ -11,7 +11,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.adapters import RANKS
-from retrain.engines.server.canary import canaries
+from retrain.engines.server.canary import run_canaries
 from retrain.engines.server.engine import RANK_HINT, ServerEngine
 from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
@@ -62,7 +62,7 @@ def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool 
         begins("answers")
         begin = time.perf_counter()
         try:
-            base, lanes, engine = bases.take_served(config, Path(folder))
+            base, lanes, engine = bases.with_servers(config, Path(folder))
         except UsageError as error:
             yield Result(FAIL, str(error), name="answers", seconds=time.perf_counter() - begin)
             return
@@ -90,7 +90,7 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
     for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:
         kind = rank, config.lora.alpha, config.training.temperature, tolerance
         try:
-            texts = [canary.summary for canary in canaries(engine, base, lanes, [kind])]
+            texts = [canary.summary for canary in run_canaries(engine, base, lanes, [kind])]
         except RetrainError as error:
             result = Result(FAIL, str(error))
             if RANK_HINT in str(error):

@@ -188,7 +188,7 @@ class DoctorModel:
         shapes = source.shapes
         with ExitStack() as stack:
             bases = stack.enter_context(Bases(None if shapes is None else lambda config: random_base(shapes, config)))
-            base, lanes, engine = bases.take(source.config, messages.append)
+            base, lanes, engine = bases.with_engine(source.config, messages.append)
             workers = workers_for(base)
             stack.callback(workers.close)
             engine.workers = workers

@@ -172,7 +172,7 @@ class LocalEngine:
                     raise
                 rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
                 self.sequence_cache.clear()
-                self.notify(f"out of memory while decoding: goes on with {rows} sequences at once")
+                self.notify(f"out of memory while decoding: continuing with {rows} sequences at once")
             indices = [index for index in indices if not done[index.request]]
         return done
 

@@ -266,7 +266,7 @@ def new_optimizer(
 
 def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
-    free torch's cache and try once more."""
+    free torch's cache and try once more. Raises the error if a weight or moment has already changed."""
     fresh, before = not optimizer.state, _versions(optimizer)
     try:
         optimizer.step()

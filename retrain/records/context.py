@@ -50,7 +50,7 @@ class RunContext:
             "updates": config.training.several_updates,
             "critic": algorithm.critic,
             "ahead": config.training.max_off_policy_steps,
-            "rejection": algorithm.chooses_before or algorithm.rejection_denominator == "kept",
+            "rejection": algorithm.masks_before_update or algorithm.rejection_denominator == "kept",
             "distillation": config.distillation.active,
             "dynamic": config.training.dynamic_sampling,
         }

@@ -61,8 +61,8 @@ class NullObserver(Observer):
 class Messages(NullObserver):
     """Passes on messages alone."""
 
-    def __init__(self, tell: Callable[[str], None]):
-        self.tell = tell
+    def __init__(self, notify: Callable[[str], None]):
+        self.notify = notify
 
     def message(self, text: str, level: str = "info") -> None:
-        self.tell(text)
+        self.notify(text)

@@ -67,14 +67,14 @@ class Piece:
 @dataclass(eq=False)
 class GenerationState:
     """One sequence to sample after ``prompt_ids``; ``stream`` identifies its random numbers. The engine's thread calls
-    ``tell`` with every piece; the last one has a ``finish_reason`` or has failed. ``deadline`` refers to
+    ``deliver`` with every piece; the last one has a ``finish_reason`` or has failed. ``deadline`` refers to
     ``time.monotonic``."""
 
     served: ServedWeights
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stream: tuple[int | str, ...]
-    tell: Callable[[Piece], None]
+    deliver: Callable[[Piece], None]
     deadline: float = float("inf")
     cancelled: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Batcher:
                 tasks = list(self._tasks)
                 self._active, self._waiting, self._tasks = [], deque(), deque()
             for generation in unfinished:
-                generation.tell(Piece((), (), failed=ServingError(500, "the engine has failed")))
+                generation.deliver(Piece((), (), failed=ServingError(500, "the engine has failed")))
             for _, future in tasks:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(ServingError(500, "the engine has failed"))
@@ -205,7 +205,7 @@ class Batcher:
         late += [each for each in self._active if each.cancelled or each.deadline < now]
         for each in late:
             if not each.cancelled:
-                each.tell(Piece((), (), failed=ServingError(504, "the completion has taken too long")))
+                each.deliver(Piece((), (), failed=ServingError(504, "the completion has taken too long")))
         self._leave(late)
 
     def _leave(self, gone: Iterable[GenerationState]) -> None:
@@ -231,7 +231,7 @@ class Batcher:
             except Exception:
                 traceback.print_exc()
                 for generation in batch:
-                    generation.tell(
+                    generation.deliver(
                         Piece((), (), failed=ServingError(500, "sampling this batch failed: see the server's log"))
                     )
                 self._leave(batch)
@@ -248,7 +248,7 @@ class Batcher:
                         )
                     if piece.finish_reason is not None:
                         ended.append(generation)
-                    generation.tell(piece)
+                    generation.deliver(piece)
             self._leave(ended)
 
     def _batches(self) -> list[list[GenerationState]]:
@@ -270,7 +270,7 @@ class Batcher:
         """Yield the engine's requests; generations with equal prompts and sampling share one."""
         alike: dict[Any, list[GenerationState]] = {}
         for generation in batch:
-            how = generation.sampling
+            sampling = generation.sampling
             limit = min(generation.remaining_tokens, self.piece_tokens)
             key: Any = generation
             if not generation.token_ids:
@@ -278,15 +278,15 @@ class Batcher:
                     generation.served.ref,
                     generation.prompt_ids,
                     limit,
-                    how.temperature,
-                    how.top_p,
-                    how.top_k,
-                    how.min_p,
+                    sampling.temperature,
+                    sampling.top_p,
+                    sampling.top_k,
+                    sampling.min_p,
                 )
             alike.setdefault(key, []).append(generation)
         for generations in alike.values():
             first = generations[0]
-            how, limit = first.sampling, min(first.remaining_tokens, self.piece_tokens)
+            sampling, limit = first.sampling, min(first.remaining_tokens, self.piece_tokens)
             go_on = any(
                 limit < generation.remaining_tokens or generation.sampling.ignore_eos for generation in generations
             )
@@ -295,11 +295,11 @@ class Batcher:
                 (*first.prompt_ids, *first.token_ids),
                 len(generations),
                 limit,
-                how.temperature,
+                sampling.temperature,
                 (),
-                top_p=how.top_p,
-                top_k=how.top_k,
-                min_p=how.min_p,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 sequences=tuple((generation.number,) for generation in generations)
                 if go_on and self.engine.fast
                 else (),
@@ -310,17 +310,17 @@ class Batcher:
 
     def _piece(self, generation: GenerationState, action: Action) -> Piece:
         """Append an action to its generation and return the piece, truncated where the generation ends."""
-        how, before = generation.sampling, len(generation.token_ids)
+        sampling, before = generation.sampling, len(generation.token_ids)
         generation.token_ids += action.token_ids
         reason: str | None = None
         stop: int | str | None = None
-        named = next((i for i, token in enumerate(action.token_ids) if token in how.stop_token_ids), None)
+        named = next((i for i, token in enumerate(action.token_ids) if token in sampling.stop_token_ids), None)
         if named is not None:
             del generation.token_ids[before + named + 1 :]
             reason, stop = "stop", action.token_ids[named]
-        if how.stops and (found := self._stopped(generation, before, how.stops)) is not None:
+        if sampling.stops and (found := self._stopped(generation, before, sampling.stops)) is not None:
             reason, stop = "stop", found
-        if reason is None and action.stop_reason == "stop" and not how.ignore_eos:
+        if reason is None and action.stop_reason == "stop" and not sampling.ignore_eos:
             reason = "stop"
         if reason is None and generation.remaining_tokens <= 0:
             reason = "length"

@@ -18,7 +18,7 @@ from retrain.serving.answers import chat_logprobs, head, new_id, usage
 from retrain.serving.refusal import ServingError
 from retrain.serving.schema import ChatBody, plain_text, read
 from retrain.serving.service import CompletionTokens, GenerationSet, Service
-from retrain.serving.streams import Events, unless_gone
+from retrain.serving.streams import Events, cancel_on_disconnect
 from retrain.types import Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -33,11 +33,11 @@ async def answer(service: Service, request: Request) -> Response:
     )
     asked = body.max_completion_tokens or body.max_tokens
     service.check_prompt(prompt_ids, asked or 1)
-    how = service.sampling(body, asked or service.base.context_length - len(prompt_ids))
-    drawing = service.begin(body.model, [prompt_ids], [how], body)
+    sampling = service.sampling(body, asked or service.base.context_length - len(prompt_ids))
+    generation_set = service.begin(body.model, [prompt_ids], sampling, body)
     if body.stream:
-        return Events(drawing, _chunks(service, body, prompt_ids, drawing))
-    return await unless_gone(request, _full_response(service, body, prompt_ids, drawing))
+        return Events(generation_set, _chunks(service, body, prompt_ids, generation_set))
+    return await cancel_on_disconnect(request, _full_response(service, body, prompt_ids, generation_set))
 
 
 def rendered(
@@ -119,9 +119,9 @@ def _check_tool(tool: Mapping[str, Any], where: str) -> None:
 
 
 async def _full_response(
-    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], generation_set: GenerationSet
 ) -> Response:
-    drawn, choices = await drawing.all(), []
+    drawn, choices = await generation_set.all(), []
     for index, completion in enumerate(drawn):
         text = service.writer(body).add(completion.token_ids, completion.stop_reason, last=True)
         message, called = message_of(text, body.offered)
@@ -129,7 +129,7 @@ async def _full_response(
             "index": index,
             "message": {"role": "assistant", "refusal": None} | message,
             "logprobs": await _logprobs(
-                service, body, drawing.served, prompt_ids, completion, len(completion.token_ids)
+                service, body, generation_set.served, prompt_ids, completion, len(completion.token_ids)
             ),
             "finish_reason": "tool_calls"
             if called and completion.finish_reason == "stop"
@@ -140,23 +140,23 @@ async def _full_response(
             choice["token_ids"] = completion.token_ids
         choices.append(choice)
     counts = usage(len(prompt_ids), sum(len(completion.token_ids) for completion in drawn))
-    top = head("chat.completion", new_id("chatcmpl"), drawing.served.name)
+    top = head("chat.completion", new_id("chatcmpl"), generation_set.served.name)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     return JSONResponse(top | {"choices": choices, "usage": counts} | more)
 
 
 async def _chunks(
-    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], drawing: GenerationSet
+    service: Service, body: ChatBody, prompt_ids: tuple[int, ...], generation_set: GenerationSet
 ) -> AsyncIterator[dict[str, Any]]:
-    top = head("chat.completion.chunk", new_id("chatcmpl"), drawing.served.name)
-    writers = [service.writer(body) for _ in drawing.generations]
-    drawn = [CompletionTokens() for _ in drawing.generations]
+    top = head("chat.completion.chunk", new_id("chatcmpl"), generation_set.served.name)
+    writers = [service.writer(body) for _ in generation_set.generations]
+    drawn = [CompletionTokens() for _ in generation_set.generations]
     held = [""] * len(drawn)
     more = {"prompt_token_ids": list(prompt_ids)} if body.return_token_ids else {}
     for index in range(len(drawn)):
         delta = {"role": "assistant", "content": ""}
         yield top | {"choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]} | more
-    async for number, piece in drawing.iter_pieces():
+    async for number, piece in generation_set.iter_pieces():
         completion, last = drawn[number], piece.finish_reason is not None
         completion.add(piece)
         text = writers[number].add(piece.token_ids, piece.stop_reason, last)
@@ -173,7 +173,9 @@ async def _chunks(
         choice = {
             "index": number,
             "delta": message,
-            "logprobs": await _logprobs(service, body, drawing.served, prompt_ids, completion, len(piece.token_ids)),
+            "logprobs": await _logprobs(
+                service, body, generation_set.served, prompt_ids, completion, len(piece.token_ids)
+            ),
             "finish_reason": reason,
             "stop_reason": piece.stop_reason,
         }

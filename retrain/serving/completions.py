@@ -13,7 +13,7 @@ from retrain.serving.batching import Piece
 from retrain.serving.schema import CompletionBody, read
 from retrain.serving.scoring import Tops
 from retrain.serving.service import CompletionTokens, GenerationSet, Service
-from retrain.serving.streams import Events, unless_gone
+from retrain.serving.streams import Events, cancel_on_disconnect
 from retrain.serving.tokens import encoded
 
 
@@ -40,15 +40,15 @@ async def answer(service: Service, request: Request) -> Response:
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     for prompt_ids in prompts:
         service.check_prompt(prompt_ids, max_tokens)
-    how = service.sampling(body, max_tokens)
+    sampling = service.sampling(body, max_tokens)
     if not max_tokens:  # only echoes the prompts
         choices = ChoiceBuilder(service, body, inputs, prompts, service.find(body.model))
-        return await unless_gone(request, choices.response(None))
-    drawing = service.begin(body.model, prompts, [how] * len(prompts), body)
-    choices = ChoiceBuilder(service, body, inputs, prompts, drawing.served)
+        return await cancel_on_disconnect(request, choices.response(None))
+    generation_set = service.begin(body.model, prompts, sampling, body)
+    choices = ChoiceBuilder(service, body, inputs, prompts, generation_set.served)
     if body.stream:
-        return Events(drawing, choices.chunks(drawing))
-    return await unless_gone(request, choices.response(drawing))
+        return Events(generation_set, choices.chunks(generation_set))
+    return await cancel_on_disconnect(request, choices.response(generation_set))
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class ChoiceBuilder:
     prompts: list[tuple[int, ...]]
     served: ServedWeights
 
-    async def response(self, drawing: GenerationSet | None) -> Response:
-        """Return the complete response; without a drawing, choices have no tokens."""
+    async def response(self, generation_set: GenerationSet | None) -> Response:
+        """Return the complete response; None: choices without tokens."""
         count = len(self.prompts) * (self.body.n or 1)
         empty = [CompletionTokens(finish_reason="length") for _ in range(count)]
-        drawn = await drawing.all() if drawing is not None else empty
+        drawn = await generation_set.all() if generation_set is not None else empty
         echoes, choices = await self._echoes(), []
         for index, tokens in enumerate(drawn):
             text = self.service.writer(self.body).add(tokens.token_ids, tokens.stop_reason, last=True)
@@ -73,13 +73,13 @@ class ChoiceBuilder:
         top = head("text_completion", new_id("cmpl"), self.served.name)
         return JSONResponse(top | {"choices": choices, "usage": self._usage(drawn)})
 
-    async def chunks(self, drawing: GenerationSet) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, generation_set: GenerationSet) -> AsyncIterator[dict[str, Any]]:
         top = head("text_completion", new_id("cmpl"), self.served.name)
-        writers = [self.service.writer(self.body) for _ in drawing.generations]
-        drawn = [CompletionTokens() for _ in drawing.generations]
+        writers = [self.service.writer(self.body) for _ in generation_set.generations]
+        drawn = [CompletionTokens() for _ in generation_set.generations]
         offsets = [0] * len(drawn)
         echoes = await self._echoes()
-        async for number, piece in drawing.iter_pieces():
+        async for number, piece in generation_set.iter_pieces():
             tokens, last = drawn[number], piece.finish_reason is not None
             first = not tokens.token_ids
             tokens.add(piece)
@@ -130,9 +130,9 @@ class ChoiceBuilder:
             tops: list[Tops | None] = [()] * len(sampled)
             if body.logprobs and sampled:
                 read_ids = (*prompt_ids, *drawn.token_ids)
-                how = self.service.sampling(body, body.max_tokens or 16)
+                sampling = self.service.sampling(body, body.max_tokens or 16)
                 begin = len(read_ids) - len(sampled)
-                _, best = await self.service.score(self.served, read_ids, begin, how, body.logprobs)
+                _, best = await self.service.score(self.served, read_ids, begin, sampling, body.logprobs)
                 tops = list(best)
             if echo is not None:
                 token_ids = [*echo.token_ids, *token_ids]

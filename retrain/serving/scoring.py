@@ -23,11 +23,11 @@ def score(
     weights: LoraWeights,
     token_ids: Sequence[int],
     begin: int,
-    how: SamplingParams | None,
+    sampling: SamplingParams | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
-    probable tokens. ``how``: sampling parameters whose distribution is used (temperature 0 counts as 1); None is the
+    probable tokens. ``sampling``: parameters whose distribution is used (temperature 0 counts as 1); None is the
     model's own distribution. ``begin`` is at least 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
@@ -36,7 +36,7 @@ def score(
     tops: list[Tops] = []
     with torch.no_grad(), lanes.stacked([weights]):
         for start, logits_RV in _logits(base, batch.layout):
-            logprob_RV = _processed(logits_RV, how).log()
+            logprob_RV = _processed(logits_RV, sampling).log()
             chosen_R1 = batch.targets_M[start : start + len(logits_RV)].unsqueeze(1)
             logprobs += logprob_RV.gather(1, chosen_R1).squeeze(1).tolist()
             if top:
@@ -56,16 +56,18 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
         yield start, backbone.head.logits(hidden_MH[start : start + ROWS])
 
 
-def _processed(logits_RV: torch.Tensor, how: SamplingParams | None) -> torch.Tensor:
+def _processed(logits_RV: torch.Tensor, sampling: SamplingParams | None) -> torch.Tensor:
     """Return probabilities of the sampling distribution in at least fp32; truncated tokens have 0."""
     real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
     x_RV = logits_RV.to(real)
-    if how is not None and how.temperature:
-        x_RV = x_RV / how.temperature
+    if sampling is not None and sampling.temperature:
+        x_RV = x_RV / sampling.temperature
     mass_RV = (x_RV - x_RV.amax(-1, keepdim=True)).exp()
-    if how is not None and how.truncates:
+    if sampling is not None and sampling.truncates:
         size = mass_RV.shape[1]
-        most = min(how.top_k or size, size)
-        cut_R3 = torch.tensor([[most, how.top_p, how.min_p]], device=mass_RV.device, dtype=real).expand(len(x_RV), 3)
+        most = min(sampling.top_k or size, size)
+        cut_R3 = torch.tensor([[most, sampling.top_p, sampling.min_p]], device=mass_RV.device, dtype=real).expand(
+            len(x_RV), 3
+        )
         mass_RV, _ = truncated(mass_RV, cut_R3, torch.arange(most, device=mass_RV.device), False)
     return mass_RV / mass_RV.sum(-1, keepdim=True)

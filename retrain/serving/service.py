@@ -61,12 +61,12 @@ class Service:
         max_queue: int = MAX_QUEUE,
         max_rows: int = MAX_ROWS,
         timeout_s: float = TIMEOUT_S,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
     ):
         self.base, self.timeout_s = base, timeout_s
         self.lanes = Lanes(base)
         self._workers = workers_for(base)
-        self.engine = LocalEngine(base, self.lanes, workers=self._workers, notify=tell)
+        self.engine = LocalEngine(base, self.lanes, workers=self._workers, notify=notify)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
         # loop's, which decodes, and the third one to the thread that tokenises.
@@ -173,7 +173,7 @@ class Service:
 
     @property
     def max_body(self) -> int:
-        """Largest accepted request body in bytes."""
+        """Largest accepted request body in bytes: every prompt that fits the context, with all characters escaped."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
@@ -194,11 +194,7 @@ class Service:
             raise ServingError(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
 
     def begin(
-        self,
-        model: str | None,
-        prompts: Sequence[tuple[int, ...]],
-        sampling: Sequence[SamplingParams],
-        body: SamplingBody,
+        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, body: SamplingBody
     ) -> GenerationSet:
         """Start ``n`` generations after every prompt. Raises ServingError.
 
@@ -208,27 +204,28 @@ class Service:
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout_s
         served = self.find(model)  # submitted without awaiting: the weights are not retired in between
-        drawing = GenerationSet(served)
-        for prompt_ids, how in zip(prompts, sampling, strict=True):
+        generation_set = GenerationSet(served)
+        for prompt_ids in prompts:
             seed = secrets.randbits(63) if body.seed is None else body.seed
             stream = ("serve", seed, stream_key(*prompt_ids))
             for k in range(body.n or 1):
-                number = len(drawing.generations)
+                number = len(generation_set.generations)
 
-                def tell(piece: Piece, number: int = number) -> None:
+                def deliver(piece: Piece, number: int = number) -> None:
                     with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
-                        loop.call_soon_threadsafe(drawing.pieces.put_nowait, (number, piece))
+                        loop.call_soon_threadsafe(generation_set.pieces.put_nowait, (number, piece))
 
-                drawing.generations.append(GenerationState(served, prompt_ids, how, (*stream, k), tell, deadline))
-        self.batcher.submit(drawing.generations)
-        return drawing
+                generation = GenerationState(served, prompt_ids, sampling, (*stream, k), deliver, deadline)
+                generation_set.generations.append(generation)
+        self.batcher.submit(generation_set.generations)
+        return generation_set
 
     async def score(
-        self, served: ServedWeights, token_ids: Sequence[int], begin: int, how: SamplingParams | None, top: int
+        self, served: ServedWeights, token_ids: Sequence[int], begin: int, sampling: SamplingParams | None, top: int
     ) -> tuple[list[float], list[Tops]]:
         """Return ``scoring.score`` with these weights, computed on the engine's thread."""
         return await asyncio.wrap_future(
-            self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, how, top))
+            self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, sampling, top))
         )
 
 

@@ -15,8 +15,8 @@ from retrain.serving.service import GenerationSet
 T = TypeVar("T")
 
 
-async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``task``; cancel it and raise ClientDisconnect if the client leaves first."""
+async def cancel_on_disconnect(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``coroutine``; cancel it and raise ClientDisconnect if the client disconnects first."""
     task, gone = asyncio.ensure_future(coroutine), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -35,17 +35,17 @@ async def _gone(request: Request) -> None:
 
 
 class Events(StreamingResponse):
-    """Server-sent events of a drawing, which is cancelled when the client stops reading."""
+    """Server-sent events of generations, which are cancelled when the client stops reading."""
 
-    def __init__(self, drawing: GenerationSet, chunks: AsyncIterator[dict[str, Any]]):
-        self._drawing = drawing
+    def __init__(self, generation_set: GenerationSet, chunks: AsyncIterator[dict[str, Any]]):
+        self._generation_set = generation_set
         super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._drawing.cancel()
+            self._generation_set.cancel()
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

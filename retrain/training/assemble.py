@@ -21,7 +21,7 @@ from retrain.data.dataset import longest_prompt
 from retrain.device import resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.server.canary import canaries
+from retrain.engines.server.canary import run_canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
@@ -143,7 +143,7 @@ def read_inputs(
     graders = build_graders(specs, job.folder, stack)
     data = load_problems(specs, job.folder, graders)
     if is_local(config):
-        files = bases.look(config)
+        files = bases.model_files(config)
         data = askable(data, config, job.longest, files.tokenizer, files.context)
     return modes, graders, data
 
@@ -207,11 +207,11 @@ def load_model(
 
     def prepare() -> tuple[BaseModel, Lanes, LocalEngine | ServerEngine | AbsentEngine, Workers, Teachers, MemoryPlan]:
         if server_events is None:
-            base, lanes, engine = bases.take(config, observer.message)
+            base, lanes, engine = bases.with_engine(config, observer.message)
         elif ranks is None or ranks.is_first:
-            base, lanes, engine = bases.take_served(config, job.directory, server_events.message)
+            base, lanes, engine = bases.with_servers(config, job.directory, server_events.message)
         else:
-            (base, lanes), engine = bases.trained(config), AbsentEngine()
+            (base, lanes), engine = bases.with_lanes(config), AbsentEngine()
         workers = stack.enter_context(closing(workers_of(base, specs)))
         taught = [spec for spec in specs if spec.config.distillation.active]
         load, notify = bases.second_model, observer.message
@@ -250,12 +250,12 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
 
 def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
     """Yield a message for each server and kind of trained adapter."""
-    base, lanes = bases.trained(specs[0].config)
+    base, lanes = bases.with_lanes(specs[0].config)
     kinds = []
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
         kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
-    for found in canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
+    for found in run_canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
         yield found.summary
 
 

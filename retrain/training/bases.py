@@ -184,7 +184,7 @@ class Bases:
         """Call ``RankGroup.from_first``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
-    def look(self, config: Config) -> ModelFiles:
+    def model_files(self, config: Config) -> ModelFiles:
         """Return the files of a configuration's model without loading weights; cached, for filtering the data and for
         loading. Raises ModelError when they are missing or unusable."""
         model = config.model
@@ -197,12 +197,12 @@ class Bases:
             self._files, self._key = look_at(config), key
         return self._files
 
-    def take(
+    def with_engine(
         self, config: Config, notify: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
         """Return the base of a configuration, its lanes and an engine in this process, reusing those in memory. Raises
         ModelError when the base cannot be loaded."""
-        base, lanes = self.trained(config, notify)
+        base, lanes = self.with_lanes(config, notify)
         if self._engine is None:
             self._engine = LocalEngine(base, lanes, notify=notify)
         self._engine.forget()
@@ -210,12 +210,12 @@ class Bases:
         self._engine.notify = notify
         return base, lanes, self._engine
 
-    def take_served(
+    def with_servers(
         self, config: Config, directory: Path, notify: Callable[[str, str], None] = lambda text, level: None
     ) -> tuple[BaseModel, Lanes, ServerEngine]:
         """Return the base of a configuration, its lanes and an engine that samples with its servers. Launched servers
         write their logs to ``directory`` and stay for the next cohort. Raises UsageError when none answers."""
-        base, lanes = self.trained(config, lambda line: notify(line, "info"))
+        base, lanes = self.with_lanes(config, lambda line: notify(line, "info"))
         model = config.model  # servers do not depend on the rank or other settings of training
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
         if self._server is None or self._server[0] != key:
@@ -232,7 +232,7 @@ class Bases:
         if self._load is not None:
             self._base = self._base or self._load(config)
             return self._base
-        files = self.look(config)
+        files = self.model_files(config)
         if self._base is None:
             self._base = self._load_weights(files, config)
             larger = self._base.device.type == "cpu" and not self._base.small
@@ -242,7 +242,7 @@ class Bases:
             notify(advice)
         return self._base
 
-    def trained(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
+    def with_lanes(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
         """Return the base of a configuration and its lanes. Raises ModelError when it cannot be loaded."""
         base, targets = self.load(config, notify), repr(config.lora.target_modules)
         if self._lanes is None or targets != self._targets:

@@ -76,7 +76,9 @@ def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
     points, missing_rows = dict[str, ResumePoint](), list[str]()
     active = [spec for spec in job.runs if spec.run_id not in job.failed_at]
     for group in [active] if job.same_step else [[spec] for spec in job.runs]:
-        step = _find_common_step(job, group, points, missing_rows)
+        step, resumed, lines = _common_resume_points(job, group)
+        points |= resumed
+        missing_rows += lines
         if job.same_step:
             retried = [spec for spec in job.runs if job.failed_at.get(spec.run_id, -1) >= step]
             points |= {spec.run_id: ResumePoint(min(step, spec.config.training.max_steps)) for spec in retried}
@@ -85,18 +87,22 @@ def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
     return points
 
 
-def _find_common_step(
-    job: CohortJob, group: Sequence[RunSpec], points: dict[str, ResumePoint], missing_rows: list[str]
-) -> int:
-    """Add the resume points of runs that continue from a common step, and their missing rows; return the step."""
+def _common_resume_points(job: CohortJob, group: Sequence[RunSpec]) -> tuple[int, dict[str, ResumePoint], list[str]]:
+    """Return the step from which all these runs can continue, their resume points, and lines on rows that are lost."""
     reports: list[list[str]] = [[] for _ in group]
     common = common_step(
         [(run_directory(job.directory, spec), spec.config.training.max_steps) for spec in group], reports
     )
-    for spec, report, lines in zip(group, reports, common.missing_rows, strict=True):
-        points[spec.run_id] = ResumePoint(min(common.step, spec.config.training.max_steps), report)
-        missing_rows += [f"{spec.run_id}: {line}; what is missing cannot be restored" for line in lines]
-    return common.step
+    points = {
+        spec.run_id: ResumePoint(min(common.step, spec.config.training.max_steps), report)
+        for spec, report in zip(group, reports, strict=True)
+    }
+    missing_rows = [
+        f"{spec.run_id}: {line}; what is missing cannot be restored"
+        for spec, lines in zip(group, common.missing_rows, strict=True)
+        for line in lines
+    ]
+    return common.step, points, missing_rows
 
 
 def check_recorded_facts(
@@ -109,7 +115,7 @@ def check_recorded_facts(
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     readers = {run_id: RunReader(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
     records = {run_id: reader.intact_config() for run_id, reader in readers.items()}
-    now = {spec.run_id: facts | _taught_by(model, spec) | _rubrics(data, spec) for spec in specs}
+    now = {spec.run_id: facts | _teacher_identity(model, spec) | _rubrics(data, spec) for spec in specs}
     differing = [line for run_id, recorded in records.items() for line in world_changes(recorded, now[run_id])]
     if unaccepted := [line for line in dict.fromkeys(differing) if line not in job.accepted]:
         raise RecordsDiffer(unaccepted)
@@ -158,7 +164,7 @@ def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
     return {"rubrics": found[0]} if found else {}
 
 
-def _taught_by(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
+def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
     """Return the identity of the run's teacher; {} without one."""
     teacher = model.teachers.get(spec.run_id)
     return {} if teacher is None else {"taught_by": teacher.identity}
@@ -281,7 +287,7 @@ def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
         warmup_steps=optimizer.warmup_steps * training.updates,
         base=training.lr,
     )
-    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.chooses_anew else None)
+    return UpdatePlan(objective, training.updates, rate, config.algorithm if config.masks_per_update else None)
 
 
 def _teacher_context(model: CohortModel, config: Config) -> TeacherContext | None:

@@ -1,7 +1,7 @@
 """Reads JSON-lines files while other processes write them.
 
-A torn last line is left out, and a file that is not there has no rows. ``Tail`` and ``LineIndex`` do not read again
-what they have read, and detect when a file was cut or replaced.
+An incomplete last line is skipped, and a missing file has no rows. ``Tail`` and ``LineIndex`` read every line once, and
+start again when the file was truncated or replaced.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from retrain.errors import CheckpointError
 
 Row = dict[str, Any]
 """One JSON object of a file."""
-LAST_BLOCK = 1 << 16  # Bytes read from the end of a file when only its last rows are wanted
-LONGEST_LINE = 64 << 20  # Bytes; retrain writes no longer ones
+LAST_BLOCK = 1 << 16  # Bytes that ``Tail(last_only=True)`` reads from the end of a file
+LONGEST_LINE = 64 << 20  # Bytes; longer lines are skipped, retrain writes none
 
 
 class LineMark(NamedTuple):
-    """The last line that was read from a growing file: the byte behind it, its length and its checksum."""
+    """The last line that was read from a growing file: the offset of its end, its length and its checksum."""
 
     end: int = 0
     length: int = 0
@@ -35,13 +35,13 @@ class LineMark(NamedTuple):
         return cls(end, len(line), zlib.crc32(line))
 
     def is_in(self, file: IO[bytes]) -> bool:
-        """Return whether the file has this line at this place, so that reading can go on behind it."""
+        """Return whether the file still contains this line at this offset, so that reading can continue after it."""
         line = os.pread(file.fileno(), self.length, self.end - self.length)
         return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
 
 
 class NewLines:
-    """The whole lines of a growing file, which need not be there yet: each loop over it goes on behind ``mark``."""
+    """The complete lines of a growing file that may not exist yet; each iteration continues after ``mark``."""
 
     def __init__(self, path: Path, mark: LineMark | None = None):
         self.path, self.mark = path, mark or LineMark()
@@ -56,17 +56,17 @@ class NewLines:
                 yield line
 
     def is_current(self) -> bool:
-        """Return whether the file still has the last line that was read; else it was cut, replaced or removed."""
+        """Return whether the file still contains the last line read; else it was truncated, replaced or removed."""
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
             return self.mark.is_in(file)
         return False
 
 
 class Tail:
-    """The complete rows that have been added to one JSONL file since it was last read.
+    """Reads the complete rows that were added to a JSONL file since the last call.
 
-    ``last_only``: of what is there at first, or after the file was cut, only the last ``LAST_BLOCK`` bytes are read,
-    or all of it when no complete row lies in them.
+    ``last_only``: the first call, and the first one after a truncation, reads only the last ``LAST_BLOCK`` bytes, or
+    the whole file if these contain no complete row.
     """
 
     def __init__(self, path: Path, last_only: bool = False):
@@ -74,8 +74,8 @@ class Tail:
         self._lines: NewLines | None = None
 
     def rows(self) -> tuple[bool, list[Row]]:
-        """Return whether the file has been cut or replaced since the last call, and the new rows in order without
-        damaged ones, which ``resume`` names by their numbers."""
+        """Return whether the file was truncated or replaced since the last call, and the new rows in order. Damaged
+        rows are skipped; ``resume`` reports them by line number."""
         replaced, lines = self.lines()
         rows = []
         for line in lines:
@@ -84,7 +84,7 @@ class Tail:
         return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
-        """Return the new lines without blank ones and line ends."""
+        """Return as ``rows``, with the text of new lines that are not blank."""
         replaced = self._lines is not None and not self._lines.is_current()
         if replaced or self._lines is None:
             begin = self._begin()
@@ -92,7 +92,7 @@ class Tail:
         return replaced, [text for line in self._lines or () if (text := line[:-1].strip())]
 
     def _begin(self) -> int | None:
-        """Return where the rows to read first begin; None where there is no regular file."""
+        """Return the offset of the first row to read; None unless this is a regular file."""
         if not os.path.isfile(self.path):  # opening a pipe would wait for a writer
             return None
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
@@ -104,7 +104,7 @@ class Tail:
 
 
 def parse_row(line: bytes) -> Row:
-    """Return the object of a line. Raises ValueError, or RecursionError, for what is none."""
+    """Return the JSON object in a line. Raises ValueError, or RecursionError, for anything else."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("no object")
@@ -112,14 +112,14 @@ def parse_row(line: bytes) -> Row:
 
 
 class LineIndex:
-    """Offsets of the whole lines of a growing file, found again when the file is another one."""
+    """Offsets of the complete lines of a growing file; rebuilt when the file was truncated or replaced."""
 
     def __init__(self, path: Path):
         self.path, self._lock = path, Lock()
         self._begins, self._lines = [0], NewLines(path)
 
     def refresh(self) -> int:
-        """Read what is new; return the number of whole lines."""
+        """Index new lines; return the number of complete lines."""
         with self._lock:
             if not self._lines.is_current():
                 self._begins, self._lines = [0], NewLines(self.path)
@@ -127,15 +127,15 @@ class LineIndex:
             return len(self._begins) - 1
 
     def read(self, start: int, end: int) -> list[Row]:
-        """Return the objects in these lines without damaged ones."""
+        """Return the objects in lines [start, end); damaged lines are skipped."""
         with self._lock:
             begins = self._begins[start : end + 1]
         return [row for _, row in json_lines(self.path, begins[0], begins[-1])] if len(begins) > 1 else []
 
 
 def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, Row]]:
-    """Yield the objects between two bytes of a file, each with the byte at which it begins, one line in memory at a
-    time. Damaged lines and missing files give nothing."""
+    """Yield (offset, object) for the lines between two offsets of a file, with one line in memory at a time. Damaged
+    lines are skipped; a missing file yields nothing."""
     with contextlib.suppress(OSError):
         if path is None:
             return
@@ -153,7 +153,7 @@ def json_lines(path: Path | None, begin: int = 0, end: int | None = None) -> Ite
 def last_row(path: Path) -> Row:
     """Return the last complete row of a JSONL file without reading all of it; {} if there is none.
 
-    Raises CheckpointError when that is no JSON object.
+    Raises CheckpointError if that row is not a JSON object.
     """
     _, lines = Tail(path, last_only=True).lines()
     try:

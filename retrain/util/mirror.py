@@ -174,7 +174,8 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread every ``period`` seconds and at the end, then with retries after ``pauses``."""
+    """Upload in a thread every ``period`` seconds and at the end, when a failure is retried after each of ``pauses``
+    (seconds). Calls ``lost`` when another process has claimed the copy. Raises RetrainError if the last one fails."""
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

@@ -1,7 +1,7 @@
-"""The state of git repositories: their revisions, and their uncommitted changes as patches.
+"""Read the state of git repositories: revision, and uncommitted changes as a patch.
 
-Git is only read: neither the index nor the object store of a repository is written to. New files become part of the
-patch through an index of our own, a copy in a temporary directory.
+The index and the object store of a repository are never written: new files enter the patch through a temporary copy of
+the index.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ SECRET_NAMES = (
     "*.env", ".env*", "*.pem", "*.key", "*.p12", "*secret*", "*credential*", "cred.*", "creds*", "*passw*",
     "*token*.txt", ".netrc", "*id_rsa*", "*id_ed25519*",
 )  # fmt: skip
-"""Files whose content never goes into a run directory."""
+"""Patterns of files whose content is never copied into a run directory."""
 DIFF = ("diff", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty")
 PATCH = (
     *DIFF, "--patch", "--binary", "--full-index", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/",
     "--submodule=short",
 )  # fmt: skip
-"""A patch that ``git apply`` takes, whatever the user's configuration says of diffs."""
-MAX_FILE_BYTES = 200_000  # A changed file that is larger, on the disk or in the commit, is named without its content
-MAX_DIFF_BYTES = 2_000_000  # Of one repository; files that no longer fit are named without their content
+"""Arguments for a patch that ``git apply`` accepts, whatever the user's diff settings."""
+MAX_FILE_BYTES = 200_000  # Larger changed files, on disk or in the commit, are listed without content
+MAX_DIFF_BYTES = 2_000_000  # Per repository; files beyond it are listed without content
 GIT_SECONDS = 20.0
 FOREIGN_VARIABLES = frozenset({
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
     "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX",
 })  # fmt: skip
-"""Variables that git sets for its hooks; here every repository is found by its path."""
+"""Variables that git sets for hooks; they would override the path of the repository."""
 
 
 class GitState(TypedDict):
@@ -46,7 +46,7 @@ class GitState(TypedDict):
 
 
 def git_state(path: Path) -> GitState | None:
-    """Return root, revision and whether there are changes, of the repository around ``path``; None without one."""
+    """Return root, revision and whether anything changed in the repository around ``path``; None without one."""
     root = _text(_git(path, "rev-parse", "--show-toplevel"))
     if root is None:
         return None
@@ -58,22 +58,21 @@ def git_state(path: Path) -> GitState | None:
     }
 
 
-def code_diff(*places: Path, is_record: Callable[[Path], bool] = lambda folder: False) -> str:
-    """Return ``### repo: <root> @ <sha>`` and the uncommitted changes as one patch, for each repository around
-    ``places``.
+def code_diff(*paths: Path, is_record: Callable[[Path], bool] = lambda folder: False) -> str:
+    """Return ``### repo: <root> @ <sha>`` and a patch of the uncommitted changes for each repository around ``paths``.
 
-    The patch holds every difference of the working tree from the commit, staged or not, and new files that git does not
-    ignore, except those in folders for which ``is_record`` returns True; ``git apply`` in the root at that commit
-    restores the tree. Files that are large, named like a secret or beyond 2 MB are named in a line that begins with
-    ``###``; access keys are replaced. Bytes that are not UTF-8 are surrogate escapes.
+    The patch has all differences from the commit, staged or not, and new files that git does not ignore, except those
+    in folders for which ``is_record`` returns True; ``git apply`` at that commit restores the working tree. Files that
+    are large, named like a secret, or beyond 2 MB in total are listed in lines that begin with ``###``; access keys are
+    replaced. Bytes that are not UTF-8 become surrogate escapes.
     """
     parts = {}
-    for place in places:
-        state = git_state(place)
+    for path in paths:
+        state = git_state(path)
         if state is not None and state["root"] not in parts:
             head = f"### repo: {state['root']} @ {state['revision'] or 'no commit yet'}\n"
             parts[state["root"]] = head + _changes(Path(state["root"]), state["revision"], is_record)
-    return "".join(parts.values()) or f"### no git repository around {places[0]}\n"
+    return "".join(parts.values()) or f"### no git repository around {paths[0]}\n"
 
 
 def own_checkout() -> Path | None:
@@ -87,7 +86,9 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
     objects, index = (_text(_git(root, "rev-parse", "--git-path", name)) for name in ("objects", "index"))
     if not (base and objects and index):
         return "### the changes cannot be read\n"
-    quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')  # as git reads it in a list with colons
+    quoted = (
+        str(root / objects).replace("\\", "\\\\").replace('"', '\\"')
+    )  # quoted as git requires in a list that is separated by colons
     with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
         variables = {
             "GIT_INDEX_FILE": f"{aside}/index",
@@ -96,7 +97,7 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
         }
         Path(variables["GIT_OBJECT_DIRECTORY"]).mkdir()
         if (root / index).is_file():
-            # With its time: by that git knows which files may have changed since without looking different.
+            # copy2 keeps the modification time, by which git decides which files it must read again.
             shutil.copy2(root / index, variables["GIT_INDEX_FILE"])
         left_out = _add_new_files(root, variables, is_record) | _unwanted_changes(root, base, variables)
         hidden = [f":(top,exclude,literal){name}" for name in left_out]
@@ -108,7 +109,7 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
 
 
 def _add_new_files(root: Path, variables: Mapping[str, str], is_record: Callable[[Path], bool]) -> dict[str, str]:
-    """Make new files part of our own index; return those that stay out with the reason."""
+    """Add new files to the temporary index; return (name, reason) of those that are left out."""
 
     def is_recorded(name: str) -> bool:
         return any(is_record(folder) for folder in (root / name).parents if root in folder.parents)
@@ -125,7 +126,7 @@ def _add_new_files(root: Path, variables: Mapping[str, str], is_record: Callable
 
 
 def _unwanted_changes(root: Path, base: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the changed files whose content stays out, with the reason."""
+    """Return (name, reason) of the changed files whose content is left out."""
     changed = _names(_git(root, *DIFF, "--name-only", "-z", base, variables=variables))
     sizes = _sizes(root, base) if changed else {}
     return {name: reason for name in changed if (reason := _unwanted(root / name, sizes.get(name, 0)))}
@@ -136,7 +137,7 @@ def _printable(name: str) -> str:
 
 
 def _fitting(patch: bytes) -> Iterator[str]:
-    """Yield the patch file by file, without keys, as far as there is room."""
+    """Yield the patch file by file without access keys; files beyond ``MAX_DIFF_BYTES`` are only listed."""
     room = MAX_DIFF_BYTES
     for part in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):
         text = part.decode("utf-8", "surrogateescape")
@@ -151,8 +152,8 @@ def _fitting(patch: bytes) -> Iterator[str]:
 def _without_keys(part: str) -> str:
     """Return one file's patch without access keys.
 
-    A key in an added line is replaced. If a line of the commit has one, the whole patch would no longer apply: then the
-    file's part is commented out.
+    A key in an added line is replaced. If a committed line contains one, the patch would not apply without it, so the
+    whole file is commented out.
     """
     if "\nGIT binary patch\n" in part:
         return part
@@ -164,7 +165,7 @@ def _without_keys(part: str) -> str:
 
 
 def _unwanted(path: Path, committed_bytes: int = 0) -> str:
-    """Return the reason for which a file's content stays out; "" when it does not."""
+    """Return why a file's content is left out of the patch; "" if it is not."""
     if any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES):
         return "named like a secret"
     size = path.lstat().st_size if os.path.lexists(path) and not path.is_dir() else 0
@@ -172,7 +173,7 @@ def _unwanted(path: Path, committed_bytes: int = 0) -> str:
 
 
 def _sizes(root: Path, tree: str) -> dict[str, int]:
-    """Return the bytes of every file of the commit."""
+    """Return the size of every file of the commit in bytes."""
     sizes = {}
     for entry in _names(_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", tree)):
         facts, _, name = entry.partition("\t")
@@ -185,15 +186,15 @@ def _names(listed: bytes | None) -> list[str]:
     return [os.fsdecode(name) for name in (listed or b"").split(b"\0") if name]
 
 
-def _text(answer: bytes | None) -> str | None:
-    """Return the one line of an answer; None for no answer or an empty one."""
-    return os.fsdecode(answer).removesuffix("\n") or None if answer is not None else None
+def _text(output: bytes | None) -> str | None:
+    """Return one line of output as text; None if there is none."""
+    return os.fsdecode(output).removesuffix("\n") or None if output is not None else None
 
 
 def _git(
     path: Path, *arguments: str, data: bytes | None = None, variables: Mapping[str, str] | None = None
 ) -> bytes | None:
-    """Return the output of a git command, or None when git, the repository or the answer is missing."""
+    """Return the output of a git command; None if git is missing, or the command fails or times out."""
     environment = {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
     environment |= {"GIT_OPTIONAL_LOCKS": "0", **(variables or {})}
     command = ("git", "-C", str(path), "-c", "core.fsmonitor=false", *arguments)

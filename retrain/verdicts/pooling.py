@@ -13,7 +13,7 @@ from typing import Any
 from retrain.config.campaign import DECIDING_KEYS, condition_name, find_label
 from retrain.config.evaluation import HELDOUT
 from retrain.config.legacy import without_removed
-from retrain.config.runs import differences, tells_apart
+from retrain.config.runs import differences, distinguishes_runs
 from retrain.errors import UsageError, listed
 from retrain.files import write_json
 from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
@@ -221,7 +221,7 @@ def _pool(sources: Sequence[Source]) -> list[str]:
                 continue
             own = {**without_removed(one.config), "rubrics of the data": one.facts.get("rubrics")}
             other, settings = first.setdefault(label, (source, own))
-            keys = differences(settings, own, tells_apart)
+            keys = differences(settings, own, distinguishes_runs)
             if other is source or not keys:
                 continue
             source.labels[place] = renamed = f"{label}@{source.name}"

@@ -27,7 +27,7 @@ from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.engine import ServedModel, ServerEngine
-from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, ours
+from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, trainer_logprobs
 from retrain.engines.server.pool import Waits
 from retrain.policy.base import BaseModel, load_base
 from retrain.policy.local import LocalSnapshot
@@ -240,7 +240,7 @@ def apart(base: BaseModel, lanes: Lanes, own: LoraWeights | None, asked: Sequenc
         for request, group in zip(asked, groups, strict=True)
         for action in group
     ]
-    mine = ours(base, lanes, said, Hypothesis("", own, asked[0].temperature))
+    mine = trainer_logprobs(base, lanes, said, Hypothesis("", own, asked[0].temperature))
     return float(np.abs(mine - np.concatenate([each.logprobs_T for each in said])).max())
 
 

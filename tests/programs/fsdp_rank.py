@@ -105,7 +105,7 @@ def unequal(ranks: RankGroup, model: str) -> dict:
     with Bases(ranks=ranks) as bases:
         config = config_of(model, "fsdp2", ranks.count)
         base = bases.load(config)
-        ranks.agree("engine", lambda: bases.take(config))
+        ranks.agree("engine", lambda: bases.with_engine(config))
         ids = torch.tensor([[3, 4, 5]])
 
         def passes(rank: int, count: int) -> list[list[int]]:
@@ -140,7 +140,7 @@ def several_bases(ranks: RankGroup, folder: str) -> dict:
             config = config_of(path, "fsdp2", ranks.count, dtype="bfloat16")
             own = load_base(path, devices="cpu", dtype="bfloat16")
             base = bases.load(config)
-            engine = ranks.agree("engine", lambda config=config: bases.take(config)[2])
+            engine = ranks.agree("engine", lambda config=config: bases.with_engine(config)[2])
             with torch.no_grad():
                 logits = ranks.agree("logits", lambda base=base: base.model(input_ids=ids).logits)
                 equal = torch.equal(logits, own.model(input_ids=ids).logits)

@@ -30,7 +30,7 @@ def updated(config, bases, folder, samples):
     """What the first gradient, the first update and then the scores of a policy are, or the error that was raised."""
     bases.load(config)
     around = bases.ranks.agree if bases.ranks is not None else (lambda point, compute: compute())
-    base, lanes = around("lanes", lambda: bases.trained(config))
+    base, lanes = around("lanes", lambda: bases.with_lanes(config))
     policy = LocalPolicy(base, lanes, config, (0, 0), Workers(), ranks=bases.ranks)
     objective = objective_of(config, load_modes(config.algorithm, folder).loss)
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)

@@ -89,7 +89,7 @@ def one(folder):
     """The results of one process; the samples are those of all."""
     torch.set_num_threads(1)
     with Bases() as bases:
-        base, lanes, _ = bases.take(config_of({}))
+        base, lanes, _ = bases.with_engine(config_of({}))
         samples = samples_of(base, lanes)
         cases = {**CASES, **FAULTS}
         (folder / "cases.pickle").write_bytes(pickle.dumps((cases, samples)))

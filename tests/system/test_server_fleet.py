@@ -15,7 +15,7 @@ from helpers.servers import StandIn, apart, engine_of, publish, requests, served
 from retrain.campaign.executors.table import slots_of
 from retrain.config import parse_dict
 from retrain.engines.server import launch as launching
-from retrain.engines.server.fleet import LocalFleet, RemoteFleet, shares
+from retrain.engines.server.fleet import LocalFleet, RemoteFleet, gpu_shares
 from retrain.engines.server.launch import HealthWaits, ServerProcess, server_environment
 from retrain.errors import ServerFailed, UsageError
 from retrain.files import read_json
@@ -114,9 +114,9 @@ def test_a_server_listens_where_it_is_told(tmp_path, launched):
 
 
 def test_replicas_divide_up_the_gpus(tmp_path, told):
-    assert shares("0,1, 4,5", 2) == ["0,1", "4,5"]
-    assert shares("3", 1) == ["3"]
-    assert shares(None, 2) == [None, None]
+    assert gpu_shares("0,1, 4,5", 2) == ["0,1", "4,5"]
+    assert gpu_shares("3", 1) == ["3"]
+    assert gpu_shares(None, 2) == [None, None]
     script = tmp_path / "dies.py"
     script.write_text("import os\nprint('has', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\nraise SystemExit(3)")
     asked = {"engine": "vllm", "launch": f"{sys.executable} {script}", "launch_gpus": "2,3", "replicas": 2}

@@ -134,7 +134,7 @@ def test_a_worker_that_somebody_cancels_is_not_asked_for_again(out, workers, sta
     assert statuses(later) == ["done"] * 3
     assert {int(event.worker.split()[0]) for event in of_kind(later, JobStarted)} == {3 - cancelled[0]}
     (end,) = [end for end in ends(events).values() if end.status == "died"]
-    assert end.reason.endswith("was cancelled: Slurm says CANCELLED; no other is asked for in its place")
+    assert end.reason.endswith("was cancelled: Slurm says CANCELLED; it is not replaced")
     assert len(standin.calls("sbatch")) == 1
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from retrain.campaign.executors.ray_connection import last_line, ray_module, sees
 from retrain.campaign.planning.plan import Plan
 from retrain.config import Config
-from retrain.engines.server.fleet import Notify, OnUrls, named, names_of
+from retrain.engines.server.fleet import Notify, OnUrls, model_argument, names_of
 from retrain.engines.server.launch import Restarts, ServerProcess, identity_of, server_environment
 from retrain.errors import RetrainError, plural
 from retrain.ownership import claim
@@ -53,13 +53,13 @@ class ServerHost:
         except (RetrainError, OSError) as error:
             self.fault = str(error).removeprefix(PREFIX)
 
-    def look(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Return the server's address (``url``), for how many seconds it has answered (``answered_s``), its messages
         since the last call (``messages``), and why it ``gave_up``, if it has."""
         messages, self.messages = self.messages, []
         if (server := self.server) is None:
-            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "said": messages}
-        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "said": messages}
+            return {"url": "", "answered_s": 0.0, "gave_up": self.fault, "messages": messages}
+        return {"url": server.url, "answered_s": server.answered_s, "gave_up": server.gave_up, "messages": messages}
 
     def close(self) -> None:
         if self.server is not None:
@@ -77,7 +77,7 @@ class ServerHost:
         assert config.inference.launch is not None
         return ServerProcess(
             config.inference.launch,
-            named(config),
+            model_argument(config),
             directory,
             server_environment(visible),
             lambda text, level: self.messages.append((text, level)),
@@ -105,9 +105,9 @@ class ServerSlot:
 class RayFleet:
     """``Fleet`` of ``[inference] replicas`` servers, each with ``gpus`` GPUs and ``[ray] server_cpus`` CPUs."""
 
-    def __init__(self, plan: Plan, gpus: float, tell: Notify):
+    def __init__(self, plan: Plan, gpus: float, notify: Notify):
         config = plan.specs[0].config
-        self.config, self.directory, self.tell = config, str(plan.directory), tell
+        self.config, self.directory, self.notify = config, str(plan.directory), notify
         self.resources = {"num_gpus": gpus, "num_cpus": config.ray.server_cpus}
         self._owner = claim(plan.directory).id
         self._places = [ServerSlot(*each) for each in enumerate(names_of(config.inference.replicas), start=1)]
@@ -153,7 +153,7 @@ class RayFleet:
         options = {**self.resources, "scheduling_strategy": "SPREAD", "max_restarts": 0}
         request = ServerRequest(slot.name, self.config, self.directory, self._owner, os.getcwd())
         slot.actor = ray_module().remote(**options)(ServerHost).remote(request)
-        slot.question = slot.actor.look.remote()
+        slot.question = slot.actor.status.remote()
         slot.waits_since, slot.url, slot.answered_s = time.monotonic(), "", 0.0
 
     def _watch(self) -> None:
@@ -174,7 +174,7 @@ class RayFleet:
         try:
             answer = ray.get(slot.question)
         except ray.exceptions.ActorUnavailableError:
-            slot.question = slot.actor.look.remote()
+            slot.question = slot.actor.status.remote()
             return
         except ray.exceptions.RuntimeEnvSetupError as error:
             self._give_up(slot, f"Ray could not set a node up: {last_line(error)}")
@@ -185,19 +185,19 @@ class RayFleet:
             else:
                 self._lost(slot)
             return
-        for text, level in answer["said"]:
-            self.tell(f"server {slot.number}: {text}", level)
+        for text, level in answer["messages"]:
+            self.notify(f"server {slot.number}: {text}", level)
         if answer["gave_up"]:
             self._give_up(slot, answer["gave_up"])
             return
         slot.url, slot.answered_s = answer["url"], answer["answered_s"]
-        slot.question = slot.actor.look.remote()
+        slot.question = slot.actor.status.remote()
 
     def _give_up(self, slot: ServerSlot, why: str) -> None:
         """Stop restarting a server; report that, unless the waiting caller will because none is left."""
         slot.url, slot.question, slot.gave_up = "", None, why
         if not self.gave_up:
-            self.tell(f"server {slot.number} is given up: {why}", "warning")
+            self.notify(f"server {slot.number} is given up: {why}", "warning")
 
     def _lost(self, slot: ServerSlot) -> None:
         slot.url, slot.question = "", None
@@ -205,7 +205,7 @@ class RayFleet:
         if slot.restarts.count_end(slot.answered_s):
             self._give_up(slot, f"{how}, {slot.restarts.count} times in a row")
             return
-        self.tell(f"{how}, and is started elsewhere", "warning")
+        self.notify(f"{how}, and is started elsewhere", "warning")
         self._begin(slot)
 
     def _say_waits(self, slot: ServerSlot) -> None:
@@ -215,7 +215,7 @@ class RayFleet:
             slot.notified = True
             gpus, cpus = self.resources["num_gpus"], plural(int(self.resources["num_cpus"]), "CPU")
             asks = f"{gpus:g} GPU and {cpus}" if gpus else cpus
-            self.tell(f"server {slot.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
+            self.notify(f"server {slot.number} waits for room in the Ray cluster: it asks for {asks}", "warning")
 
 
 def _host(ray: ModuleType) -> str:

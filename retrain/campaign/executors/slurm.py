@@ -125,7 +125,7 @@ class SlurmExecutor:
         if not begun:
             return WorkerEnd(f"(job {task.job}) did not begin: Slurm says {state}{printed}", final=True)
         if state == "CANCELLED":
-            words = f"(job {task.job}) was cancelled: Slurm says {state}; no other is asked for in its place"
+            words = f"(job {task.job}) was cancelled: Slurm says {state}; it is not replaced"
             return WorkerEnd(words, final=True)
         return WorkerEnd(f"(job {task.job}) was ended: Slurm says {state}{printed}", excused=state == "COMPLETED")
 

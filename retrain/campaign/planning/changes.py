@@ -24,11 +24,11 @@ MISSING = "(not recorded)"
 @dataclass
 class Approval:
     """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to a person and
-    returns the answer; None if nobody can be asked. ``tell`` receives accepted lines."""
+    returns the answer; None if nobody can be asked. ``notify`` receives accepted lines."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
-    tell: Callable[[str], None] = lambda line: None
+    notify: Callable[[str], None] = lambda line: None
     accepted: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, changes: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class Approval:
             )
         self.accepted += new
         for line in new:
-            self.tell(f"changed since the last start: {line}")
+            self.notify(f"changed since the last start: {line}")
 
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:

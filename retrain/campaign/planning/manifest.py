@@ -33,7 +33,7 @@ from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, EVALS,
 from retrain.records.writer import RecordFiles
 from retrain.util.session import LEASE, LOCK
 
-HOW = (
+EXECUTION_KEYS = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
     "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
 )  # fmt: skip
@@ -385,10 +385,10 @@ def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
     single = not all(run["is_campaign"] for run in content["runs"])
     for key in (setting.partition("=")[0].strip() for setting in sets):
         mine = [run["label"] for run in content["runs"] if key in run["overrides"]]
-        if single and key in HOW:
+        if single and key in EXECUTION_KEYS:
             raise UsageError(f"{directory} is a single run, which trains in this process: {key} is for campaigns")
-        if mine or (key.startswith("campaign.") and key not in HOW):
-            why = f"is what makes the condition {mine[0]}" if mine else "says which runs there are"
+        if mine or (key.startswith("campaign.") and key not in EXECUTION_KEYS):
+            why = f"is what makes the condition {mine[0]}" if mine else "defines the runs of the campaign"
             raise UsageError(f"--set {key} {why}: change the file and type retrain train")
     specs = [RunSpec.from_json(run, parse_dict(run["config"], sets)) for run in content["runs"]]
     return Plan(specs, directory, Path(content["folder"]), directory.name, sets=tuple(sets))

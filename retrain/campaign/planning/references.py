@@ -357,15 +357,15 @@ def _problem_at(loaded: LoadedConfig, key: str, value: Any, message: str, fix: s
 
 def _location(loaded: LoadedConfig, key: str, value: Any) -> str:
     """Return where the key was written: in the first condition with this value, else in its section."""
-    places, (section, _, name) = loaded.places, key.partition(".")
+    locations, (section, _, name) = loaded.locations, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
         if value in (own, condition.overrides.get(key)):
             for path in ((name,), (key,), (section, name)):
-                if places.is_written(("campaign", "conditions", index, *path)):
-                    return places.find(("campaign", "conditions", index, *path))[1]
-            return places.find(("campaign", "conditions", index))[1]
-    return places.find(path_of(key))[1]
+                if locations.is_written(("campaign", "conditions", index, *path)):
+                    return locations.find(("campaign", "conditions", index, *path))[1]
+            return locations.find(("campaign", "conditions", index))[1]
+    return locations.find(path_of(key))[1]
 
 
 def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:

@@ -156,7 +156,7 @@ def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) 
     return JobEnded()
 
 
-class JobsHere:
+class InProcessRunner:
     """Runs jobs in this process, each when its event is requested; see ``JobRunner``. ``stopping`` is called between
     steps."""
 
@@ -167,7 +167,7 @@ class JobsHere:
         self.here, self.observer, self.stopping = here, observer, stopping
         self._job: Job | None = None
 
-    def submit(self, job: Job) -> JobsHere:
+    def submit(self, job: Job) -> InProcessRunner:
         self._job = job
         return self
 
@@ -188,7 +188,7 @@ class WorkItem(Protocol):
 
     @property
     def trains(self) -> bool:
-        """True if its jobs train. After a request to stop, only works that do not train begin."""
+        """True if its jobs train. After a request to stop, only items that do not train begin."""
         ...
 
     def job(self) -> Job | None: ...
@@ -198,24 +198,24 @@ class WorkItem(Protocol):
 
 
 class Scheduler:
-    """Keeps an executor busy with works.
+    """Keeps an executor busy with work items.
 
-    ``hear`` is called with every event, ``after`` with each work whose job has ended (unless it died); it returns the
-    works that follow. ``stopping`` is called at every event and returns whether to end after the current steps.
-    ``max_restarts`` limits how often the job of one work may die. ``room`` is how many jobs the executor may hold, its
-    slots by default.
+    ``on_event`` is called with every event, ``after`` with each item whose job has ended (unless it died); it returns
+    the items that follow. ``stopping`` is called at every event and returns whether to end after the current steps.
+    ``max_restarts`` limits how often the job of one item may die. ``room`` is the number of jobs that the executor may
+    hold, its slots by default.
     """
 
     def __init__(
         self,
         executor: JobRunner,
-        hear: Callable[[Event], None],
+        on_event: Callable[[Event], None],
         after: Callable[[WorkItem, JobEnded], Iterable[WorkItem]],
         stopping: Callable[[], bool],
         max_restarts: int,
         room: int | None = None,
     ):
-        self.executor, self.hear, self.after, self.stopping = executor, hear, after, stopping
+        self.executor, self.on_event, self.after, self.stopping = executor, on_event, after, stopping
         self.max_restarts, self.room = max_restarts, room or executor.slots
         self.lost_steps = False  # Whether a job died after all were asked to stop: not everything has been saved
         self._waiting: deque[WorkItem] = deque()
@@ -236,7 +236,7 @@ class Scheduler:
                 handle.stop()
 
     def carry_out(self, works: Iterable[WorkItem]) -> bool:
-        """Execute these works. Return False if a request to stop came before all training was done.
+        """Execute these work items. Return False if a request to stop came before all training was done.
 
         Raises errors of the executor's events and of ``after``; the latter (RetrainError) only after the other jobs
         were saved and ended.
@@ -256,7 +256,7 @@ class Scheduler:
         return not self._has_training_left()
 
     def _take(self, event: Event) -> None:
-        self.hear(event)
+        self.on_event(event)
         if isinstance(event, JobEnded):
             work, _ = self._under_way.pop(event.job)
             self._busy -= work.names
@@ -276,13 +276,15 @@ class Scheduler:
             return []
 
     def _again(self, item: WorkItem, reason: str) -> Iterable[WorkItem]:
-        """Return the work of a dead job to restart it, or the works that follow after too many deaths."""
+        """Return the item of a dead job to restart it, or the items that follow after too many deaths."""
         if self.stopping():
             self.lost_steps = True
             return [item]
         deaths = self._deaths[item] = self._deaths.get(item, 0) + 1
         if deaths <= self.max_restarts:
-            self.hear(Message(f"{reason}: its job begins again ({deaths} of {self.max_restarts} restarts)", "warning"))
+            self.on_event(
+                Message(f"{reason}: its job begins again ({deaths} of {self.max_restarts} restarts)", "warning")
+            )
             return [item]
         times = f", {deaths} times now" if deaths > 1 else ""
         item.give_up(f"{reason}{times}")
@@ -303,7 +305,7 @@ class Scheduler:
                 self._busy |= item.names
 
     def _has_training_left(self) -> bool:
-        """Return whether any work trains or will train; drop waiting works without remaining jobs."""
+        """Return whether any item trains or will train; drop waiting items without remaining jobs."""
         if any(work.trains for work, _ in self._under_way.values()):
             return True
         self._waiting = deque(work for work in self._waiting if work.job() is not None)

@@ -18,7 +18,15 @@ import torch
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.engine import ServerEngine
-from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, distances, misreadings, next_tokens, ours, rms
+from retrain.engines.server.hypotheses import (
+    Hypothesis,
+    ServedTokens,
+    distances,
+    misreadings,
+    next_tokens,
+    rms,
+    trainer_logprobs,
+)
 from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
@@ -77,7 +85,7 @@ class ReturnTrial:
             )
 
 
-def canaries(
+def run_canaries(
     engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[tuple[int, float, float, float]]
 ) -> Iterator[CanaryResult]:
     """Test each available server with adapters of these kinds: rank, alpha, temperature, tolerance (nats, root mean
@@ -126,28 +134,29 @@ def canary(
     server: ServerClient | None = None,
 ) -> CanaryResult:
     begin = time.perf_counter()
-    at = server or engine.pool.servers[0]
+    server = server or engine.pool.servers[0]
     prompt, *weights = _prompt_and_weights(base, lanes, rank, alpha)
     refs = [PolicyRef("canary-base", 0), PolicyRef("canary", 0)]
     try:
         for ref, lora_weights in zip(refs, weights, strict=True):
             engine.publish(ref, LocalSnapshot(lora_weights))
-        served = [_served_tokens(engine, at, ref, prompt, temperature) for ref in refs]
+        served = [_served_tokens(engine, server, ref, prompt, temperature) for ref in refs]
         for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
-            _check_seeds(engine, at, ref, prompt, temperature, name)
+            _check_seeds(engine, server, ref, prompt, temperature, name)
         engine.forget_sequences()
     except ServerFailed as error:
-        raise ModelError(f"{at.url} was tried before training, and failed: {error}") from error
+        raise ModelError(f"{server.url} was tried before training, and failed: {error}") from error
     finally:
         for ref in refs:
             engine.retire(ref)
-    base_rms, adapter_rms = _compare(base, lanes, at.url, served, weights[1], temperature, tolerance)
+    base_rms, adapter_rms = _compare(base, lanes, server.url, served, weights[1], temperature, tolerance)
     plain = Hypothesis("", None, temperature)
     effect = rms(
-        ours(base, lanes, served[1], Hypothesis("", weights[1], temperature)) - ours(base, lanes, served[1], plain)
+        trainer_logprobs(base, lanes, served[1], Hypothesis("", weights[1], temperature))
+        - trainer_logprobs(base, lanes, served[1], plain)
     )
     tokens = sum(len(completion.token_ids) for completions in served for completion in completions)
-    where = f" at {at.url}" if len(engine.pool.servers) > 1 else ""
+    where = f" at {server.url}" if len(engine.pool.servers) > 1 else ""
     return CanaryResult(base_rms, adapter_rms, effect, tokens, time.perf_counter() - begin, where)
 
 
@@ -209,27 +218,27 @@ def _advice(name: str) -> str:
 
 
 def _served_tokens(
-    engine: ServerEngine, at: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float
+    engine: ServerEngine, server: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float
 ) -> list[ServedTokens]:
     request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, ref.run_id))
-    (actions,) = engine.sample([request], at=at)
+    (actions,) = engine.sample([request], at=server)
     return [ServedTokens(prompt, action.token_ids, action.logprobs_T) for action in actions]
 
 
 def _check_seeds(
-    engine: ServerEngine, at: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
+    engine: ServerEngine, server: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
 ) -> None:
     """Raise ModelError unless equal seeds repeat the tokens and different seeds change them."""
     if temperature == 0:
         return
     for attempt in range(TRIES):
         request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, "seeds", attempt))
-        (once,), (again,) = engine.sample([request], at=at), engine.sample([request], at=at)
+        (once,), (again,) = engine.sample([request], at=server), engine.sample([request], at=server)
         if [action.token_ids for action in once] == [action.token_ids for action in again]:
-            _check_variety(once, at.url, name)
+            _check_variety(once, server.url, name)
             return
     raise ModelError(
-        f"{at.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
+        f"{server.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
         f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
     )
 
@@ -264,9 +273,9 @@ def _grow(base: BaseModel, lanes: Lanes, adapter: Adapter, prompt: tuple[int, ..
             adapter.B[shape.name].copy_(torch.randn(shape.out_features, adapter.rank, generator=stream))
             adapter.B[shape.name].mul_(1e-3 / max(adapter.scale, 1e-6))
     reference = [ServedTokens(prompt[:4], prompt[4:], np.zeros(len(prompt) - 4))]
-    before = ours(base, lanes, reference, Hypothesis("", None, 1.0))
+    before = trainer_logprobs(base, lanes, reference, Hypothesis("", None, 1.0))
     for _ in range(24):
-        if rms(ours(base, lanes, reference, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
+        if rms(trainer_logprobs(base, lanes, reference, Hypothesis("", adapter.frozen(), 1.0)) - before) >= EFFECT:
             return
         with torch.no_grad():
             for shape in adapter.shapes:

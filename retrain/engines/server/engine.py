@@ -83,8 +83,8 @@ class _Call:
 class ServerEngine:
     """Samples with servers that hold the base ``model``; several versions of a run may be published at a time.
 
-    ``at`` makes the client of an address. ``notify(text, level)`` is called when servers are lost and when they return.
-    A ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
+    ``new_client`` makes the client of an address. ``notify(text, level)`` is called when servers are lost or return. A
+    ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
     """
 
     gives_entropy = False
@@ -94,7 +94,7 @@ class ServerEngine:
         self,
         model: ServedModel,
         urls: Sequence[str],
-        at: Callable[[str], ServerClient],
+        new_client: Callable[[str], ServerClient],
         store: AdapterStore,
         notify: Callable[[str, str], None] = lambda text, level: None,
         fleet: Fleet | None = None,
@@ -105,7 +105,9 @@ class ServerEngine:
         self.notify, self.sleeps, self.waits = notify, sleeps, waits
         self.is_concurrent = not sleeps  # sleeping servers and training take turns on the same GPU
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
-        self.pool = ServerPool(urls, at, model.name, lambda text, level: self.notify(text, level), gave_up, waits)
+        self.pool = ServerPool(
+            urls, new_client, model.name, lambda text, level: self.notify(text, level), gave_up, waits
+        )
         self._published: dict[PolicyRef, PublishedAdapter] = {}
         self._unloads: set[Future[None]] = set()
         self._lock = threading.Lock()

@@ -45,12 +45,12 @@ class LocalFleet:
         settings = config.inference
         self._servers: list[ServerProcess] = []
         try:
-            gpu_shares = shares(settings.launch_gpus, settings.replicas)
-            for name, gpus in zip(names_of(settings.replicas), gpu_shares, strict=True):
+            shares = gpu_shares(settings.launch_gpus, settings.replicas)
+            for name, gpus in zip(names_of(settings.replicas), shares, strict=True):
                 assert settings.launch is not None
                 environment = server_environment(gpus, settings.sleep)
                 self._servers.append(
-                    ServerProcess(settings.launch, named(config), directory, environment, notify, name=name)
+                    ServerProcess(settings.launch, model_argument(config), directory, environment, notify, name=name)
                 )
         except BaseException:
             self.close()
@@ -104,7 +104,7 @@ class RemoteFleet:
         self.listen(lambda urls: None)
 
 
-def named(config: Config) -> str:
+def model_argument(config: Config) -> str:
     """Return the value of ``{model}`` in a command: the model's local directory, or its hub name."""
     path = local_directory(config.model.model)
     return str(path.absolute()) if path else config.model.model
@@ -114,7 +114,7 @@ def names_of(replicas: int) -> list[str]:
     return ["server"] if replicas == 1 else [f"server_{number}" for number in range(1, replicas + 1)]
 
 
-def shares(gpus: str | None, replicas: int) -> list[str | None]:
+def gpu_shares(gpus: str | None, replicas: int) -> list[str | None]:
     """Return each server's equal share of ``gpus`` as a value of CUDA_VISIBLE_DEVICES; None: all GPUs."""
     if gpus is None:
         return [None] * replicas

@@ -52,11 +52,13 @@ def distances(
 ) -> list[float]:
     """Return the root mean square difference (nats) of the served log-probabilities from each hypothesis."""
     server_T = np.concatenate([completion.logprobs_T for completion in served])
-    return [rms(server_T - ours(base, lanes, served, hypothesis)) for hypothesis in hypotheses]
+    return [rms(server_T - trainer_logprobs(base, lanes, served, hypothesis)) for hypothesis in hypotheses]
 
 
-def ours(base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypothesis: Hypothesis) -> np.ndarray:
-    """Return our log-probabilities (nats) [all tokens] under a hypothesis, by the trainer's forward pass, one
+def trainer_logprobs(
+    base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypothesis: Hypothesis
+) -> np.ndarray:
+    """Return the trainer's log-probabilities (nats) [all tokens] under a hypothesis, by its forward pass, one
     completion at a time to limit memory."""
     parts = [np.zeros(0)]
     for completion in served:
@@ -143,12 +145,12 @@ def likely_cause(
         if actions[sample.prefix :].all()  # single-turn
     ]
     if not served:
-        return "it cannot be told from these rollouts, which have several turns"
+        return "the cause cannot be determined from these rollouts, which have several turns"
     served_T = np.concatenate([completion.logprobs_T for completion in served])
     ends = np.cumsum([len(completion.logprobs_T) for completion in served])[:-1]
 
     def residuals(weights: LoraWeights | None) -> list[np.ndarray]:
-        return np.split(served_T - ours(base, lanes, served, Hypothesis("", weights, temperature)), ends)
+        return np.split(served_T - trainer_logprobs(base, lanes, served, Hypothesis("", weights, temperature)), ends)
 
     others = {name: residuals(weights) for name, weights in {**earlier, "the base": None}.items()}
     return _explanation(residuals(current), others)

@@ -146,9 +146,7 @@ class ServerProcess:
                 )
                 return
             try:
-                self.notify(
-                    f"the server has died ({how}) and is started again; what it said is in {self.log}", "warning"
-                )
+                self.notify(f"the server has died ({how}) and is started again; its output is in {self.log}", "warning")
                 self._process = self._start()
             except Exception as error:  # reported by ``gave_up`` to the engine
                 self.gave_up = f"the server died ({how}) and cannot be started again: {error}"

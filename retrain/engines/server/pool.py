@@ -29,20 +29,21 @@ WAITS = Waits()
 
 
 class ServerPool:
-    """The servers of an engine, initially at ``urls``; ``at`` makes the client of an address. All methods run in the
-    engine's event loop. ``gave_up`` returns why no server will come back, or "". ``trials`` raise for a server whose
-    log-probabilities are wrong."""
+    """The servers of an engine, initially at ``urls``; ``new_client`` makes the client of an address. All methods run
+    in the engine's event loop. ``gave_up`` returns why no server will come back, or "". ``trials`` raise for a server
+    whose log-probabilities are wrong."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        at: Callable[[str], ServerClient],
+        new_client: Callable[[str], ServerClient],
         model: str,
         notify: Callable[[str, str], None],
         gave_up: Callable[[], str],
         waits: Waits,
     ):
-        self.servers, self._at, self._model = [at(url) for url in dict.fromkeys(urls)], at, model
+        self.servers = [new_client(url) for url in dict.fromkeys(urls)]
+        self._new_client, self._model = new_client, model
         self.notify, self.gave_up, self.waits = notify, gave_up, waits
         self._is_open = False
         self.trials: list[Callable[[ServerClient], Awaitable[None]]] = []
@@ -58,7 +59,7 @@ class ServerPool:
     async def follow(self, urls: Sequence[str]) -> None:
         """Replace the servers: add new addresses once they answer and pass the trials, and close missing ones."""
         present = {server.url for server in self.servers}
-        new = [self._at(url) for url in dict.fromkeys(urls) if url not in present]
+        new = [self._new_client(url) for url in dict.fromkeys(urls) if url not in present]
         gone = [server for server in self.servers if server.url not in urls]
         self.servers = [server for server in self.servers if server not in gone] + new
         for server in gone:

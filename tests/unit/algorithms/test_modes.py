@@ -4,7 +4,7 @@ from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, build_loss
 from retrain.algorithms.credit.gae import GaeAdvantage
 from retrain.algorithms.credit.uncertainty import UNCERTAINTIES
 from retrain.algorithms.losses import LOSSES
-from retrain.cli.formulas import DIVISORS, advantage_words, credit_formula, credit_words, critic_words, loss_words
+from retrain.cli.formulas import DIVISORS, advantage_text, credit_formula, credit_text, critic_text, loss_text
 from retrain.config import parse_dict
 from retrain.config.base import ActiveIf
 from retrain.config.describe import choices
@@ -80,12 +80,12 @@ PLACEBO = {"algorithm": {"transform_mode": "gtpo_hicra_placebo"}, "hicra": {"alp
     [
         (credit_formula, SEPA, ["0.25", "in 40 steps after 5 once 30% are correct", "your own mine:steps", "entropy"]),
         (credit_formula, PLACEBO, ["0.4·|x| on as many random tokens"]),
-        (credit_words, {"algorithm": OWN}, ["your own mine:spread"]),
-        (advantage_words, {"algorithm": GAE, "critic": CRITIC}, ["γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8"]),
-        (critic_words, {"algorithm": GAE, "critic": CRITIC}, ["an adapter of its own of rank 4, lr 0.01"]),
-        (loss_words, {"training": PASSES}, ["4 passes × 2 minibatches of whole groups = 8 updates", "exceeds 0.02"]),
-        (loss_words, {"algorithm": {"tis_cap": 2.0}, "training": PASSES}, ["clipped), weighted by π_old/π_sampler"]),
-        (loss_words, {"algorithm": {**KL, "kl_in_reward": "k1"}}, ["KL to the base (k1) taken from the reward of"]),
+        (credit_text, {"algorithm": OWN}, ["your own mine:spread"]),
+        (advantage_text, {"algorithm": GAE, "critic": CRITIC}, ["γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8"]),
+        (critic_text, {"algorithm": GAE, "critic": CRITIC}, ["an adapter of its own of rank 4, lr 0.01"]),
+        (loss_text, {"training": PASSES}, ["4 passes × 2 minibatches of whole groups = 8 updates", "exceeds 0.02"]),
+        (loss_text, {"algorithm": {"tis_cap": 2.0}, "training": PASSES}, ["clipped), weighted by π_old/π_sampler"]),
+        (loss_text, {"algorithm": {**KL, "kl_in_reward": "k1"}}, ["KL to the base (k1) taken from the reward of"]),
     ],
 )
 def test_a_run_in_words(words, sections, parts):

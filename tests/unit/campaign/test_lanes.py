@@ -114,4 +114,4 @@ def test_a_batch_of_the_models_own_forward_pass_that_does_not_fit_goes_on_with_h
         tight = sample(engine, asked, adapters)
         assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
     assert engine.fitting == 8
-    assert told.count("out of memory while decoding: goes on with 8 sequences at once") == 1  # then remembered
+    assert told.count("out of memory while decoding: continuing with 8 sequences at once") == 1  # then remembered

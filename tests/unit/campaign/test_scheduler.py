@@ -7,7 +7,7 @@ import pytest
 from helpers.models import campaign_head
 
 from retrain.campaign.planning.plan import cut, plan, seeds_before_interim
-from retrain.campaign.running.jobs import JobsHere, Scheduler
+from retrain.campaign.running.jobs import InProcessRunner, Scheduler
 from retrain.campaign.running.protocol import JobEnded, Message, Tick
 from retrain.config import load
 from retrain.errors import UsageError
@@ -117,7 +117,7 @@ def test_a_fault_in_what_follows_lets_the_others_save_first():
 def test_jobs_whose_runs_nobody_needs_are_stopped():
     executor = Script(2, "tick")
     mine, _ = scheduler(executor)
-    mine.hear = lambda event: mine.stop_where(lambda names: names <= {"a", "b", "c"}) if event == Tick() else None
+    mine.on_event = lambda event: mine.stop_where(lambda names: names <= {"a", "b", "c"}) if event == Tick() else None
     assert mine.carry_out([Some("ab"), Some("cd")])
     assert set(executor.stops) == {"ab"}
 
@@ -147,7 +147,7 @@ def test_works_are_done_in_this_process_one_after_another(stop_in, done, all_tra
     def after(work, end):
         return follow_up(work, end) if end.status == "done" else [work]
 
-    mine, _ = scheduler(JobsHere(here, NullObserver(), lambda: here.stopped), after, lambda: here.stopped)
+    mine, _ = scheduler(InProcessRunner(here, NullObserver(), lambda: here.stopped), after, lambda: here.stopped)
     assert mine.carry_out(works) is all_trained
     assert here.done == done.split()
 

@@ -121,7 +121,7 @@ SINGLE = [
      "makes its own"),
     ('[backpressure]\ntarget = "batch_size"', 'target = "concurrency"'),
     ("[training]\ndynamic_sampling = 9\n[algorithm]\nadvantage_mode = 'gae'",
-     "drops groups from which a critic learns"),
+     "drops groups with equal rewards, on which a critic trains too"),
     ("[optimizer]\nwarmup_steps = 100", "the warm-up never ends"),
     ('[logging]\nreport_to = "wanbd"', "wandb"),
     ('[logging]\nreport_to = ["none", "wandb"]', 'has "none" beside others'),

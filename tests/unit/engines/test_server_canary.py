@@ -70,7 +70,7 @@ class AtTemperatureOne(VLLM):
     def read(self, payload) -> Answer:
         answer = super().read(payload)
         said = hypotheses.ServedTokens(answer.prompt_ids, answer.token_ids, np.zeros(len(answer.token_ids)))
-        raw = hypotheses.ours(self.base, self.lanes, [said], hypotheses.Hypothesis("", None, 1.0))
+        raw = hypotheses.trainer_logprobs(self.base, self.lanes, [said], hypotheses.Hypothesis("", None, 1.0))
         return replace(answer, logprobs=raw.tolist())
 
 
@@ -98,12 +98,12 @@ def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, co
     engine = connect(*urls)
     fault = rf"{other.url} does not compute what is trained here.*Likely cause: another base model, or other weights"
     with pytest.raises(ModelError, match=f"(?s){fault}"):
-        list(canary.canaries(engine, base, lanes, kinds))
+        list(canary.run_canaries(engine, base, lanes, kinds))
     engine.close()
     for each in (sound, other):
         each.stop()  # away when the others are tried
     engine = connect(*urls, notify=lambda text, level: messages.append(text))
-    words = [found.summary for found in canary.canaries(engine, base, lanes, kinds)]
+    words = [found.summary for found in canary.run_canaries(engine, base, lanes, kinds)]
     assert [each.partition(":")[0] for each in words] == ["canary at http"] * 2
     assert all(each.startswith(f"canary at {server.url}: base within") for each in words)
     for each in (sound, other):

@@ -75,11 +75,11 @@ def directories(tmp_path_factory):
 
 def test_the_next_cohort_finds_the_base_prepared(directories, loads):
     with Bases() as bases:
-        base, lanes, engine = first = bases.take(config_of(directories[0]))
+        base, lanes, engine = first = bases.with_engine(config_of(directories[0]))
         sample_and_update(lanes, engine)
         modules = [id(module) for module in base.model.modules()]
         publish(engine, [trained(lanes, 0)])
-        again = bases.take(config_of(directories[0], training={"lr": 0.5}))
+        again = bases.with_engine(config_of(directories[0], training={"lr": 0.5}))
         assert all(one is other for one, other in zip(first, again, strict=True))
         assert [id(module) for module in base.model.modules()] == modules
         with pytest.raises(RunFailed, match="no weights were published"):  # those of the other cohort's runs are gone
@@ -91,10 +91,10 @@ def test_the_next_cohort_finds_the_base_prepared(directories, loads):
 def test_other_target_layers_remove_the_lanes_and_keep_the_weights(directories, loads):
     fewer = {"target_modules": ["q_proj", "v_proj"]}
     with Bases() as bases:
-        base, lanes, engine = bases.take(config_of(directories[0]))
+        base, lanes, engine = bases.with_engine(config_of(directories[0]))
         sample_and_update(lanes, engine)
         for _ in range(2):
-            same, others, other_engine = bases.take(config_of(directories[0], lora=fewer))
+            same, others, other_engine = bases.with_engine(config_of(directories[0], lora=fewer))
             assert same is base
             assert other_engine is not engine
             inserted = [module for module in base.model.modules() if isinstance(module, LaneLinear)]
@@ -102,14 +102,14 @@ def test_other_target_layers_remove_the_lanes_and_keep_the_weights(directories, 
             assert all(module.lanes is others for module in inserted)
             sample_and_update(others, other_engine)
             with pytest.raises(ModelError, match="no linear layer"):  # which leaves no lanes behind
-                bases.take(config_of(directories[0], lora={"target_modules": ["nothing"]}))
+                bases.with_engine(config_of(directories[0], lora={"target_modules": ["nothing"]}))
     assert loads == [str(directories[0])]
 
 
 def test_another_base_is_loaded_when_the_first_is_gone(directories, loads):
     with Bases() as bases:
         for directory, dtype in zip(directories, ("float32", "float64"), strict=True):
-            base, lanes, engine = bases.take(config_of(directory, inference={"dtype": dtype}))
+            base, lanes, engine = bases.with_engine(config_of(directory, inference={"dtype": dtype}))
             sample_and_update(lanes, engine)
             weights = [weakref.ref(weight) for weight in base.model.parameters()]
             del base, lanes, engine

@@ -193,7 +193,7 @@ def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base,
     groups = sample(engine_of(base, lanes, lambda: capture, messages.append), asked, adapters)
     eager = sample(engine_of(base, lanes), asked, adapters)
     assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in eager]
-    assert messages == ["out of memory while decoding: goes on with 6 sequences at once"]
+    assert messages == ["out of memory while decoding: continuing with 6 sequences at once"]
     assert emulator.replays > 10
 
 

@@ -84,42 +84,42 @@ def events(stream: io.StringIO) -> list[str]:
 def test_a_campaign_from_its_first_to_its_last_step(tmp_path):
     campaign, stream = Campaign(tmp_path / "c"), io.StringIO()
     follower = Follower(tmp_path / "c", JsonLines(stream))
-    assert not follower.look()
+    assert not follower.poll()
     assert events(stream) == ["plan"]
     campaign.hold()
     campaign.runs[0]["worker"] = "2 gpu:1"
     campaign.state(0, "running")
     campaign.recorders[0].record_eval(evaluation([group([1.0, 0.0], [2, 2])]))
     campaign.steps(0, 0, 2)
-    follower.look()
+    follower.poll()
     assert '"worker": "2 gpu:1"' in stream.getvalue()
     assert events(stream) == ["worker a_s1", "start a_s1 1", "eval a_s1", "step a_s1 1"]
     assert read_status(tmp_path / "c" / "runs" / "a_s1")["runs"][0]["state"] == "running"
-    follower.look()
+    follower.poll()
     assert events(stream) == []
     campaign.steps(0, 2, 4)
     campaign.state(0, "done")
     campaign.write(squeeze={"recommended_rank": 4})
-    follower.look()
+    follower.poll()
     message = f"message  {tmp_path / 'c'}: recommended rank 4"
     assert events(stream) == ["step a_s1 2", "step a_s1 3", "end a_s1 done", message]
     campaign.state(1, "running")
     campaign.recorders[1].record_eval(evaluation([group([1.0, 0.0], [2, 2])]))
     campaign.steps(1, 0, 3)
-    follower.look()
+    follower.poll()
     campaign.lock.close()  # killed
     assert read_status(tmp_path / "c" / "runs" / "a_s2")["runs"][0]["state"] == "interrupted"
-    assert not follower.look()
+    assert not follower.poll()
     assert events(stream)[-1] == "end a_s2 interrupted"
     campaign.hold()  # resumed from a checkpoint at step 1
     campaign.recorders[1].truncate(1)  # the evaluation comes again, and is not reported twice
     campaign.steps(1, 1, 2)
-    follower.look()
+    follower.poll()
     assert events(stream) == ["start a_s2 1", "step a_s2 1"]
     campaign.steps(1, 2, 4)
     campaign.state(1, "failed", "RunFailed: loss is not finite")
     campaign.lock.close()
-    assert follower.look()
+    assert follower.poll()
     assert events(stream) == ["step a_s2 2", "step a_s2 3", "end a_s2 failed"]
 
 
@@ -130,14 +130,14 @@ def test_several_directories_and_files_that_go(tmp_path):
         campaign.steps(0, 0, 1)
     stream = io.StringIO()
     follower = Follower(tmp_path, JsonLines(stream))
-    follower.look()
+    follower.poll()
     assert {"step one/a_s1 0", "end two/a_s1 done"} <= {*events(stream)}
     shutil.rmtree(tmp_path / "two")
-    follower.look()
+    follower.poll()
     assert sorted(events(stream)) == ["end two/a_s1 interrupted", "end two/a_s2 interrupted"]
     (tmp_path / "one" / "manifest.json").write_text('{"runs": [{"half')
-    assert not follower.look()
-    assert not Follower(tmp_path / "gone", JsonLines(stream)).look()
+    assert not follower.poll()
+    assert not Follower(tmp_path / "gone", JsonLines(stream)).poll()
 
 
 def test_the_command_ends_with_the_runs_and_quietly_with_ctrl_c(tmp_path):

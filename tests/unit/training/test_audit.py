@@ -11,7 +11,7 @@ from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
-from retrain.config.runs import differences, tells_apart
+from retrain.config.runs import differences, distinguishes_runs
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
@@ -88,7 +88,7 @@ def test_conditions_have_the_same_audit_and_another_audit_is_a_difference(tmp_pa
         load(file)
     changed = differences({"audit": {"type": "match"}}, {"audit": {"type": "format"}})
     assert changed == {"audit.type": ("match", "format")}
-    assert tells_apart("audit.type")
+    assert distinguishes_runs("audit.type")
 
 
 def test_an_audit_is_checked_before_training(tmp_path):

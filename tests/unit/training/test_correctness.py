@@ -131,7 +131,7 @@ def test_what_decides(result, correct):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[reward]\ncorrect_above = 2\n", 'correct_above  has no effect: type = "match" says itself'),
+        ("[reward]\ncorrect_above = 2\n", 'correct_above  has no effect: type = "match" itself decides'),
         ('[environment]\ncorrect_metric = "won"\n', "correct_metric  has no effect without a provider"),
         (
             '[environment]\nprovider = "games:Game"\ncorrect_metric = "won"\n',

@@ -183,7 +183,7 @@ def test_every_difference_is_named_and_decided(home, copied):
     assert [part for part in parts if part not in str(error.value)] == []
     assert "rich" not in str(error.value)
     messages = Messages()
-    accepted = Approval(accept=True, tell=messages.message)
+    accepted = Approval(accept=True, notify=messages.message)
     assert go(path, copied, observer=messages, approval=accepted).exit_status == 0
     assert any("weight_decay: 0.0 → 0.1" in line for line in messages.lines)
     assert go(path, copied).exit_status == 0  # the record now names what it was made with
@@ -223,7 +223,7 @@ def test_a_finished_run_keeps_its_settings(copied):
     assert list(copied.rglob("*.retrain-tmp")) == []  # a killed process leaves such files
     with pytest.raises(UsageError, match=r"finished, with other settings \(training\.lr: 0\.01 → 0\.02\)"):
         resume(copied, NullObserver(), approval=Approval(accept=True), sets=["training.lr=0.02"])
-    with pytest.raises(UsageError, match="says which runs there are"):
+    with pytest.raises(UsageError, match="defines the runs of the campaign"):
         resume(copied, NullObserver(), sets=["campaign.seeds=[1]"])
 
 
