@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 from retrain.verdicts.evidence import window_of
 
 MOST_POINTS = 2_000
@@ -24,7 +24,7 @@ class Smoothing:
 
     @classmethod
     def parse(cls, text: str) -> Smoothing:
-        """Parse ``none``, ``auto``, ``ema:0.9``, ``mean:20``, or ``20`` for ``mean:20``. Raises Refusal (400)."""
+        """Parse ``none``, ``auto``, ``ema:0.9``, ``mean:20``, or ``20`` for ``mean:20``. Raises ApiError (400)."""
         if text in ("none", "0", "1", "mean:1", "mean:0"):
             return cls()
         if text in ("auto", "-1"):
@@ -33,7 +33,7 @@ class Smoothing:
             return cls("ema", float(match[1]))
         if (match := re.fullmatch(r"(?:mean:)?(\d{1,6})", text)) and int(match[1]) <= MOST_STEPS:
             return cls("mean", int(match[1]))
-        raise Refusal(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
+        raise ApiError(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
 
     def for_points(self, longest: int) -> Smoothing:
         """Return the smoothing of lines of which the longest has so many points: that of a report for "auto"."""

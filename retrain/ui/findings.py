@@ -183,7 +183,7 @@ class Findings:
         try:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}
         except RetrainError as error:
-            return Finding(signature, None, self._library.places.told(str(error)))
+            return Finding(signature, None, self._library.places.with_places(str(error)))
         except ODD as error:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Finding(signature, None, why)

@@ -141,7 +141,7 @@ def _groups(every: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def whole(run: Index, one: Iteration, index: int) -> Row:
+def rollout_in(run: Index, one: Iteration, index: int) -> Row:
     """Return one rollout as ``shown_tokens`` or, where its tokens were not recorded, as ``shown_text``, and the others
     of its group in short. Raises UsageError where there is no such rollout."""
     if (tokens := run.tokens(one)) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, json_route
+from retrain.ui.answers import ApiError, Query, json_route
 from retrain.ui.decimation import Smoothing
 from retrain.ui.library import Library
 from retrain.ui.lines import (
@@ -84,14 +84,14 @@ def routes(library: Library) -> list[Route]:
 
 
 def chosen_runs(library: Library, places: Sequence[str]) -> Chosen:
-    """Return the runs at these places, each once, the baseline's first. Raises Refusal for too many."""
+    """Return the runs at these places, each once, the baseline's first. Raises ApiError for too many."""
     chosen: dict[str, tuple[Home, Run]] = {}
     for place in places:
         home = library.home(place)
         campaign = library.campaign(place)
         chosen |= {run.place: (campaign, run) for label in home.labels for run in home.of(label)}
     if len(chosen) > MOST_RUNS:
-        raise Refusal(400, f"these are {len(chosen)} runs; at most {MOST_RUNS} are drawn together")
+        raise ApiError(400, f"these are {len(chosen)} runs; at most {MOST_RUNS} are drawn together")
     return list(chosen.values())
 
 
