@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -104,3 +106,8 @@ def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     rows = np.arange(len(starts))
     chosen = [indices[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
     return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
+
+
+def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most ``most`` of the items, evenly spaced, with both ends."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).astype(int))] if items else []

@@ -203,10 +203,8 @@ def verdict_of(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     one = max(others, key=lambda each: abs(each["typical_difference"]))
     low, high = one.get("difference_interval") or (None, None)
-    standing = one.get("standing")
     return {
         "label": one["label"], "word": one["verdict"], "sentence": one["sentence"],
-        "standing": standing if standing in ("interim", "exploratory") else None,
         "difference": one["typical_difference"], "low": low, "high": high,
         "margin": comparison.get("margin"), "share": bool(comparison.get("share")), "baseline": comparison["baseline"],
     }  # fmt: skip

@@ -85,7 +85,6 @@ class Matrix:
             "steps": steps,
             "taken": {label: own.as_json() for label, own in self.evaluated.items()},
             "common": self.common,
-            "tags": sorted(tags),
             "of_tag": dict(sorted(tags.items())),
             "overall": self.overall,
             "few": len(self.rows) < FEW,

@@ -65,7 +65,6 @@ class Home:
     source: str
     name: str
     runs: Sequence[Run]
-    created: float | None = None
     updated: float | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
@@ -123,9 +122,9 @@ def our_home(path: Path, places: Places) -> Home | None:
     single = len(entries) == 1 and entries[0]["path"] == "."
     updated = max([manifest.get("updated") or 0.0, *(run.written for run in runs if run.written)])
     missing = [] if len(runs) == len(entries) else ["runs whose files lie outside of the directories given"]
-    name, created = str(manifest.get("name") or path.name), manifest.get("created")
+    name = str(manifest.get("name") or path.name)
     return Home(
-        place, path, "run" if single else "campaign", OURS, name, runs, created, updated, manifest, missing
+        place, path, "run" if single else "campaign", OURS, name, runs, updated, manifest, missing
     )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def _without_manifest(path: Path, place: str, places: Places) -> Home | None:
         whole(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
         whole(row.get("step"), -1) + 1, whole(training.get("max_steps")), written,
     )  # fmt: skip
-    return Home(place, path, "run", OURS, path.name, [run], None, written, is_lockless=True)
+    return Home(place, path, "run", OURS, path.name, [run], written, is_lockless=True)
 
 
 def is_our_run(path: Path, places: Places) -> bool:
@@ -192,7 +191,7 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
     ]  # fmt: skip
     times = [run.written for run in runs if run.written]
     kind, updated = "run" if single else "campaign", max(times, default=None)
-    home = Home(place, path, kind, reader.tool, path.name, runs, None, updated, {}, reader.missing, is_lockless=True)
+    home = Home(place, path, kind, reader.tool, path.name, runs, updated, {}, reader.missing, is_lockless=True)
     return home if runs else None
 
 

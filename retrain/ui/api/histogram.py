@@ -10,6 +10,7 @@ from retrain.records.histograms import counted, edges_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.layout import TRAIN
 from retrain.ui.answers import ApiError, Query, json_route, plain
+from retrain.ui.decimation import evenly_spaced
 from retrain.ui.iterations import Index, Iteration
 from retrain.ui.library import Library
 
@@ -55,7 +56,7 @@ def at_step(index: Index, name: str, one: Iteration) -> dict[str, Any]:
 
 def over_steps(index: Index, name: str, steps: list[Iteration]) -> dict[str, Any]:
     """Return counts [steps, bins] over at most ``MOST_STEPS`` steps with the same edges for all."""
-    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps))).astype(int))]
+    chosen = evenly_spaced(steps, MOST_STEPS)
     found = [np.array([value for row in index.summaries(one) if (value := value_of(row, name)) is not None], np.float64)
              for one in chosen]  # fmt: skip
     edges = edges_of(np.concatenate(found))

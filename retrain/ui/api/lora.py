@@ -14,6 +14,7 @@ from retrain.records.reader import RunReader
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FINAL, SAVED
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
 from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.decimation import evenly_spaced
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
 
@@ -90,9 +91,7 @@ def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
             names = sorted((entry.name for entry in RunReader(run.path).checkpoint_directories()), key=_number)
             paths = [(_number(name), library.places.folder(run.path, f"{SAVED}/{name}")) for name in names]
             found = [(step, path) for step, path in paths if step >= 0 and path is not None]
-    if len(found) > MOST_CHECKPOINTS:
-        places = np.unique(np.linspace(0, len(found) - 1, MOST_CHECKPOINTS).astype(int))
-        found = [found[place] for place in places]
+    found = evenly_spaced(found, MOST_CHECKPOINTS)
     final = library.places.folder(run.path, FINAL)
     return [*found, (run.step, final)] if final is not None and (not found or found[-1][0] != run.step) else found
 

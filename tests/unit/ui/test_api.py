@@ -41,7 +41,7 @@ def test_places_and_a_campaign_have_the_comparison_of_retrain_compare(tmp_path, 
     cost = found["cost"]
     assert [each["label"] for each in cost] == ["grpo+none", "maxrl+none"]
     assert (cost[1]["seconds_per_run"], cost[1]["tokens_per_run"]) == (pytest.approx(6.0), 600)
-    assert cost[1]["difference"] == found["comparison"]["conditions"][1]["difference"]
+    assert cost[1]["typical_difference"] == found["comparison"]["conditions"][1]["typical_difference"]
     append_jsonl(home / "runs/maxrl+none_s1/evals.jsonl", [evaluation(6, 1.0)])
     after = get(client, "/api/campaign", at="one", wait_ms=60_000)["comparison"]
     assert after == jsonable(compare_directories([home])) | {"directories": ["one"]}
