@@ -29,8 +29,8 @@ class ApiError(Exception):
 class Query:
     """The values of a request's query. A value of another kind raises ApiError (400)."""
 
-    def __init__(self, asked: Request | QueryParams):
-        self._values = asked.query_params if isinstance(asked, Request) else asked
+    def __init__(self, source: Request | QueryParams):
+        self._values = source.query_params if isinstance(source, Request) else source
         for name, value in self._values.multi_items():
             if len(value) > MOST_VALUE or "\0" in value:
                 raise ApiError(400, f"the value of {name[:40]!r} is too long, or holds a NUL")

@@ -32,7 +32,7 @@ Snapshot = dict[str, dict[str, Any]]  # Stamps and states of runs, by place
 
 
 class Pages:
-    """The pages that listen, to be moved to a view all together."""
+    """The open pages that listen for events; ``move`` sends all of them to a view."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[str]] = set()

@@ -29,7 +29,7 @@ from retrain.verdicts.pooling import compare_directories
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
-ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
+FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """Errors that files of any content may cause."""
 READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
 DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that it reads
@@ -38,7 +38,7 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A comparison as it was when the files had this signature, or why there is none, and the lines of its power."""
+    """The comparison of files with this signature, or why there is none; ``power`` has the lines about more seeds."""
 
     signature: Signature
     comparison: dict[str, Any] | None
@@ -109,8 +109,8 @@ class Findings:
         return (stamps, [home.manifest.get(name) for name in DECLARED], entries, runs)
 
     def ask_where_needed(self, homes: Iterable[Home]) -> None:
-        """Read and compare, in the background, the campaigns without a comparison on the disk that has all
-        evaluations."""
+        """Read and compare, in the background, campaigns whose written comparison is missing or older than an
+        evaluation."""
         self.ask([home for home in homes if not self._is_written(home)])
 
     def _is_written(self, home: Home) -> bool:
@@ -184,12 +184,12 @@ class Findings:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}
         except RetrainError as error:
             return Finding(signature, None, self._library.places.with_places(str(error)))
-        except ODD as error:
+        except FILE_ERRORS as error:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Finding(signature, None, why)
         try:
             power = power_of(home, found)
-        except (RetrainError, *ODD):
+        except (RetrainError, *FILE_ERRORS):
             power = []  # no spread yet, or a plan that this release does not read
         return Finding(signature, found, None, power)
 

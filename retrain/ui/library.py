@@ -62,7 +62,7 @@ class Library:
         return home
 
     def campaign(self, place: str) -> Home:
-        """Return the campaign at a place, or that of the run at this place; a run alone is its own."""
+        """Return the campaign at a place, or that of the run there; of a run without a campaign, the run itself."""
         return self._campaign_of(place) or self.home(place)
 
     def run(self, place: str) -> Run:

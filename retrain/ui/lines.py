@@ -103,7 +103,7 @@ def shown(line: Line, most: int, part: Window | None) -> dict[str, Any]:
 def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> dict[str, Any]:
     """Return ``mean`` [x, y] with ``raw``, the mean of the runs' own values, ``band`` [x, low, high] and ``n`` runs.
 
-    They are those of the finished runs; while none is finished, of all, as far as all of them have come (``of``).
+    The mean is over the finished runs; while none is, over all, up to the last step that all have (``of`` says which).
     ``band`` is the interval (three runs or more), or with "range" the least and the greatest value.
     """
     finished = [line for line in lines if line.run.state == "done"]

@@ -90,11 +90,11 @@ class RunNumbers:
 
     def refresh(self, make: bool = False) -> None:
         """Read what is new. Columns that a long run lacks are made only where somebody has the time (``make``)."""
-        left = self._bare() and not make and not self._is_made()
-        if not left and self._bare():
+        is_deferred = self._lacks_columns() and not make and not self._is_made()
+        if not is_deferred and self._lacks_columns():
             self._make()
         with self._lock:
-            self.reading = left and self._bare()  # made since by another thread
+            self.reading = is_deferred and self._lacks_columns()  # made since by another thread
             if not self.reading:
                 self._refresh()
             self.refresh_evaluations()
@@ -121,7 +121,7 @@ class RunNumbers:
         self._length, self._keys = len(self._columns), None
         self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
-    def _bare(self) -> bool:
+    def _lacks_columns(self) -> bool:
         """Return whether this is a long run whose columns are in no file."""
         beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
@@ -135,7 +135,7 @@ class RunNumbers:
 
     def _make(self) -> None:
         with self._making:
-            if self._bare():
+            if self._lacks_columns():
                 made = self._write_cache()
                 with self._lock:
                     self._tried = True
