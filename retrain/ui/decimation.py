@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from retrain.ui.answers import ApiError
-from retrain.verdicts.evidence import window_of
+from retrain.verdicts.evidence import moving_average, window_of
 
 MOST_POINTS = 2_000
 MOST_STEPS = 100_000  # Steps of a moving average
@@ -73,21 +73,6 @@ def exponential_average(values: np.ndarray, weight: float) -> np.ndarray:
         sums[span:] = sums[span:] + weight**span * sums[:-span]
         span *= 2
     averages[known] = sums * (1.0 - weight) / (1.0 - weight**ages)
-    return averages
-
-
-def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
-    count; ``steps`` are in order."""
-    known = np.isfinite(values)
-    if window < 2 or not known.any():
-        return values
-    at, numbers = np.maximum.accumulate(steps[known]), values[known].astype(np.float64)
-    total = np.concatenate([[0.0], np.cumsum(numbers)])
-    ends = np.arange(1, len(numbers) + 1)
-    starts = np.minimum(np.searchsorted(at, at - window, side="right"), ends - 1)
-    averages = np.full(len(values), np.nan)
-    averages[known] = (total[ends] - total[starts]) / (ends - starts)
     return averages
 
 
