@@ -58,7 +58,7 @@ def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) ->
 
 
 def overlap(one: Spectrum, other: Spectrum) -> float | None:
-    """‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance; None where one has none."""
+    """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance; None where one has none."""
     k = min(one.directions.shape[1], other.directions.shape[1])
     if not k or one.directions.shape[0] != other.directions.shape[0]:
         return None

@@ -18,7 +18,7 @@ MOST_VALUE = 4096  # Characters of one value of a query
 DIGITS = 7  # Significant digits of numbers that are float32 on the disk
 
 
-class Refusal(Exception):
+class ApiError(Exception):
     """Ends a request with an HTTP status and one sentence."""
 
     def __init__(self, status: int, text: str):
@@ -27,28 +27,28 @@ class Refusal(Exception):
 
 
 class Query:
-    """The values of a request's query; those that are no such value raise Refusal (400)."""
+    """The values of a request's query. A value of another kind raises ApiError (400)."""
 
-    def __init__(self, asked: Request | QueryParams):
-        self._values = asked.query_params if isinstance(asked, Request) else asked
+    def __init__(self, source: Request | QueryParams):
+        self._values = source.query_params if isinstance(source, Request) else source
         for name, value in self._values.multi_items():
             if len(value) > MOST_VALUE or "\0" in value:
-                raise Refusal(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
+                raise ApiError(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return one value, or the default; a missing value without a default is refused."""
+        """Return one value, or the default; ApiError (400) where there is neither."""
         value = self._values.get(name, default)
         if value is None:
-            raise Refusal(400, f"the query needs {name}=…")
+            raise ApiError(400, f"the query needs {name}=…")
         return value
 
     def texts(self, name: str, most: int, default: Sequence[str] = ()) -> list[str]:
         """Return every value of a name that may be repeated, each once; at least one."""
         values = list(dict.fromkeys(self._values.getlist(name))) or list(default)
         if not values:
-            raise Refusal(400, f"the query needs {name}=…")
+            raise ApiError(400, f"the query needs {name}=…")
         if len(values) > most:
-            raise Refusal(400, f"{name} may be given {most} times")
+            raise ApiError(400, f"{name} may be given {most} times")
         return values
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
@@ -58,7 +58,7 @@ class Query:
             return default
         digits = value.removeprefix("-")
         if not (digits.isascii() and digits.isdecimal() and len(digits) < 19 and low <= int(value) <= high):
-            raise Refusal(400, f"{name} is a whole number from {low} to {high}")
+            raise ApiError(400, f"{name} is a whole number from {low} to {high}")
         return int(value)
 
     def real(self, name: str) -> float | None:
@@ -71,19 +71,19 @@ class Query:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise Refusal(400, f"{name} is a number")
+            raise ApiError(400, f"{name} is a number")
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
         """Return one of these words, the first by default."""
         value = self._values.get(name) or choices[0]
         if value not in choices:
-            raise Refusal(400, f"{name} is one of {', '.join(choices)}")
+            raise ApiError(400, f"{name} is one of {', '.join(choices)}")
         return value
 
 
 class JsonRoute(Route):
-    """A route with what it answers, for who asks without a request."""
+    """A GET route, and the function that computes its answer from a query."""
 
     def __init__(self, path: str, answer: Callable[[Query], Any]):
         def endpoint(request: Request) -> Response:
@@ -94,25 +94,25 @@ class JsonRoute(Route):
 
 
 def json_route(path: str, answer: Callable[[Query], Any]) -> Route:
-    """Return a GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; its refusals, and
-    errors of files, become one sentence."""
+    """Return a GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; its errors, and
+    those of files, become one sentence."""
     return JsonRoute(path, answer)
 
 
 def guarded(answer: Callable[[], Response]) -> Response:
-    """Return the answer, or the sentence of why there is none."""
+    """Return the answer, or its error as a response."""
     try:
         return answer()
-    except Refusal as error:
-        return refused(error.status, error.text)
+    except ApiError as error:
+        return error_response(error.status, error.text)
     except RetrainError as error:
-        return refused(400, str(error))
+        return error_response(400, str(error))
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
-        return refused(404, f"a file could not be read: {reason}; it may have been moved or replaced just now")
+        return error_response(404, f"a file could not be read: {reason}; it may have been moved or replaced just now")
 
 
-def refused(status: int, text: str) -> JSONResponse:
+def error_response(status: int, text: str) -> JSONResponse:
     """Return an error as every endpoint gives it."""
     return JSONResponse({"error": " ".join(text.split())}, status)
 

@@ -21,7 +21,7 @@ from retrain.errors import RetrainError, UsageError
 from retrain.files import dumps, write_text
 from retrain.records.pages import STATIC
 from retrain.records.pages.scripts import joined
-from retrain.ui.answers import JsonRoute, Query, Refusal
+from retrain.ui.answers import ApiError, JsonRoute, Query
 from retrain.ui.findings import Findings
 from retrain.ui.iterations import Index
 from retrain.ui.library import Library
@@ -50,12 +50,13 @@ ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
 )
 
-Asked = tuple[str, dict[str, Any]]  # The name of an endpoint and its query
+Answer = Callable[[Query], Any]
+Question = tuple[str, dict[str, Any]]  # The name of an endpoint and its query
 
 
 def write_bundle(library: Library, out: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> int:
-    """Write the copy into ``out``, which must not be there yet, or be empty; the bytes written. ``progress`` is told
-    how many campaigns and runs are done.
+    """Write the copy into ``out``, which must not exist or be empty; return the bytes written. ``progress`` is called
+    with how many campaigns and runs are done, and of how many.
 
     Raises UsageError where something is there already, or there is nothing to show; StorageError of a disk.
     """
@@ -98,7 +99,7 @@ def _copied(source: Path, target: Path) -> None:
 
 
 def _write_answers(
-    path: Path, answers: Mapping[str, Callable[[Query], Any]], asked: Sequence[Asked], name: str, files: dict[str, str]
+    path: Path, answers: Mapping[str, Answer], asked: Sequence[Question], name: str, files: dict[str, str]
 ) -> None:
     """Write one file of answers and add it to ``files`` by the answers' names. Refused questions are left out."""
     found = {}
@@ -106,7 +107,7 @@ def _write_answers(
         try:
             answer = answers[endpoint](_query(query))
             found[key_of(endpoint, query)] = without_paths(answer) if endpoint in OF_THE_MACHINE else answer
-        except (Refusal, RetrainError, OSError):
+        except (ApiError, RetrainError, OSError):
             continue
     _write_found(path, found, name, files)
 
@@ -129,12 +130,7 @@ def _write_found(path: Path, found: Mapping[str, Any], name: str, files: dict[st
 
 
 def _write_evolutions(
-    data: Path,
-    answers: Mapping[str, Callable[[Query], Any]],
-    library: Library,
-    home: Home,
-    name: str,
-    files: dict[str, str],
+    data: Path, answers: Mapping[str, Answer], library: Library, home: Home, name: str, files: dict[str, str]
 ) -> None:
     """Write every held-out problem over the evaluations: all at once, since each answer would read every file."""
     runs = {label: [library.index(run) for run in home.of(label)] for label in home.labels}
@@ -147,7 +143,7 @@ def _write_evolutions(
     _write_found(data / f"{name}.js", found, name, files)
 
 
-def _sets(answers: Mapping[str, Callable[[Query], Any]], home: Home) -> list[str]:
+def _sets(answers: Mapping[str, Answer], home: Home) -> list[str]:
     return answers["problems"](_query({"at": home.place}))["sets"]
 
 
@@ -161,9 +157,7 @@ def key_of(endpoint: str, query: Mapping[str, Any]) -> str:
     return f"{endpoint}?{'&'.join(pair for pair in pairs if pair not in PLAIN)}"
 
 
-def _of_home(
-    answers: Mapping[str, Callable[[Query], Any]], library: Library, home: Home
-) -> Iterator[tuple[str, list[Asked]]]:
+def _of_home(answers: Mapping[str, Answer], library: Library, home: Home) -> Iterator[tuple[str, list[Question]]]:
     """Yield groups of questions about a campaign or run, each for a file of its own."""
     at = home.place
     places = list(dict.fromkeys([at, *(run.place for run in home.runs)]))
@@ -192,14 +186,14 @@ def _of_home(
         yield f"rollouts_{number}", list(_rollouts(library, run))
 
 
-def _comparisons(home: Home) -> Iterator[Asked]:
+def _comparisons(home: Home) -> Iterator[Question]:
     """Yield the first run of every condition against the first of the baseline."""
     first = [own[0] for label in home.labels if (own := home.of(label))]
     for other in first[1:]:
         yield "compare", {"a": first[0].place, "b": other.place}
 
 
-def _rollouts(library: Library, run: Run) -> Iterator[Asked]:
+def _rollouts(library: Library, run: Run) -> Iterator[Question]:
     """Yield the newest recorded iterations of each split, with their first rollouts."""
     known = library.index(run).refresh()
     yield "iterations", {"at": run.place}
@@ -216,9 +210,7 @@ def _rollouts(library: Library, run: Run) -> Iterator[Asked]:
                 yield from (("rollout", about | {"index": i}) for i in range(min(one.rollouts or 0, ROLLOUTS)))
 
 
-def _problems(
-    answers: Mapping[str, Callable[[Query], Any]], library: Library, home: Home
-) -> Iterator[tuple[str, list[Asked]]]:
+def _problems(answers: Mapping[str, Answer], library: Library, home: Home) -> Iterator[tuple[str, list[Question]]]:
     """Yield every held-out set by problem, and each of its problems under the baseline and under every other condition
     where their last evaluations are recorded."""
     at = home.place

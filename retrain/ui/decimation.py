@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from retrain.ui.answers import Refusal
-from retrain.verdicts.evidence import window_of
+from retrain.ui.answers import ApiError
+from retrain.verdicts.evidence import moving_average, window_of
 
 MOST_POINTS = 2_000
 MOST_STEPS = 100_000  # Steps of a moving average
@@ -24,7 +26,7 @@ class Smoothing:
 
     @classmethod
     def parse(cls, text: str) -> Smoothing:
-        """Parse ``none``, ``auto``, ``ema:0.9``, ``mean:20``, or ``20`` for ``mean:20``. Raises Refusal (400)."""
+        """Parse ``none``, ``auto``, ``ema:0.9``, ``mean:20``, or ``20`` for ``mean:20``. Raises ApiError (400)."""
         if text in ("none", "0", "1", "mean:1", "mean:0"):
             return cls()
         if text in ("auto", "-1"):
@@ -33,7 +35,7 @@ class Smoothing:
             return cls("ema", float(match[1]))
         if (match := re.fullmatch(r"(?:mean:)?(\d{1,6})", text)) and int(match[1]) <= MOST_STEPS:
             return cls("mean", int(match[1]))
-        raise Refusal(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
+        raise ApiError(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
 
     def for_points(self, longest: int) -> Smoothing:
         """Return the smoothing of lines of which the longest has so many points: that of a report for "auto"."""
@@ -74,21 +76,6 @@ def exponential_average(values: np.ndarray, weight: float) -> np.ndarray:
     return averages
 
 
-def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
-    count; ``steps`` are in order."""
-    known = np.isfinite(values)
-    if window < 2 or not known.any():
-        return values
-    at, numbers = np.maximum.accumulate(steps[known]), values[known].astype(np.float64)
-    total = np.concatenate([[0.0], np.cumsum(numbers)])
-    ends = np.arange(1, len(numbers) + 1)
-    starts = np.minimum(np.searchsorted(at, at - window, side="right"), ends - 1)
-    averages = np.full(len(values), np.nan)
-    averages[known] = (total[ends] - total[starts]) / (ends - starts)
-    return averages
-
-
 def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     """Return the indices of at most ``most`` points of a line (four or more), in order: of each stretch the least and
     the greatest, and both ends of the line. NaN are left out."""
@@ -104,3 +91,8 @@ def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     rows = np.arange(len(starts))
     chosen = [indices[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
     return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
+
+
+def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most ``most`` of the items, evenly spaced, with both ends."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).astype(int))] if items else []

@@ -13,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from retrain.files import dumps, stamp_of
 from retrain.records.schema.layout import EVALS, ITERATIONS, LOG, METRICS, NOTES, SPANS
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
@@ -28,19 +28,19 @@ WATCHED = {
 }  # fmt: skip
 """Files of a run that grow, and what a page calls it; last those of another tool."""
 
-Looked = dict[str, dict[str, Any]]
+Snapshot = dict[str, dict[str, Any]]  # Stamps and states of runs, by place
 
 
 class Pages:
-    """The pages that listen, to be moved to a view all together."""
+    """The open pages that listen for events; ``move`` sends all of them to a view."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[str]] = set()
 
     def check(self) -> None:
-        """Raise Refusal where there are too many."""
+        """Raise ApiError where there are too many."""
         if len(self._queues) >= MOST_LISTENERS:
-            raise Refusal(503, f"{MOST_LISTENERS} pages listen already: close some")
+            raise ApiError(503, f"{MOST_LISTENERS} pages listen already: close some")
 
     @contextmanager
     def joined(self) -> Iterator[asyncio.Queue[str]]:
@@ -65,7 +65,7 @@ async def stream(
 ) -> AsyncIterator[str]:
     """Yield the events of one listener, about one place or all. It counts as a listener while it is read."""
     with pages.joined() as queue:
-        before, beat = await run_in_threadpool(look, library, findings, place), time.monotonic()
+        before, beat = await run_in_threadpool(snapshot, library, findings, place), time.monotonic()
         yield "retry: 2000\n\n"
         while not closing():
             try:
@@ -74,12 +74,12 @@ async def stream(
                 continue
             except TimeoutError:
                 pass
-            now = await run_in_threadpool(look, library, findings, place)
-            told = await run_in_threadpool(changes, library, before, now)
-            for each in told:
+            now = await run_in_threadpool(snapshot, library, findings, place)
+            changed = await run_in_threadpool(changes, library, before, now)
+            for each in changed:
                 yield event("changed", each)
             before = now
-            if told:
+            if changed:
                 beat = time.monotonic()
             elif time.monotonic() - beat > BEAT_S:
                 beat = time.monotonic()
@@ -90,24 +90,24 @@ def event(name: str, data: Any) -> str:
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
-def look(library: Library, findings: Findings, place: str | None) -> Looked:
+def snapshot(library: Library, findings: Findings, place: str | None) -> Snapshot:
     """Return sizes, times and states of the runs by place; of all campaigns where no place is named."""
     try:
         homes = library.homes() if place is None else [library.home(place)]
-    except (Refusal, OSError):  # taken away: it may come back
+    except (ApiError, OSError):  # taken away: it may come back
         return {}
-    found: Looked = {}
+    found: Snapshot = {}
     for home in homes:
         if place is not None:
             findings.ask([home])
         for run in home.runs:
-            found[run.place] = _look(library, home, run)
+            found[run.place] = _stamps(library, home, run)
         if home.runs and home.manifest:
             found.setdefault(home.place, {})["comparison"] = findings.version(home)
     return found
 
 
-def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any]]:
+def changes(library: Library, before: Snapshot, now: Snapshot) -> list[dict[str, Any]]:
     """Return what is different, by run; ``rows`` where numbers came."""
     out = []
     for place, facts in now.items():
@@ -117,14 +117,14 @@ def changes(library: Library, before: Looked, now: Looked) -> list[dict[str, Any
                                   if name != "run" and old.get(name) != value))  # fmt: skip
         if not what:
             continue
-        told: dict[str, Any] = {"place": place, "what": what}
+        change: dict[str, Any] = {"place": place, "what": what}
         if "run" in facts and any(old.get(name) != facts.get(name) for name in names):
-            told["rows"] = _rows(library, facts["run"])
-        out.append(told)
+            change["rows"] = _rows(library, facts["run"])
+        out.append(change)
     return out + [{"place": place, "what": ["state"]} for place in before if place not in now]
 
 
-def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
+def _stamps(library: Library, home: Home, run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED if name != FOREIGN}
     if run.reader is not None and run.foreign is not None:
         facts[FOREIGN] = run.reader.stamp(run.foreign, library.places.file)
@@ -135,12 +135,12 @@ def _look(library: Library, home: Home, run: Run) -> dict[str, Any]:
 def _is_reading(library: Library, run: Run) -> bool:
     try:
         return library.numbers(run, refresh=False).reading
-    except Refusal:
+    except ApiError:
         return False
 
 
 def _rows(library: Library, run: Run) -> int | None:
     try:
         return len(library.numbers(run))
-    except (Refusal, OSError):
+    except (ApiError, OSError):
         return None

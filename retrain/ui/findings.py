@@ -29,7 +29,7 @@ from retrain.verdicts.pooling import compare_directories
 
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
-ODD = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
+FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """Errors that files of any content may cause."""
 READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
 DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that it reads
@@ -38,7 +38,7 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A comparison as it was when the files had this signature, or why there is none, and the lines of its power."""
+    """The comparison of files with this signature, or why there is none; ``power`` has the lines about more seeds."""
 
     signature: Signature
     comparison: dict[str, Any] | None
@@ -109,8 +109,8 @@ class Findings:
         return (stamps, [home.manifest.get(name) for name in DECLARED], entries, runs)
 
     def ask_where_needed(self, homes: Iterable[Home]) -> None:
-        """Read and compare, in the background, the campaigns without a comparison on the disk that has all
-        evaluations."""
+        """Read and compare, in the background, campaigns whose written comparison is missing or older than an
+        evaluation."""
         self.ask([home for home in homes if not self._is_written(home)])
 
     def _is_written(self, home: Home) -> bool:
@@ -183,13 +183,13 @@ class Findings:
         try:
             found = compare_directories([home.path], read=read) | {"directories": [home.place]}
         except RetrainError as error:
-            return Finding(signature, None, self._library.places.told(str(error)))
-        except ODD as error:
+            return Finding(signature, None, self._library.places.with_places(str(error)))
+        except FILE_ERRORS as error:
             why = f"its files cannot be compared as they are: {type(error).__name__}"
             return Finding(signature, None, why)
         try:
             power = power_of(home, found)
-        except (RetrainError, *ODD):
+        except (RetrainError, *FILE_ERRORS):
             power = []  # no spread yet, or a plan that this release does not read
         return Finding(signature, found, None, power)
 
@@ -203,10 +203,8 @@ def verdict_of(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     one = max(others, key=lambda each: abs(each["typical_difference"]))
     low, high = one.get("difference_interval") or (None, None)
-    standing = one.get("standing")
     return {
         "label": one["label"], "word": one["verdict"], "sentence": one["sentence"],
-        "standing": standing if standing in ("interim", "exploratory") else None,
         "difference": one["typical_difference"], "low": low, "high": high,
         "margin": comparison.get("margin"), "share": bool(comparison.get("share")), "baseline": comparison["baseline"],
     }  # fmt: skip

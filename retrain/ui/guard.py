@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrain.serving.local import is_local
-from retrain.ui.answers import refused
+from retrain.ui.answers import error_response
 
 POSTS = ("/api/view",)  # Paths that accept POST
 LISTENED = ("/api/events",)
@@ -44,7 +44,7 @@ class Guard:
         self.cookie = f"retrain_ui_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that must not pass, else let the application do so."""
+        """Answer a request that must not pass; pass every other one to the application."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -58,18 +58,18 @@ class Guard:
         await (answer or self.app)(scope, receive, with_headers)
 
     def _stopped(self, scope: Scope, headers: Headers) -> Response | None:
-        """Why the request must not pass, whoever it is from."""
+        """Return the error of a request that must not pass, whoever sent it; None where it may."""
         method, path = scope["method"], scope["path"]
         if not self._is_ours(name_in(headers.get("host", ""))):
-            return refused(403, "this server is asked under another name than the one that it listens at")
+            return error_response(403, "this server is asked under another name than the one that it listens at")
         if method == "POST" and path in POSTS:
-            return _refused_post(headers)
+            return _post_error(headers)
         if path in LISTENED and _is_cross_site(headers):
-            return refused(403, "another page must not listen here")
+            return error_response(403, "another page must not listen here")
         if method not in ("GET", "HEAD"):
-            return refused(405, f"{method[:20]} {path[:100]} is not answered: this server only reads")
+            return error_response(405, f"{method[:20]} {path[:100]} is not answered: this server only reads")
         if len(scope["query_string"]) > MOST_QUERY:
-            return refused(414, f"the query is longer than {MOST_QUERY} bytes")
+            return error_response(414, f"the query is longer than {MOST_QUERY} bytes")
         return None
 
     def _is_ours(self, name: str) -> bool:
@@ -80,7 +80,7 @@ class Guard:
         return _is_number(name) or name in {each.lower() for each in names}
 
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
-        """None where the token is right: in the cookie, as a Bearer, or in the query, which makes the cookie."""
+        """Return None where the token is right: in the cookie, as a Bearer, or in the query, which sets the cookie."""
         if self.token is None:
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
@@ -94,7 +94,9 @@ class Guard:
             answer = RedirectResponse(target, 303, {"Cache-Control": "no-store"})
             answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
             return answer
-        return refused(401, "this server needs the token that it printed when it began: open the address with ?token=…")
+        return error_response(
+            401, "this server needs the token that it printed when it began: open the address with ?token=…"
+        )
 
     def _is_right(self, token: str) -> bool:
         return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
@@ -115,12 +117,12 @@ def _is_cross_site(headers: Headers) -> bool:
     return headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
 
 
-def _refused_post(headers: Headers) -> Response | None:
-    """Return the refusal of a post that another page sends, or that is no JSON."""
+def _post_error(headers: Headers) -> Response | None:
+    """Return the error of a post that another page sends, or that is no JSON."""
     if _is_cross_site(headers):
-        return refused(403, "another page must not move this one")
+        return error_response(403, "another page must not move this one")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return refused(415, 'send JSON: Content-Type: application/json, {"url": "/metrics/…"}')
+        return error_response(415, 'send JSON: Content-Type: application/json, {"url": "/metrics/…"}')
     return None
 
 

@@ -14,7 +14,7 @@ from retrain.records.foreign.trackio import TrackioReader
 from retrain.records.foreign.trl import TrlReader
 from retrain.records.reader import read_object
 from retrain.records.schema.layout import CONFIG, MANIFEST
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 from retrain.ui.iterations import Index
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, nothing, stays_inside
@@ -25,7 +25,7 @@ FRESH_S = 0.8  # Seconds for which a reading is cached
 CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
-Known = tuple[float, Hashable, Home | None]  # When a directory was looked at, its stamp, and what it is
+CachedHome = tuple[float, Hashable, Home | None]  # When a directory was read, its stamp, and what it is
 
 
 class Library:
@@ -37,7 +37,7 @@ class Library:
         self._lock = RLock()
         self._found: list[Path] = []
         self._looked = 0.0
-        self._homes: dict[Path, Known] = {}
+        self._homes: dict[Path, CachedHome] = {}
         self._indices: dict[Path, Index] = {}
         self._checked: dict[Path, float] = {}
 
@@ -52,21 +52,21 @@ class Library:
         return sorted(homes, key=lambda home: (-(home.updated or 0.0), home.place))
 
     def home(self, place: str) -> Home:
-        """Return the campaign or run at a place; of a run of a campaign, that run alone. Raises Refusal (404)."""
+        """Return the campaign or run at a place; of a run of a campaign, that run alone. Raises ApiError (404)."""
         campaign = self._campaign_of(place)
         if campaign is not None:
-            return campaign.alone(next(run for run in campaign.runs if run.place == place))
+            return campaign.of_run(next(run for run in campaign.runs if run.place == place))
         home = self._read(self.places.find(place))
         if home is None:
             raise nothing(place)
         return home
 
     def campaign(self, place: str) -> Home:
-        """Return the campaign at a place, or that of the run at this place; a run alone is its own."""
+        """Return the campaign at a place, or that of the run there; of a run without a campaign, the run itself."""
         return self._campaign_of(place) or self.home(place)
 
     def run(self, place: str) -> Run:
-        """Return the run at a place; of a campaign its single one. Raises Refusal (404) where there are several."""
+        """Return the run at a place; of a campaign its single one. Raises ApiError (404) where there are several."""
         home = self.home(place)
         if len(home.runs) != 1:
             raise nothing(place)
@@ -74,7 +74,7 @@ class Library:
 
     def numbers(self, run: Run, refresh: bool = True, make: bool = False) -> Numbers:
         """Return the numbers of a run, with what is new in its files; with ``make`` also what takes seconds to read.
-        Raises Refusal where one of its files leads elsewhere."""
+        Raises ApiError where one of its files leads elsewhere."""
         now = time.monotonic()
         if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
             if not stays_inside(run.path, self.places):
@@ -109,7 +109,7 @@ class Library:
         parts = place.split("/")
         for up in (2, 1):
             if len(parts) > up:
-                with suppress(Refusal, OSError):
+                with suppress(ApiError, OSError):
                     home = self._read(self.places.find("/".join(parts[:-up])))
                     if home is not None and any(run.place == place for run in home.runs):
                         return home

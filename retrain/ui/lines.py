@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from retrain.ui.answers import Query, Refusal, plain
+from retrain.ui.answers import ApiError, Query, plain
 from retrain.ui.decimation import MOST_POINTS, Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
@@ -39,13 +39,13 @@ class Line:
 
 
 def window_of_query(query: Query) -> Window | None:
-    """Return the part of the x axis from ``from`` to ``to``; None for all of it. Raises Refusal (400)."""
+    """Return the part of the x axis from ``from`` to ``to``; None for all of it. Raises ApiError (400)."""
     low, high = query.real("from"), query.real("to")
     if low is None and high is None:
         return None
     window = -math.inf if low is None else low, math.inf if high is None else high
     if window[0] > window[1]:
-        raise Refusal(400, "from is to be no more than to: both are places on the x axis")
+        raise ApiError(400, "from is to be no more than to: both are places on the x axis")
     return window
 
 
@@ -70,7 +70,7 @@ def lines_of(
 
 def _line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
     numbers = library.numbers(run)
-    with numbers.still():
+    with numbers.lock():
         key = name_in(key, numbers.keys)
         steps, values = points_of(numbers, key)
         if not len(steps):
@@ -103,7 +103,7 @@ def shown(line: Line, most: int, part: Window | None) -> dict[str, Any]:
 def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> dict[str, Any]:
     """Return ``mean`` [x, y] with ``raw``, the mean of the runs' own values, ``band`` [x, low, high] and ``n`` runs.
 
-    They are those of the finished runs; while none is finished, of all, as far as all of them have come (``of``).
+    The mean is over the finished runs; while none is, over all, up to the last step that all have (``of`` says which).
     ``band`` is the interval (three runs or more), or with "range" the least and the greatest value.
     """
     finished = [line for line in lines if line.run.state == "done"]

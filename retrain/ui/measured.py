@@ -88,7 +88,7 @@ def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -
 
 def _graded_row(numbers: Numbers) -> dict[str, float]:
     """Return a row in which rewards had values other than 0 and 1, where there is one (``records.notes.is_graded``)."""
-    with numbers.still():
+    with numbers.lock():
         low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
     with np.errstate(invalid="ignore"):
         ends = np.isin(low, (0.0, 1.0)) & np.isin(high, (0.0, 1.0))
@@ -107,7 +107,7 @@ def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:
                  if row.get("name") == name and isinstance(value := row.get(key), int | float)]  # fmt: skip
         table = np.array(pairs, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
-    with numbers.still():
+    with numbers.lock():
         column, steps = numbers.column(key), steps_of(numbers)
     known = np.isfinite(column)
     return steps[known], column[known].astype(np.float64)

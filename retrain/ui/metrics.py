@@ -54,9 +54,7 @@ def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, A
             continue
         spread = {name: other for name in STATISTICS if (other := _statistic(key, name)) in there}
         histogram = HISTOGRAMS.get(key) or _component(key)
-        facts = facts | {"range": _range_of(key, ranges), "sample": len(spread) == len(STATISTICS),
-                         "spread": spread or None, "histogram": histogram}  # fmt: skip
-        out.append(facts)
+        out.append(facts | {"range": _range_of(key, ranges), "spread": spread or None, "histogram": histogram})
     return sorted(out, key=lambda facts: _ORDER.get(facts["section"], len(_ORDER)))
 
 

@@ -24,7 +24,7 @@ from retrain.records.foreign import FindFile, ForeignReader, ForeignRun
 from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 from retrain.ui.sources import Run
 from retrain.util.jsonl import Tail, last_row
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
@@ -90,11 +90,11 @@ class RunNumbers:
 
     def refresh(self, make: bool = False) -> None:
         """Read what is new. Columns that a long run lacks are made only where somebody has the time (``make``)."""
-        left = self._bare() and not make and not self._is_made()
-        if not left and self._bare():
+        is_deferred = self._lacks_columns() and not make and not self._is_made()
+        if not is_deferred and self._lacks_columns():
             self._make()
         with self._lock:
-            self.reading = left and self._bare()  # made since by another thread
+            self.reading = is_deferred and self._lacks_columns()  # made since by another thread
             if not self.reading:
                 self._refresh()
             self.refresh_evaluations()
@@ -121,7 +121,7 @@ class RunNumbers:
         self._length, self._keys = len(self._columns), None
         self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
-    def _bare(self) -> bool:
+    def _lacks_columns(self) -> bool:
         """Return whether this is a long run whose columns are in no file."""
         beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
@@ -135,7 +135,7 @@ class RunNumbers:
 
     def _make(self) -> None:
         with self._making:
-            if self._bare():
+            if self._lacks_columns():
                 made = self._write_cache()
                 with self._lock:
                     self._tried = True
@@ -200,8 +200,8 @@ class RunNumbers:
         with self._lock:
             return self._rows
 
-    def still(self) -> AbstractContextManager[object]:
-        """Return a lock: while it is held nothing is read anew, so that all columns have the same rows."""
+    def lock(self) -> AbstractContextManager[object]:
+        """Return the lock of ``refresh``: while it is held, all columns have the same rows."""
         return self._lock
 
 
@@ -246,7 +246,7 @@ class TableNumbers:
         """Return nothing: evaluations of other tools are keys of the rows."""
         return []
 
-    def still(self) -> AbstractContextManager[object]:
+    def lock(self) -> AbstractContextManager[object]:
         return self._lock
 
 
@@ -263,7 +263,7 @@ class Pool:
             _tidy(cache)
 
     def of(self, run: Run, find: FindFile) -> Numbers:
-        """Return the numbers of a run; the caller has looked that its files lie inside of the given directories."""
+        """Return the numbers of a run, whose files the caller has found inside the given directories."""
         with self._lock:
             if run.place not in self._runs:
                 self._runs[run.place] = self._new(run, find)
@@ -285,7 +285,7 @@ def cache_directory() -> Path:
 
 def steps_of(numbers: Numbers) -> np.ndarray:
     """Return float64 [rows]: the number of every row's step; rows without one go on counting."""
-    with numbers.still():
+    with numbers.lock():
         column, rows = _first(numbers, STEP_KEYS), len(numbers)
     count = np.arange(rows, dtype=np.float64)
     return count if column is None else np.where(np.isfinite(column), column, count).astype(np.float64)
@@ -293,20 +293,20 @@ def steps_of(numbers: Numbers) -> np.ndarray:
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
     """Return float64 [rows]: how far the run was at each row; of the wall clock NaN in rows that do not record it, as
-    those before a resume under an earlier release. Raises Refusal where its files do not say at all."""
+    those before a resume under an earlier release. Raises ApiError where its files do not say at all."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
         column = _first(numbers, TOKEN_KEYS)
         if column is None:
-            raise Refusal(400, "these runs do not count their tokens: take x=step")
+            raise ApiError(400, "these runs do not count their tokens: take x=step")
         return np.maximum.accumulate(np.nan_to_num(column.astype(np.float64)))
     clock = _first(numbers, (WALL_CLOCK,)) if x == "wall" else None
     if clock is not None and np.isfinite(clock).any():
         return np.where(np.isfinite(clock), np.fmax.accumulate(clock.astype(np.float64)), np.nan)
     seconds = own_seconds(numbers) if x == "device" else _first(numbers, STEP_TIME_KEYS)
     if seconds is None:
-        raise Refusal(400, "these runs do not say how long their steps took: take x=step")
+        raise ApiError(400, "these runs do not say how long their steps took: take x=step")
     return np.cumsum(np.nan_to_num(seconds.astype(np.float64)))
 
 
@@ -315,7 +315,7 @@ def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndar
     updates done, as that of an evaluation, and lies behind the rows of them."""
     if x == "step":
         return steps
-    with numbers.still():
+    with numbers.lock():
         done, rows = axis_of(numbers, x), steps_of(numbers)
     if not updates:
         return done[np.minimum(np.searchsorted(rows, steps), len(done) - 1)]
@@ -326,7 +326,7 @@ def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndar
 def own_seconds(numbers: Numbers) -> np.ndarray | None:
     """Return float64 [rows]: the device seconds of each step for this run alone, as comparisons count them; of other
     tools' runs the step's time. None where neither is recorded."""
-    with numbers.still():
+    with numbers.lock():
         keys = numbers.keys
         if f"time/{SHARED_SPANS[0]}" not in keys:
             return _first(numbers, STEP_TIME_KEYS)

@@ -24,7 +24,7 @@ from retrain.records.schema.layout import (
     NOTES,
     SPANS,
 )
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 
 MOST = 4096  # Characters of a place
 
@@ -50,7 +50,7 @@ class Places:
                 self.roots[_free(real.name or "root", self.roots)] = real
 
     def find(self, place: str) -> Path:
-        """Return the directory of a place, as its real path. Raises Refusal (404) for everything that is none."""
+        """Return the directory of a place, as its real path. Raises ApiError (404) for everything that is none."""
         parts = place.split("/")
         odd = not place or len(place) > MOST or "\0" in place or any(part in ("", ".", "..") for part in parts)
         root = self.roots.get(parts[0])
@@ -85,7 +85,7 @@ class Places:
         relative = path.relative_to(root).as_posix()
         return name if relative == "." else f"{name}/{relative}"
 
-    def told(self, text: str) -> str:
+    def with_places(self, text: str) -> str:
         """Return a sentence with places instead of paths of this machine."""
         for name, root in sorted(self.roots.items(), key=lambda each: -len(each[1].parts)):
             text = text.replace(str(root), name)
@@ -116,9 +116,9 @@ def _is_plain(run: Path, name: str, places: Places) -> bool:
     return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and places.file(run, name) is not None)
 
 
-def nothing(place: str) -> Refusal:
-    """Return the refusal of a place at which there is nothing to show."""
-    return Refusal(404, f"there is nothing to show at {place[:200]!r}")
+def nothing(place: str) -> ApiError:
+    """Return the error for a place at which there is nothing to show."""
+    return ApiError(404, f"there is nothing to show at {place[:200]!r}")
 
 
 def _free(name: str, taken: dict[str, Path]) -> str:

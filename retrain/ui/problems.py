@@ -29,9 +29,9 @@ Scores = dict[str, list[int]]  # [correct, answers] of every problem in one eval
 
 
 @dataclass(frozen=True)
-class Ends:
-    """First and last evaluation of each run of a condition; the last is None until a second one has come. ``of`` says
-    which runs these are: "finished" or "all"."""
+class EvaluatedRuns:
+    """The runs of a condition, each with its first and its last evaluation, None without a second one. ``of`` is
+    "finished", or "all" while none is."""
 
     runs: Sequence[tuple[Index, Iteration, Iteration | None]]
     of: str
@@ -58,7 +58,7 @@ class Matrix:
     """Every problem with its rates by condition, in the order in which the problems came."""
 
     held_out: str
-    ends: Mapping[str, Ends]
+    evaluated: Mapping[str, EvaluatedRuns]
     common: int | None
     rows: Sequence[Row]
     overall: Mapping[str, Row]
@@ -76,15 +76,15 @@ class Matrix:
             if (not tag or tag in row["tags"]) and wanted in f"{row['id']}\n{row['prompt']}".casefold()
         ]  # fmt: skip
         rows.sort(key=SORTS[sort])
-        steps = {label: [own.numbers(1)[0], (own.numbers(2) or own.numbers(1))[-1]] for label, own in self.ends.items()}
+        numbers = {label: (own.numbers(1), own.numbers(2)) for label, own in self.evaluated.items()}
+        steps = {label: [before[0], (after or before)[-1]] for label, (before, after) in numbers.items()}
         tags = Counter(each for row in self.rows for each in row["tags"])
         return {
             "set": self.held_out,
-            "conditions": list(self.ends),
+            "conditions": list(self.evaluated),
             "steps": steps,
-            "taken": {label: own.as_json() for label, own in self.ends.items()},
+            "taken": {label: own.as_json() for label, own in self.evaluated.items()},
             "common": self.common,
-            "tags": sorted(tags),
             "of_tag": dict(sorted(tags.items())),
             "overall": self.overall,
             "few": len(self.rows) < FEW,
@@ -103,18 +103,18 @@ def matrix(
     by all of its runs; then every condition is taken at the last step that all runs have in common. ``seeds`` are those
     of the runs' directories; runs without one are paired in their order.
     """
-    ends, common = _ends(runs, held_out, unfinished)
+    evaluated, common = _evaluated_runs(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
     pairs = {
         label: {
             (seeds or {}).get(run.run, number): _pair(run, held_out, before, after, problems)
             for number, (run, before, after) in enumerate(own.runs)
         }
-        for label, own in ends.items()
+        for label, own in evaluated.items()
     }
     rows = [problem | {"rates": _rates(pairs, name)} for name, problem in problems.items()]
     overall = {label: {when: _overall(own.values(), when) for when in WHEN} for label, own in pairs.items()}
-    return Matrix(held_out, ends, common, rows, overall, _tested(pairs, rows))
+    return Matrix(held_out, evaluated, common, rows, overall, _tested(pairs, rows))
 
 
 class Matrices:
@@ -142,7 +142,9 @@ class Matrices:
             return found
 
 
-def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict[str, Ends], int | None]:
+def _evaluated_runs(
+    runs: Runs, held_out: str, unfinished: Collection[Path]
+) -> tuple[dict[str, EvaluatedRuns], int | None]:
     """Return the evaluations that each condition is shown by, and the common step, where all are shown at it."""
     evaluated = {
         label: [(run, evaluations) for run in own if (evaluations := _evaluations(run, held_out))]
@@ -162,7 +164,8 @@ def _ends(runs: Runs, held_out: str, unfinished: Collection[Path]) -> tuple[dict
             at_common = (one for one in later if one.number == common)
             pairs.append((run, first, next(at_common, None) if not is_finished else (later or [None])[-1]))
         # Rates before and after are of the same seeds.
-        ends[label] = Ends([each for each in pairs if each[2]] or pairs, "finished" if finished[label] else "all")
+        of = "finished" if finished[label] else "all"
+        ends[label] = EvaluatedRuns([each for each in pairs if each[2]] or pairs, of)
     return ends, common
 
 
@@ -342,7 +345,7 @@ def _answers(run: Index, held_out: str, wanted: Sequence[Iteration]) -> Iterator
                 yield missing[row["step"]], row
 
 
-def twice(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Row:
+def same_prompt(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> Row:
     """Return the same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long
     texts) in which they differ, and the first token that does. Raises UsageError where one has no such rollout."""
     left, right = (_found(run, one, problem, sample) for run, one in (a, b))

@@ -1,6 +1,5 @@
 """Rollouts as the page shows them: a table to sort and filter, groups as strips, and one rollout token by token."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from retrain.errors import UsageError
 from retrain.records.histograms import rewards
 from retrain.records.schema.base import Row
 from retrain.records.tokens import RolloutTokens
+from retrain.ui.answers import plain
 from retrain.ui.iterations import Index, Iteration, rollouts_of
 from retrain.ui.rates import rate_of
 
@@ -141,7 +141,7 @@ def _groups(every: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-def whole(run: Index, one: Iteration, index: int) -> Row:
+def rollout_in(run: Index, one: Iteration, index: int) -> Row:
     """Return one rollout as ``shown_tokens`` or, where its tokens were not recorded, as ``shown_text``, and the others
     of its group in short. Raises UsageError where there is no such rollout."""
     if (tokens := run.tokens(one)) is not None:
@@ -196,8 +196,8 @@ def shown_tokens(found: RolloutTokens) -> Row:
     for name in {"credit", "mismatch"} & numbers.keys():  # Differences of float32 numbers that are rounding alone
         numbers[name] = np.where(np.abs(numbers[name]) < LEAST_DIFFERENCE, 0.0, numbers[name])
     known = [name for name in NUMBERS if name in numbers and np.isfinite(numbers[name]).any()]
-    listed = {name: _listed(numbers[name]) for name in known}
-    return {"prompt": found.prompt, "line": line, "pieces": found.pieces(), "numbers": listed}
+    shown = {name: plain(numbers[name]) for name in known}
+    return {"prompt": found.prompt, "line": line, "pieces": found.pieces(), "numbers": shown}
 
 
 def shown_text(row: Row) -> Row:
@@ -205,13 +205,6 @@ def shown_text(row: Row) -> Row:
     turn = {"messages": [], "text": row["text"], "tokens": row["length"], "stop_reason": row["stop_reason"]}
     prompt = {"problem_id": row["problem_id"], "tags": row["tags"], "messages": [], "reference": None}
     return {"prompt": prompt, "line": row | {"turns": [turn]}, "pieces": None, "numbers": {}}
-
-
-def _listed(values: np.ndarray) -> list[float | int | None]:
-    """Return numbers for JSON, six digits."""
-    if values.dtype.kind in "iu":
-        return values.tolist()
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
 def _excerpts(one: Row, search: str) -> Row:

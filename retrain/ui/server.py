@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from retrain import __version__
 from retrain.records.pages import STATIC, environment
-from retrain.ui.answers import refused
+from retrain.ui.answers import error_response
 from retrain.ui.api import (
     campaign,
     columns,
@@ -124,7 +124,7 @@ def _static(request: Request) -> Response:
     kept = version == static_version()
     found = _inside(rest if kept else name)
     if found is None:
-        return refused(404, f"the page has no file {name[:100]!r}")
+        return error_response(404, f"the page has no file {name[:100]!r}")
     kind = TYPES.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"
     headers = {"Cache-Control": FOR_EVER if kept else "no-cache"}
     return Response(found.read_bytes(), media_type=kind, headers=headers)
@@ -145,11 +145,11 @@ def _http(request: Request, error: Exception) -> Response:
     if error.status_code == 404 and "text/html" in request.headers.get("accept", "") and not path.startswith(FILES):
         return HTMLResponse(shell_html(), 404, headers={"Cache-Control": "no-cache"})
     if error.status_code == 404:
-        return refused(404, f"there is no {request.url.path[:100]!r} here")
-    return refused(error.status_code, str(error.detail))
+        return error_response(404, f"there is no {request.url.path[:100]!r} here")
+    return error_response(error.status_code, str(error.detail))
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
     """Answer after a mistake of ours, whose traceback is in the terminal."""
     await asyncio.sleep(0)
-    return refused(500, f"retrain ui failed here ({type(error).__name__}); the terminal shows where")
+    return error_response(500, f"retrain ui failed here ({type(error).__name__}); the terminal shows where")

@@ -37,12 +37,12 @@ def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def group_differences(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the keys in which groups of runs differ, each with the ``values`` that every group has, at most
-    ``MOST_VALUES`` of them. Seeds are what runs of a group differ in, not the groups."""
+    """Return the keys in which groups of runs differ, without seeds, each with at most ``MOST_VALUES`` of the
+    ``values`` that every group has."""
     found = []
     for key in varying([each for group in groups for each in group]):
         values = [list({str(each.get(key)): each.get(key) for each in group}.values()) for group in groups]
-        told_apart = len({tuple(sorted(map(str, each))) for each in values}) > 1
-        if told_apart and not key.endswith(("seed", "seeds")):
+        differs = len({tuple(sorted(map(str, each))) for each in values}) > 1
+        if differs and not key.endswith(("seed", "seeds")):
             found.append({"key": key, "values": [each[:MOST_VALUES] for each in values]})
     return found

@@ -65,11 +65,10 @@ class Home:
     source: str
     name: str
     runs: Sequence[Run]
-    created: float | None = None
     updated: float | None = None
     manifest: Mapping[str, Any] = field(default_factory=dict)
     missing: Sequence[str] = ()
-    lone: bool = False  # No lock says whether it trains: only the time of its last row
+    is_lockless: bool = False  # Only the time of its last row says whether it trains
 
     @property
     def labels(self) -> list[str]:
@@ -87,13 +86,13 @@ class Home:
     def of(self, label: str) -> list[Run]:
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
 
-    def alone(self, run: Run) -> "Home":
-        """Return one of its runs as if it were looked at alone."""
+    def of_run(self, run: Run) -> "Home":
+        """Return one of its runs as a home of its own."""
         return replace(self, place=run.place, path=run.path, kind="run", name=run.run_id, runs=[run], manifest={})
 
     def stamp(self, places: Places) -> Hashable:
         """Return what changes when the directory has to be read again."""
-        recent = [is_recent(run.written) for run in self.runs] if self.lone else None
+        recent = [is_recent(run.written) for run in self.runs] if self.is_lockless else None
         if self.source != OURS:
             readers = [run.reader.stamp(run.foreign, places.file) for run in self.runs if run.reader and run.foreign]
             return stamp_of(self.path), recent, readers
@@ -111,7 +110,7 @@ def our_home(path: Path, places: Places) -> Home | None:
     try:
         manifest = read_manifest(path)
     except RetrainError as error:
-        return Home(place, path, "campaign", OURS, path.name, [], missing=[places.told(str(error))])
+        return Home(place, path, "campaign", OURS, path.name, [], missing=[places.with_places(str(error))])
     entries, labels = manifest["runs"], _labels(manifest)
     lock = places.file(path, LOCK)
     held = lock is not None and is_held(lock)
@@ -123,9 +122,9 @@ def our_home(path: Path, places: Places) -> Home | None:
     single = len(entries) == 1 and entries[0]["path"] == "."
     updated = max([manifest.get("updated") or 0.0, *(run.written for run in runs if run.written)])
     missing = [] if len(runs) == len(entries) else ["runs whose files lie outside of the directories given"]
-    name, created = str(manifest.get("name") or path.name), manifest.get("created")
+    name = str(manifest.get("name") or path.name)
     return Home(
-        place, path, "run" if single else "campaign", OURS, name, runs, created, updated, manifest, missing
+        place, path, "run" if single else "campaign", OURS, name, runs, updated, manifest, missing
     )  # fmt: skip
 
 
@@ -166,7 +165,7 @@ def _without_manifest(path: Path, place: str, places: Places) -> Home | None:
         whole(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
         whole(row.get("step"), -1) + 1, whole(training.get("max_steps")), written,
     )  # fmt: skip
-    return Home(place, path, "run", OURS, path.name, [run], None, written, lone=True)
+    return Home(place, path, "run", OURS, path.name, [run], written, is_lockless=True)
 
 
 def is_our_run(path: Path, places: Places) -> bool:
@@ -192,7 +191,7 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
     ]  # fmt: skip
     times = [run.written for run in runs if run.written]
     kind, updated = "run" if single else "campaign", max(times, default=None)
-    home = Home(place, path, kind, reader.tool, path.name, runs, None, updated, {}, reader.missing, lone=True)
+    home = Home(place, path, kind, reader.tool, path.name, runs, updated, {}, reader.missing, is_lockless=True)
     return home if runs else None
 
 

@@ -11,6 +11,7 @@ from retrain.config.evaluation import HELDOUT
 from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.layout import NOTES
+from retrain.ui.decimation import evenly_spaced
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
@@ -75,7 +76,6 @@ def summary_of(home: Home) -> dict[str, Any]:
         "steps": {"done": sum(run.step for run in home.runs), "planned": sum(run.max_steps for run in home.runs)},
         "left_s": seconds_left(home.runs),
         "conditions": home.labels,
-        "created": home.created,
         "updated": home.updated,
         "missing": list(home.missing),
     }
@@ -111,7 +111,7 @@ def heldout_of(library: Library, home: Home) -> dict[str, Any] | None:
         steps = sorted(set.intersection(*map(set, evaluated))) if evaluated else []
         if not steps:
             continue
-        chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, SPARK_POINTS).astype(int))]
+        chosen = evenly_spaced(steps, SPARK_POINTS)
         key = f"eval/{names[0]}/correct_rate"
         points = [[step, float(np.mean([curve[step][key] for curve in evaluated]))] for step in chosen]
         last = mean_evaluation([curve[steps[-1]] for curve in evaluated], names[0])

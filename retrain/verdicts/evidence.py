@@ -81,7 +81,9 @@ def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth
     for run in runs:
         points: Sequence[Point] = run.curve(key)
         if smooth and points:
-            points = smoothed(points, window_of(len(points)))
+            steps, levels = zip(*points, strict=True)
+            averages = moving_average(np.arange(len(steps)), np.array(levels), window_of(len(steps)))
+            points = list(zip(steps, averages.tolist(), strict=True))
         if points:
             lines.append((run, points))
     finished = [dict(points) for run, points in lines if run.done]
@@ -126,13 +128,19 @@ def window_of(steps: int) -> int:
     return max(3, steps // SMOOTHING) if steps >= 12 else 1
 
 
-def smoothed(points: Sequence[Point], window: int) -> list[Point]:
-    """Trailing moving average over at most ``window`` points."""
-    out, total = [], 0.0
-    for i, (step, value) in enumerate(points):
-        total += value - (points[i - window][1] if i >= window else 0.0)
-        out.append((step, total / min(i + 1, window)))
-    return out
+def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
+    """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
+    count; ``steps`` are in order."""
+    known = np.isfinite(values)
+    if window < 2 or not known.any():
+        return values
+    at, numbers = np.maximum.accumulate(steps[known]), values[known].astype(np.float64)
+    total = np.concatenate([[0.0], np.cumsum(numbers)])
+    ends = np.arange(1, len(numbers) + 1)
+    starts = np.minimum(np.searchsorted(at, at - window, side="right"), ends - 1)
+    averages = np.full(len(values), np.nan)
+    averages[known] = (total[ends] - total[starts]) / (ends - starts)
+    return averages
 
 
 def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[Completion], str]:

@@ -67,11 +67,11 @@ def _curves(campaign: Campaign) -> list[Chart]:
     keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
     for key, title, unit, limits, smooth in (*((key, accuracy_name(key), "%", SHARE, False) for key in keys), *CURVES):
         if key == "mean_reward" and _same_as_correct(campaign):
-            continue  # a reward of 0 and 1: the curve above once more
+            continue  # Rewards are 0 and 1: the curve would repeat the one above.
         # Back pressure steers what all runs of a cohort do together: one line says it for all.
         labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
         curves = [curve(label, index, campaign.of(label), key, smooth=smooth) for index, label in enumerate(labels)]
-        if key.startswith("sepa_"):  # 0 throughout in the conditions without it
+        if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
             curves = [each for each in curves if any(y > 0 for run in each["runs"] for _, y in run["points"])]
         curves = [each for each in curves if each["runs"] or each["part"]]
         if not curves:

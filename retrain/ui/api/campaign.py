@@ -47,10 +47,7 @@ def routes(library: Library, findings: Findings, summaries: Summaries) -> list[R
 
 def costs_of(comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the mean cost of a finished run by condition, beside its difference to the baseline."""
-    keys = (
-        "label", "seconds_per_run", "tokens_per_run", "cost_ratio", "difference", "typical_difference",
-        "difference_interval",
-    )  # fmt: skip
+    keys = ("label", "seconds_per_run", "tokens_per_run", "typical_difference", "difference_interval")
     return [{key: condition.get(key) for key in keys} for condition in comparison["conditions"]]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, json_route, plain
+from retrain.ui.answers import ApiError, Query, json_route, plain
 from retrain.ui.decimation import Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.lines import Window, inside, window_of_query
@@ -39,12 +39,12 @@ def columns_of(
     ``points`` are kept, at which the first column is least and greatest in its stretch."""
     numbers = library.numbers(run)
     head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
-    with numbers.still():
+    with numbers.lock():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:
             steps = steps_of(numbers)
             axis = (steps if x == "step" else axis_of(numbers, x))[since:]
-        except Refusal as error:
+        except ApiError as error:
             return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
         known = np.isfinite(axis)
         rows = np.flatnonzero(known)[inside(axis[known], part)]
@@ -74,10 +74,10 @@ def _column(
 ) -> dict[str, Any]:
     """Return a column at the rows ``places``; a sparse one, with few values there, has rows of its own as ``x``."""
     known = np.isfinite(values)
-    is_apart = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
-    own = _places(values, most) if is_apart else places
+    is_sparse = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
+    own = _places(values, most) if is_sparse else places
     found = {"y": plain(values[own]), "raw": None if raw is None else plain(raw[own])}
-    return found | {"x": plain(axis[own])} if is_apart else found
+    return found | {"x": plain(axis[own])} if is_sparse else found
 
 
 def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> dict[str, Any]:

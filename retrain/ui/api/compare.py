@@ -45,7 +45,7 @@ def _first(library: Library, place: str) -> Run:
 
 
 def code_of(library: Library, a: Run, b: Run, facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Version, revision and the patches of what was not committed, with the lines in which these differ."""
+    """Return in what version, revision and the patches of what was not committed differ."""
     texts = [read_text(library.file(run, CODE_DIFF), MOST_READ) for run in (a, b)]
     same = texts[0] == texts[1]
     lines: list[str] = []

@@ -4,13 +4,13 @@ The groups are the conditions of a campaign, with their differences to the basel
 of other tools, put together by keys of their settings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, json_route
+from retrain.ui.answers import ApiError, Query, json_route
 from retrain.ui.decimation import Smoothing
 from retrain.ui.library import Library
 from retrain.ui.lines import (
@@ -33,9 +33,10 @@ from retrain.verdicts.results import Measure
 
 MOST_PLACES, MOST_RUNS, MOST_KEYS = 64, 400, 4
 CONDITION, CAMPAIGN, RUN, SEED = "condition", "campaign", "run", "seed"
-OF_RUNS = (CONDITION, CAMPAIGN, RUN, SEED)  # What runs may be grouped by besides keys of their settings
+RUN_KEYS = (CONDITION, CAMPAIGN, RUN, SEED)  # What runs may be grouped by besides keys of their settings
 
-Chosen = list[tuple[Home, Run]]  # Runs with their campaigns
+CampaignRuns = list[tuple[Home, Run]]  # Runs with their campaigns
+Settings = Mapping[str, Mapping[str, Any]]  # By place
 
 
 @dataclass
@@ -53,11 +54,14 @@ def routes(library: Library) -> list[Route]:
         chosen = chosen_runs(library, query.texts("at", MOST_PLACES))
         one_campaign = len({home.path for home, _ in chosen}) < 2
         keys = query.texts("group_by", MOST_KEYS, (CONDITION,) if one_campaign else (CAMPAIGN, CONDITION))
-        groups = groups_of(library, chosen, keys)
+        runs, of_conditions = [run for _, run in chosen], one_campaign and keys == [CONDITION]
+        settings = {} if of_conditions else {run.place: settings_in(library.settings(run)) for run in runs}
+        groups = groups_of(chosen, keys, settings)
+        for index, group in enumerate(() if of_conditions else groups):
+            group.index = index
         key, x, part = query.text("key"), query.choice("x", AXES), window_of_query(query)
         measure, band = Measure(key=key), query.choice("band", BANDS)
         smoothing = Smoothing() if measure.is_held_out else Smoothing.parse(query.text("smooth", "auto"))
-        runs = [run for _, run in chosen]
         lines, smoothing = lines_of(library, runs, key, x, smoothing)
         most = most_points(len(lines))
         for group in groups:
@@ -74,43 +78,38 @@ def routes(library: Library) -> list[Route]:
         answer = {
             "key": key, "x": x, "smooth": smoothing.window, "smoothing": str(smoothing), "about": about(key),
             "share": measure.is_share, "note": left_out_note(list(lines.values())), "conditions": conditions,
-            "reading": sum(library.numbers(run, refresh=False).reading for run in runs), "differences": [],
+            "differences": [],
         }  # fmt: skip
-        if keys == [CONDITION] and one_campaign:
+        if of_conditions:
             return answer | {"differences": differences_of(groups, part, band)}
-        return answer | differing_settings(library, groups)
+        return answer | differing_settings(groups, settings)
 
     return [json_route("/api/curves", curves)]
 
 
-def chosen_runs(library: Library, places: Sequence[str]) -> Chosen:
-    """Return the runs at these places, each once, the baseline's first. Raises Refusal for too many."""
+def chosen_runs(library: Library, places: Sequence[str]) -> CampaignRuns:
+    """Return the runs at these places, each once, the baseline's first. Raises ApiError for too many."""
     chosen: dict[str, tuple[Home, Run]] = {}
     for place in places:
         home = library.home(place)
         campaign = library.campaign(place)
         chosen |= {run.place: (campaign, run) for label in home.labels for run in home.of(label)}
     if len(chosen) > MOST_RUNS:
-        raise Refusal(400, f"these are {len(chosen)} runs; at most {MOST_RUNS} are drawn together")
+        raise ApiError(400, f"these are {len(chosen)} runs; at most {MOST_RUNS} are drawn together")
     return list(chosen.values())
 
 
-def groups_of(library: Library, chosen: Chosen, keys: Sequence[str]) -> list[Group]:
-    """Put runs together that have the same values of all keys, in the order in which they come, numbers in theirs.
-    Conditions of one campaign have their index there, other groups their place in the order."""
-    of_settings = any(key not in OF_RUNS for key in keys)
+def groups_of(chosen: CampaignRuns, keys: Sequence[str], settings: Settings) -> list[Group]:
+    """Put runs together that have the same values of all keys, in the order of the runs, or of numbers. The index is
+    that of a condition in its campaign."""
     groups: dict[str, Group] = {}
     for home, run in chosen:
         values = {CONDITION: run.label, CAMPAIGN: home.place, RUN: run.run_id, SEED: run.seed}
-        settings = settings_in(library.settings(run)) if of_settings else {}
-        own = tuple(values[key] if key in values else settings.get(key) for key in keys)
+        own = tuple(values[key] if key in values else settings[run.place].get(key) for key in keys)
         groups.setdefault(repr(own), Group(own, run.index, [])).runs.append(run)
     found = list(groups.values())
     if all(isinstance(value, int | float) for group in found for value in group.values):
         found.sort(key=lambda group: group.values)
-    if keys != [CONDITION] or len({home.path for home, _ in chosen}) > 1:
-        for index, group in enumerate(found):
-            group.index = index
     return found
 
 
@@ -124,11 +123,11 @@ def differences_of(groups: Sequence[Group], part: Window | None, band: str) -> l
     return found
 
 
-def differing_settings(library: Library, groups: Sequence[Group]) -> dict[str, Any]:
+def differing_settings(groups: Sequence[Group], settings: Settings) -> dict[str, Any]:
     """Return in which settings the groups differ, and the keys by which the runs could be grouped."""
-    settings = [[settings_in(library.settings(run)) for run in group.runs] for group in groups]
-    every = [each for own in settings for each in own]
-    return {"differ": group_differences(settings), "keys": [*OF_RUNS, *varying(every)] if every else []}
+    grouped = [[settings[run.place] for run in group.runs] for group in groups]
+    keys = [*RUN_KEYS, *varying(list(settings.values()))] if settings else []
+    return {"differ": group_differences(grouped), "keys": keys}
 
 
 def left_out_note(lines: Sequence[Line]) -> str | None:

@@ -9,7 +9,8 @@ from starlette.routing import Route
 from retrain.records.histograms import counted, edges_of
 from retrain.records.kinds import is_number
 from retrain.records.schema.layout import TRAIN
-from retrain.ui.answers import Query, Refusal, json_route, plain
+from retrain.ui.answers import ApiError, Query, json_route, plain
+from retrain.ui.decimation import evenly_spaced
 from retrain.ui.iterations import Index, Iteration
 from retrain.ui.library import Library
 
@@ -22,7 +23,7 @@ def routes(library: Library) -> list[Route]:
         over, index = query.choice("over", ("step", "steps")), library.index(run)
         steps = sorted((one for (split, _), one in index.refresh().items() if split == TRAIN), key=_number)
         if not steps:
-            raise Refusal(404, "this run has no files of rollouts")
+            raise ApiError(404, "this run has no files of rollouts")
         if over == "steps":
             return {"place": run.place} | over_steps(index, name, steps)
         step = query.number("step", steps[-1].number, 0, 1 << 40)
@@ -54,8 +55,8 @@ def at_step(index: Index, name: str, one: Iteration) -> dict[str, Any]:
 
 
 def over_steps(index: Index, name: str, steps: list[Iteration]) -> dict[str, Any]:
-    """Counts [steps, bins] over at most ``MOST_STEPS`` steps with the same edges for all."""
-    chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps))).astype(int))]
+    """Return counts [steps, bins] over at most ``MOST_STEPS`` steps with the same edges for all."""
+    chosen = evenly_spaced(steps, MOST_STEPS)
     found = [np.array([value for row in index.summaries(one) if (value := value_of(row, name)) is not None], np.float64)
              for one in chosen]  # fmt: skip
     edges = edges_of(np.concatenate(found))

@@ -14,6 +14,7 @@ from retrain.records.reader import RunReader
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FINAL, SAVED
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
 from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.decimation import evenly_spaced
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
 
@@ -75,7 +76,7 @@ def run_of(library: Library, run: Run, whole: bool) -> dict[str, Any]:
 
 
 def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
-    """Mean over the trained modules of the energy in the first k directions; a lower rank keeps all of it."""
+    """Return the mean energy of the trained modules in the first k directions; a lower rank keeps all of it."""
     curves = [curve for each in modules.values() if len(curve := each.energy) and curve[-1] > 0]
     rank = max(map(len, curves), default=0)
     return np.mean([np.pad(curve, (0, rank - len(curve)), constant_values=1.0) for curve in curves], axis=0) \
@@ -83,22 +84,20 @@ def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
 
 
 def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
-    """(updates done, directory) of the checkpoints in their order, and of the final adapter; at most a dozen."""
+    """Return (updates done, directory) of at most a dozen checkpoints in their order, and of the final adapter."""
     found: list[tuple[int | None, Path]] = []
     if library.places.folder(run.path, SAVED) is not None:
         with suppress(OSError):
             names = sorted((entry.name for entry in RunReader(run.path).checkpoint_directories()), key=_number)
             paths = [(_number(name), library.places.folder(run.path, f"{SAVED}/{name}")) for name in names]
             found = [(step, path) for step, path in paths if step >= 0 and path is not None]
-    if len(found) > MOST_CHECKPOINTS:
-        places = np.unique(np.linspace(0, len(found) - 1, MOST_CHECKPOINTS).astype(int))
-        found = [found[place] for place in places]
+    found = evenly_spaced(found, MOST_CHECKPOINTS)
     final = library.places.folder(run.path, FINAL)
     return [*found, (run.step, final)] if final is not None and (not found or found[-1][0] != run.step) else found
 
 
 def overlaps(library: Library, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """For every two runs the mean over modules of the overlap of their leading directions, beside chance."""
+    """Return for every two runs the mean overlap of their leading directions over modules, beside chance."""
     read = [(run, modules) for run in runs
             if (adapters := adapters_of(library, run)) and (modules := _read(library, adapters[-1][1]))]  # fmt: skip
     out: list[dict[str, Any]] = []

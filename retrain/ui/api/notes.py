@@ -15,7 +15,7 @@ from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
 SHOWN = 20_000  # Characters of a line that are shown
-LEVEL = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (\w+) +")
+LEVEL = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\w+) +")
 
 
 def routes(library: Library) -> list[Route]:
@@ -38,10 +38,10 @@ def routes(library: Library) -> list[Route]:
         before = query.number("before", -1, -1, 1 << 50)
         path = library.file(run, LOG)
         if path is None:
-            return {"place": run.place, "lines": [], "before": None, "size": 0}
-        found, before, size = log_lines(path, before, query.text("search", "").lower(), MOST_LINES)
-        lines = [{"byte": at, "text": text[:SHOWN]} | _parts(text) for at, text in found]
-        return {"place": run.place, "lines": lines, "before": before, "size": size}
+            return {"place": run.place, "lines": [], "before": None}
+        found, before, _ = log_lines(path, before, query.text("search", "").lower(), MOST_LINES)
+        lines = [{"byte": at, "text": text[:SHOWN], "level": _level(text)} for at, text in found]
+        return {"place": run.place, "lines": lines, "before": before}
 
     return [json_route("/api/notes", notes), json_route("/api/log", log)]
 
@@ -55,6 +55,6 @@ def _has(row: dict[str, Any], search: str) -> bool:
     return not search or any(search in str(row[key]).lower() for key in ("run", "key", "text", "remedy"))
 
 
-def _parts(text: str) -> dict[str, str | None]:
+def _level(text: str) -> str | None:
     match = LEVEL.match(text)
-    return {"time": match[1] if match else None, "level": match[2] if match else None}
+    return match[1] if match else None

@@ -4,11 +4,11 @@ from typing import Any
 
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, json_route
+from retrain.ui.answers import ApiError, Query, json_route
 from retrain.ui.api.rollouts import MOST, MOST_ROLLOUTS, iteration_of
 from retrain.ui.iterations import Index, first_problem
 from retrain.ui.library import Library
-from retrain.ui.problems import SORTS, Matrices, evolution, twice
+from retrain.ui.problems import SORTS, Matrices, evolution, same_prompt
 from retrain.ui.sources import Home, sets_of
 
 
@@ -43,9 +43,9 @@ def routes(library: Library) -> list[Route]:
         ones = [index.get(split, iteration_of(query, f"step_{side}")) for side, index in zip("ab", sides, strict=True)]
         named = query.text("problem", "") or first_problem(sides[0], ones[0])
         if named is None:
-            raise Refusal(404, f"nothing was sampled in {ones[0].name}")
+            raise ApiError(404, f"nothing was sampled in {ones[0].name}")
         steps = [[one.number for (own, _), one in index.refresh().items() if own == split] for index in sides]
-        answer = twice((sides[0], ones[0]), (sides[1], ones[1]), named, number)
+        answer = same_prompt((sides[0], ones[0]), (sides[1], ones[1]), named, number)
         return {"split": split, "problem": named, "steps": {"a": steps[0], "b": steps[1]}} | answer
 
     return [

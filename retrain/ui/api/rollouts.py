@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from retrain.ui.answers import Query, json_route
 from retrain.ui.library import Library
-from retrain.ui.rollouts import NEWEST, SORTS, Filter, searched, table, whole
+from retrain.ui.rollouts import NEWEST, SORTS, Filter, rollout_in, searched, table
 
 MOST_ROLLOUTS = 500
 LATEST = -1
@@ -38,7 +38,7 @@ def routes(library: Library) -> list[Route]:
     def rollout(query: Query) -> dict[str, Any]:
         index = library.index(library.run(query.text("at")))
         one = index.get(query.text("split", "train"), iteration_of(query))
-        return whole(index, one, query.number("index", 0, 0, MOST))
+        return rollout_in(index, one, query.number("index", 0, 0, MOST))
 
     return [
         json_route("/api/iterations", iterations),

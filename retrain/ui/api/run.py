@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from retrain.records.reader import read_object
 from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
-from retrain.ui.answers import Query, Refusal, json_route, plain
+from retrain.ui.answers import ApiError, Query, json_route, plain
 from retrain.ui.banner import shown_path
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
@@ -91,7 +91,7 @@ def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:
         return []
     try:
         places = plain(xs_of(numbers, x, np.array([step for step, _ in known], np.float64), updates=True))
-    except Refusal:  # a run that has no such axis
+    except ApiError:  # a run that has no such axis
         return []
     return [{"x": place, "step": step, "kind": kind}
             for place, (step, kind) in zip(places, known, strict=True) if place is not None]  # fmt: skip

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from retrain.ui.answers import Query, Refusal, refused
+from retrain.ui.answers import ApiError, Query, error_response
 from retrain.ui.events import Pages, stream
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
@@ -28,8 +28,8 @@ def routes(library: Library, findings: Findings, views: Sequence[str], closing: 
             if place is not None:
                 library.places.find(query.text("at"))
             pages.check()
-        except Refusal as error:
-            return refused(error.status, error.text)
+        except ApiError as error:
+            return error_response(error.status, error.text)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(
             stream(library, findings, place, pages, closing), media_type="text/event-stream", headers=headers
@@ -38,15 +38,15 @@ def routes(library: Library, findings: Findings, views: Sequence[str], closing: 
     async def view(request: Request) -> Response:
         try:
             url = view_in(await _body(request), views)
-        except Refusal as error:
-            return refused(error.status, error.text)
+        except ApiError as error:
+            return error_response(error.status, error.text)
         return JSONResponse({"url": url, "pages": pages.move(url)})
 
     return [Route("/api/events", events, methods=["GET"]), Route("/api/view", view, methods=["POST"])]
 
 
 def view_in(body: bytes, views: Sequence[str]) -> str:
-    """Return the address of a view of this server from a post. Raises Refusal for every other address."""
+    """Return the address of a view of this server from a post. Raises ApiError for every other address."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError):
@@ -54,7 +54,7 @@ def view_in(body: bytes, views: Sequence[str]) -> str:
     url = asked.get("url") if isinstance(asked, dict) else None
     if not isinstance(url, str) or not _is_page(url, views):
         known = ", ".join(f"/{name}/…" for name in views[:3])
-        raise Refusal(400, f'send {{"url": "…"}} with the address of a page of this server: /, {known}')
+        raise ApiError(400, f'send {{"url": "…"}} with the address of a page of this server: /, {known}')
     return url
 
 
@@ -70,7 +70,7 @@ async def _body(request: Request) -> bytes:
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BODY:
-                raise Refusal(413, f"the body is longer than {MOST_BODY} bytes")
+                raise ApiError(413, f"the body is longer than {MOST_BODY} bytes")
     except ClientDisconnect:
-        raise Refusal(400, "the body ended early") from None
+        raise ApiError(400, "the body ended early") from None
     return body

@@ -41,7 +41,7 @@ async function ask(name, params, signal) {
   try {
     body = await answer.json();
   } catch (error) {
-    if (gone(error)) throw error;
+    if (isAborted(error)) throw error;
     throw new ApiError(status, `The server's answer to /api/${name} is no JSON (status ${status}).`);
   }
   if (!answer.ok) throw new ApiError(status, (body && body.error) || `The server answered with status ${status}.`);
@@ -49,7 +49,7 @@ async function ask(name, params, signal) {
 }
 
 // Whether a request ended because nobody waits for it any more.
-export function gone(error) {
+export function isAborted(error) {
   return error && error.name === "AbortError";
 }
 

@@ -6,12 +6,12 @@ import {holder} from "./names.js";
 /** @type {{place: string, name: string, kind: string}[]} and more, as /api/places has it */
 let list = [];
 
-export function tell(places) {
+export function setPlaces(places) {
   list = places;
 }
 
 export async function readPlaces() {
-  tell((await get("places")).places);
+  setPlaces((await get("places")).places);
 }
 
 /** Return the campaign or run of the list that holds a place, itself or a run's campaign; null where none does. */

@@ -11,9 +11,10 @@ import {link} from "./lib/address.js";
 const MOST_RUNS = 12;
 const UNKNOWN = "The catalogue has no definition of this key: it comes from your own code or from another tool.";
 
-/** Open the explanation of a metric of the runs at these places. */
-export function why(key, places) {
-  openDialog({title: key, class: "why"}, html`<${Why} metricKey=${key} places=${places.slice(0, MOST_RUNS)} />`);
+/** Open the explanation of a metric of these runs. */
+export function why(key, runs) {
+  const places = runs.slice(0, MOST_RUNS).map((run) => run.place);
+  openDialog({title: key, class: "why"}, html`<${Why} metricKey=${key} places=${places} />`);
 }
 
 // Fetch a metric's definition, and its value and notes of each run that has them.

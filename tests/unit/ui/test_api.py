@@ -5,7 +5,7 @@ from helpers.pages import LABELS, OTHER, RUN, campaign, client_of, evaluation, g
 from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
 from retrain.ui.decimation import Smoothing
-from retrain.verdicts.evidence import curve, read_campaign, smoothed
+from retrain.verdicts.evidence import curve, read_campaign
 from retrain.verdicts.pooling import compare_directories
 
 
@@ -41,7 +41,7 @@ def test_places_and_a_campaign_have_the_comparison_of_retrain_compare(tmp_path, 
     cost = found["cost"]
     assert [each["label"] for each in cost] == ["grpo+none", "maxrl+none"]
     assert (cost[1]["seconds_per_run"], cost[1]["tokens_per_run"]) == (pytest.approx(6.0), 600)
-    assert cost[1]["difference"] == found["comparison"]["conditions"][1]["difference"]
+    assert cost[1]["typical_difference"] == found["comparison"]["conditions"][1]["typical_difference"]
     append_jsonl(home / "runs/maxrl+none_s1/evals.jsonl", [evaluation(6, 1.0)])
     after = get(client, "/api/campaign", at="one", wait_ms=60_000)["comparison"]
     assert after == jsonable(compare_directories([home])) | {"directories": ["one"]}
@@ -74,7 +74,7 @@ def test_curves_and_their_smoothing_are_the_report_s(home):
                 np.array(expected["runs"][0]["points"]), rel=1e-6
             )
         assert found["differences"][0]["pairs"] == 3
-    expected = [y for _, y in smoothed(list(enumerate(values)), 4)]
+    expected = [np.mean(values[max(0, i - 3) : i + 1]) for i in range(len(values))]
     points = get(client, "/api/curves", at=RUN, key="mean_reward", smooth=4)["conditions"][0]["runs"][0]["points"]
     assert [y for _, y in points] == pytest.approx(expected, abs=1e-5)
     (run,) = get(client, "/api/columns", at=RUN, key="mean_reward", smooth=4)["runs"]

@@ -8,7 +8,7 @@ from helpers.pages import campaign, client_of, evaluation, get, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import HttpServer, listening_socket
-from retrain.ui.events import changes, look
+from retrain.ui.events import changes, snapshot
 from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
@@ -33,10 +33,10 @@ def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_pa
     assert version() == 1
     append_jsonl(run / "metrics.jsonl", [row(6)])  # no comparison reads it
     assert version() == 1
-    seen = look(library, findings, "one")
+    seen = snapshot(library, findings, "one")
     append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
     assert version() == 2
-    found = changes(library, seen, look(library, findings, "one"))
+    found = changes(library, seen, snapshot(library, findings, "one"))
     assert {"place": "one", "what": ["comparison"]} in found
     run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
     assert "evals" in run_changes["what"]
@@ -46,7 +46,7 @@ def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_pa
         write_json(tmp_path / "one/manifest.json", manifest := manifest | {key: value})
         assert findings.signature(library.home("one")) != before
     shutil.rmtree(run)
-    found = changes(library, seen, look(library, findings, "one"))
+    found = changes(library, seen, snapshot(library, findings, "one"))
     assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
 
 

@@ -5,7 +5,7 @@ import pytest
 from helpers.pages import HOST, campaign, client_of, cookbook_run, get
 
 from retrain.errors import UsageError
-from retrain.ui.answers import Refusal
+from retrain.ui.answers import ApiError
 from retrain.ui.places import Places
 
 OURS = {"Origin": "http://127.0.0.1:8571", "Sec-Fetch-Site": "same-origin"}
@@ -147,7 +147,7 @@ def test_nothing_outside_is_found_or_read_by_an_endpoint(tmp_path):
     (roots / "file").write_text("no directory")
     places, client = Places([roots]), client_of(roots)
     for place in ("", "/", ".", "..", "~", *OUTSIDE):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(ApiError) as refused:
             places.find(place)
         assert refused.value.status == 404
     for place in (*OUTSIDE, "logs/link/inner", "logs%2f..%2fsecret", "%2e%2e/secret"):

@@ -34,7 +34,7 @@ function zoomed(plot, factor) {
 }
 
 /** Return whether the key was one of the chart's: "moved" where the cursor went on. @returns {"moved" | boolean} */
-export function pressed({plot, onZoom, zoom}, key, shift) {
+export function handleKey({plot, onZoom, zoom}, key, shift) {
   const by = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1})[key];
   const factor = /** @type {Record<string, number>} */ ({"+": 0.5, "=": 0.5, "-": 2})[key];
   if (by || key === "Home" || key === "End") {

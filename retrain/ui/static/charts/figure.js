@@ -1,7 +1,7 @@
 // A chart of lines as a picture of its own: SVG with plain colours, legend and axes' titles.
 
 import {DASHES, SHAPES, css, dashOf, ink, shapeOf} from "../colours.js";
-import {drawn, html} from "../lib/html.js";
+import {html, renderElement} from "../lib/html.js";
 import {extremes, flat, isValue} from "./data.js";
 import {X_TITLES, linearTicks, logTicks, xTexts, yTexts} from "./ticks.js";
 
@@ -158,7 +158,7 @@ export function figure({title, xKind, unit, lines, ...options}) {
   const clip = {x: LEFT, y: top, width: WIDTH - LEFT - RIGHT, height: y.start - top};
   const size = {width: WIDTH, height: HEIGHT, viewBox: `0 0 ${WIDTH} ${HEIGHT}`};
   const font = {"font-family": "system-ui, sans-serif", "font-size": 12};
-  return drawn(html`<svg xmlns="http://www.w3.org/2000/svg" ...${size} ...${font}>
+  return renderElement(html`<svg xmlns="http://www.w3.org/2000/svg" ...${size} ...${font}>
     <defs><clipPath id="area"><rect ...${clip} /></clipPath></defs>
     <rect width=${WIDTH} height=${HEIGHT} fill=${css("--raised")} />
     <text fill=${css("--ink")} font-size="14" font-weight="600" x=${LEFT} y="22">${title}</text>

@@ -6,7 +6,7 @@ import {Mark} from "../components/marks.js";
 import {niceStep, shortened, tickText} from "../format.js";
 import {html, useId, useRef} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
-import {SaveMenu, painted} from "./save.js";
+import {SaveMenu, standaloneCopy} from "./save.js";
 
 /**
  * @typedef {object} ForestRow
@@ -49,7 +49,7 @@ function axis(values, start, end, wanted, stepOf = niceStep) {
  */
 export function FigureCard({heading, words, title, csv, children}) {
   const root = useRef(/** @type {HTMLElement | null} */ (null));
-  const picture = () => painted(/** @type {HTMLElement} */ (root.current).querySelector("svg.chart"));
+  const picture = () => standaloneCopy(/** @type {HTMLElement} */ (root.current).querySelector("svg.chart"));
   return html`<figure class="card" ref=${root}>
     <div class="head">
       <h2>${heading}${words && html`<small>${words}</small>`}</h2>

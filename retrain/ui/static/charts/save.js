@@ -2,7 +2,7 @@
 
 import {css} from "../colours.js";
 import {Menu} from "../components/inputs.js";
-import {download, say} from "../lib/browser.js";
+import {download, showToast} from "../lib/browser.js";
 import {html} from "../lib/html.js";
 
 /** @typedef {{title: string, csv: () => string, picture: () => SVGSVGElement}} Saved what a chart gives to be saved */
@@ -38,16 +38,16 @@ async function savePng({title, picture}) {
   try {
     download(fileName(title, "png"), await png(picture()));
   } catch (error) {
-    say("The browser cannot draw this picture");
+    showToast("The browser cannot draw this picture");
   }
 }
 
 async function copyPng({picture}) {
   try {
     await navigator.clipboard.write([new ClipboardItem({"image/png": png(picture())})]);
-    say("Picture copied");
+    showToast("Picture copied");
   } catch (error) {
-    say("The browser does not allow copying pictures");
+    showToast("The browser does not allow copying pictures");
   }
 }
 
@@ -65,7 +65,7 @@ export function SaveMenu({get}) {
 }
 
 // Return a copy of a picture of the page that stands alone: a file knows nothing of the page's style.
-export function painted(picture) {
+export function standaloneCopy(picture) {
   const copy = /** @type {SVGSVGElement} */ (picture.cloneNode(true));
   const originals = [...picture.querySelectorAll("*")];
   const {width, height} = picture.viewBox.baseVal;

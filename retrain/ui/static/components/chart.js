@@ -1,6 +1,6 @@
 // A line chart with its frame: title, what the cursor stands on, files to save, and room for the view's own buttons.
 
-import {pressed} from "../charts/cursor_keys.js";
+import {handleKey} from "../charts/cursor_keys.js";
 import {csv, isValue, withRaw} from "../charts/data.js";
 import {figure} from "../charts/figure.js";
 import {Plot} from "../charts/plot.js";
@@ -56,7 +56,7 @@ export function Chart({title, lines, words = "", hint = null, level = "h3", tool
   const press = (event) => {
     const modified = event.ctrlKey || event.metaKey || event.altKey;
     if (modified || !plot.current || !plot.current.chart || !event.target.matches(".plot, .chartcard")) return;
-    const done = pressed({plot: plot.current, onZoom, zoom}, event.key, event.shiftKey);
+    const done = handleKey({plot: plot.current, onZoom, zoom}, event.key, event.shiftKey);
     if (!done) return;
     setSpoken(done === "moved");
     event.preventDefault();

@@ -145,7 +145,7 @@ function signedText(value, digits = 3) {
 }
 
 /** Return one number of a token as it is read, with its sign where it has one. */
-export function written(name, value) {
+export function valueText(name, value) {
   const {kind, yes, no, unit} = NUMBERS[name];
   if (value === null || value === undefined) return "not known";
   if (kind === "flag") return value ? yes : no;
@@ -154,5 +154,5 @@ export function written(name, value) {
 
 /** Return every number of token i: title, text, name. */
 export function facts(numbers, i) {
-  return Object.keys(numbers).map((name) => [NUMBERS[name].title, written(name, numbers[name][i]), name]);
+  return Object.keys(numbers).map((name) => [NUMBERS[name].title, valueText(name, numbers[name][i]), name]);
 }

@@ -1,6 +1,6 @@
 // Answers of the API as components use them, read anew as files change.
 
-import {get, gone} from "../api.js";
+import {get, isAborted} from "../api.js";
 import {spaced} from "./browser.js";
 import {useCallback, useEffect, useMemo, useRef, useState} from "./html.js";
 
@@ -78,7 +78,7 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
         if (controller.current === own) setState({data, about: question, error: null, loading: false});
       },
       (error) => {
-        if (controller.current === own && !gone(error)) setState((old) => ({...old, error, loading: false}));
+        if (controller.current === own && !isAborted(error)) setState((old) => ({...old, error, loading: false}));
       },
     );
   }, [question]);
@@ -100,7 +100,8 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
  * @returns {T}
  */
 export function useSame(value) {
-  return useMemo(() => value, [JSON.stringify(value)]);
+  const text = useMemo(() => JSON.stringify(value), [value]);
+  return useMemo(() => value, [text]);
 }
 
 const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};

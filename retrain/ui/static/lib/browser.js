@@ -48,7 +48,7 @@ export function download(name, blob) {
 
 let toastTimer = 0;
 
-export function say(text) {
+export function showToast(text) {
   const toast = /** @type {HTMLElement} */ (document.getElementById("toast"));
   toast.textContent = visible(text);
   toast.classList.add("on");
@@ -59,7 +59,7 @@ export function say(text) {
 export async function copy(text, message = "Copied") {
   try {
     await navigator.clipboard.writeText(text);
-    say(message);
+    showToast(message);
   } catch (error) {
     const area = document.createElement("textarea");
     area.className = "away";
@@ -67,7 +67,7 @@ export async function copy(text, message = "Copied") {
     area.value = text;
     document.body.append(area);
     area.select();
-    say(document.execCommand("copy") ? message : "The browser does not allow copying");
+    showToast(document.execCommand("copy") ? message : "The browser does not allow copying");
     area.remove();
   }
 }

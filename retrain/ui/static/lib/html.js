@@ -66,7 +66,7 @@ options.vnode = (vnode) => {
  * Render into an element of its own, and return what was drawn.
  * @returns {any}
  */
-export function drawn(vnode) {
+export function renderElement(vnode) {
   const root = document.createElement("div");
   render(vnode, root);
   return root.firstElementChild;

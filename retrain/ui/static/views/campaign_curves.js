@@ -96,12 +96,7 @@ export function Curves({campaign}) {
   });
   const conditions = body ? body.conditions : [];
   const groups = conditions.map(({label, index}) => ({name: label, index}));
-  const explain = () =>
-    metric &&
-    why(
-      metric,
-      campaign.runs.map((run) => run.place),
-    );
+  const explain = () => metric && why(metric, campaign.runs);
   const tools = html`<${SignButton} label="Why?" hint="what this number means" onPress=${explain}>Why?<//>`;
   const shared = {body, metric, settings, error, retry, height: 290, group: "campaign"};
   if (isKnown && !metric)

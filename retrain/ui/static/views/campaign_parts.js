@@ -20,7 +20,7 @@ function ends(interval) {
   return interval || [null, null];
 }
 
-function written(interval, write) {
+function intervalText(interval, write) {
   return interval ? ` [${write(interval[0])}, ${write(interval[1])}]` : "";
 }
 
@@ -69,7 +69,7 @@ function Levels({body}) {
   const write = (value) => amount(value, share);
   const rows = conditions.map(({label: name, after_mean: centre, after_values: values, finished}, index) => {
     const {interval, n} = intervals[index];
-    const note = `${write(centre)}${written(interval, write)} · ${n}`;
+    const note = `${write(centre)}${intervalText(interval, write)} · ${n}`;
     const cells = (seed, value) => [name, seed, value, centre, ...ends(interval)];
     return {name, index, centre, interval, note, values: valuesOf(values, finished, write), cells};
   });
@@ -91,7 +91,7 @@ function Differences({comparison: {metric, share, baseline, margin, conditions}}
     return {
       ...{name, index, centre, interval, wider, open: isOpen(verdict)},
       values: valuesOf(each.differences, each.paired_seeds, write),
-      note: `${write(centre)}${written(interval, write)} · ${plural(each.pairs, "pair")}`,
+      note: `${write(centre)}${intervalText(interval, write)} · ${plural(each.pairs, "pair")}`,
       cells: (seed, value) => [...before(seed, value), ...ends(interval), ...ends(wider), margin, verdict],
     };
   });

@@ -10,7 +10,7 @@ import {step, useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
-import {tell} from "../places.js";
+import {setPlaces} from "../places.js";
 import {classOf, reach} from "../verdicts.js";
 
 const STATES = ["running", "done", "failed", "stopped", "interrupted", "pending"];
@@ -178,7 +178,7 @@ export function Campaigns() {
     return () => clearInterval(timer);
   }, []);
   useEffect(() => {
-    if (data) tell(data.places);
+    if (data) setPlaces(data.places);
     if (done >= of) return;
     const timer = setTimeout(retry, 400);
     return () => clearTimeout(timer);

@@ -1,7 +1,7 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
 import {Histograms, WIDTH} from "../charts/histogram.js";
-import {SaveMenu, painted, table} from "../charts/save.js";
+import {SaveMenu, standaloneCopy, table} from "../charts/save.js";
 import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered} from "../components/states.js";
 import {number, plural} from "../format.js";
@@ -72,7 +72,7 @@ export function Distribution({place, runs}) {
   const saved = () => {
     const rows = at.counts.map((count, i) => [at.edges[i], at.edges[i + 1], count]);
     const csv = () => table([`${name} from`, "to", "rollouts"], rows);
-    return {title: `${name} step ${at.step}`, csv, picture: () => painted(picture.current)};
+    return {title: `${name} step ${at.step}`, csv, picture: () => standaloneCopy(picture.current)};
   };
   const overSteps =
     over &&

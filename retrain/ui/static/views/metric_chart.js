@@ -4,7 +4,7 @@ import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_li
 import {Chart} from "../components/chart.js";
 import {Field, SignButton} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
-import {say} from "../lib/browser.js";
+import {showToast} from "../lib/browser.js";
 import {useCurves} from "../lib/answer.js";
 import {html, useElement, useMemo, useRef} from "../lib/html.js";
 import {useInSight} from "../lib/width.js";
@@ -17,13 +17,8 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
   const pin = () => {
     const tab = tabOf(query);
     patch({keys: writeMine([...readMine(query.keys), {key, only: ""}]), tab: tab === "mine" ? null : tab});
-    say(`${key} is in Mine`);
+    showToast(`${key} is in Mine`);
   };
-  const explain = () =>
-    why(
-      key,
-      runs.map((run) => run.place),
-    );
   const button = (sign, label, hint, onPress) =>
     html`<${SignButton} label=${label} hint=${hint} onPress=${onPress}>${sign}<//>`;
   const distribution = () => patch({hist: histogram, step: null});
@@ -34,7 +29,7 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
         ? button("×", "close the large chart", "close", () => patch({open: null}))
         : button("⤢", `${key} large`, "large", () => patch({open: key}))
     }
-    ${button("Why?", `why? ${key}`, "what this number means", explain)}`;
+    ${button("Why?", `why? ${key}`, "what this number means", () => why(key, runs))}`;
 }
 
 // Return what a chart draws of an answer, and what there is to say of its rows.

@@ -21,6 +21,8 @@ const LINES = [
 ];
 const CLIP = "the y axis shows the middle 98 % of the values";
 const FULL = "the y axis shows the whole range that was declared for the metric";
+/** @type {any[]} */
+const NO_RUNS = [];
 const HEADER = 140; // Height of what stays on top of the page
 
 function Tools({tags, wrong, byCondition, runs}) {
@@ -63,7 +65,7 @@ export function Metrics() {
   const settings = useMemo(() => ({...shared, byCondition}), [shared, byCondition]);
   const answer = useAnswer("metrics", {at: place}, {kinds: ["metrics", "evals"], wait: 3000});
   const body = useSame(answer.data);
-  const runs = useSame(body ? body.runs : []);
+  const runs = useSame(body ? body.runs : NO_RUNS);
   const about = runs.length === 1 ? {at: place, x: settings.x} : null;
   const own = useAnswer("run", about, {kinds: ["metrics", "evals", "state", "log"], wait: 3000});
   const facts = useSame(own.data);

@@ -4,7 +4,7 @@ import {SignButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
-import {download, say} from "../lib/browser.js";
+import {download, showToast} from "../lib/browser.js";
 import {html, useElement} from "../lib/html.js";
 import {MetricChart} from "./metric_chart.js";
 import {metricOf, readMine, sectionsOf, writeMine} from "./metrics_keys.js";
@@ -103,9 +103,9 @@ function FileButtons() {
       const {charts} = JSON.parse(await event.target.files[0].text());
       const kept = KEPT.map((key) => [key, typeof charts[key] === "string" ? charts[key] : null]);
       patch({...Object.fromEntries(kept), tab: "mine", open: null});
-      say(plural(readMine(charts.keys).length, "chart"));
+      showToast(plural(readMine(charts.keys).length, "chart"));
     } catch (error) {
-      say("This is no file of charts");
+      showToast("This is no file of charts");
     }
   };
   const save = () => {

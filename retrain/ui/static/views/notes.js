@@ -1,6 +1,6 @@
 // What was noted about the runs, and the log of a run from its end backwards; both with search.
 
-import {get, gone} from "../api.js";
+import {get, isAborted} from "../api.js";
 import {AddressChoice, AddressSearch, RunChoice} from "../components/inputs.js";
 import {Answered, Failed, Title} from "../components/states.js";
 import {plural} from "../format.js";
@@ -75,7 +75,7 @@ function useLog(at, search) {
         return {lines: isNewest ? lines.slice(-MOST_LINES) : lines, before: first, error: null, known: true};
       });
     } catch (error) {
-      if (!gone(error) && !signal.aborted) setLog((old) => ({...old, error}));
+      if (!isAborted(error) && !signal.aborted) setLog((old) => ({...old, error}));
     }
   };
   useEffect(() => {

@@ -106,9 +106,9 @@ export function Problems() {
     </div>`;
 }
 
-function Tools({data: {sets, set, tags, of_tag: ofTag}}) {
+function Tools({data: {sets, set, of_tag: ofTag}}) {
   const same = sets.map((each) => [each, each]);
-  const tagged = [["", "any tag"], ...tags.map((each) => [each, `${each} (${ofTag[each]})`])];
+  const tagged = [["", "any tag"], ...Object.entries(ofTag).map(([tag, many]) => [tag, `${tag} (${many})`])];
   const other = {first: null, id: null, tag: null};
   return html`<div class="tools">
     <${AddressSearch} name="text" label="search in problems" resets=${FIRST} />
@@ -134,7 +134,7 @@ function Judgement({data: {tests, few, overall}}) {
 }
 
 // In a column's head: at which steps, of which runs, and all problems together.
-function Taken({data: {taken, overall, few}, label}) {
+function EvaluatedRuns({data: {taken, overall, few}, label}) {
   const {before, after, of, runs} = taken[label];
   const later = after.length ? ` → ${after.join(", ")}` : ", none after it";
   const unfinished = of === "all" ? `; ${plural(runs, "unfinished run")}` : "";
@@ -159,7 +159,7 @@ function List({data, conditions}) {
   </div>`;
   const column = ({label, index}) => {
     const canShow = data.tests.some((test) => test.label === label && test.can_show);
-    const title = html`<${Condition} index=${index}>${label}<//><${Taken} data=${data} label=${label} />`;
+    const title = html`<${Condition} index=${index}>${label}<//><${EvaluatedRuns} data=${data} label=${label} />`;
     return {key: `of ${label}`, title, cell: (row) => change(row.rates[label], index, canShow)};
   };
   const columns = [{key: "problem", title: "problem", cell: name}, ...conditions.map(column)];

@@ -1,6 +1,6 @@
 // One number of a rollout along its tokens: a line, where turns begin, the chosen token.
 
-import {NUMBERS, extent, written} from "../components/token_scales.js";
+import {NUMBERS, extent, valueText} from "../components/token_scales.js";
 import {number} from "../format.js";
 import {html, useMemo} from "../lib/html.js";
 
@@ -32,7 +32,7 @@ function profileOf(name, values) {
   const top = Math.max(kind === "flag" ? 1 : 0, high);
   const x = (i) => (((i + 0.5) / values.length) * WIDE).toFixed(1);
   const y = (value) => (TALL - 3 - ((value - bottom) / (top - bottom || 1)) * (TALL - 6)).toFixed(1);
-  const ends = `from ${written(name, low)} to ${written(name, high)}, highest at token ${values.indexOf(high)}`;
+  const ends = `from ${valueText(name, low)} to ${valueText(name, high)}, highest at token ${values.indexOf(high)}`;
   return {bottom, top, ends, path: linePath(values, x, y), zero: bottom < 0 && top > 0 ? y(0) : null, x};
 }
 
@@ -43,8 +43,8 @@ export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}
     const box = event.currentTarget.getBoundingClientRect();
     return Math.max(0, Math.min(many - 1, Math.floor(((event.clientX - box.left) / box.width) * many)));
   };
-  const upright = (css, at) => html`<line class=${css} x1=${at} x2=${at} y1="0" y2=${TALL} />`;
-  const turns = starts.slice(1).map((first) => upright("turnline", ((first / many) * WIDE).toFixed(1)));
+  const upright = (at, css = "") => html`<line class=${css} x1=${at} x2=${at} y1="0" y2=${TALL} />`;
+  const turns = starts.slice(1).map((first) => upright(((first / many) * WIDE).toFixed(1)));
   const {title} = NUMBERS[name];
   const picture = {viewBox: `0 0 ${WIDE} ${TALL}`, preserveAspectRatio: "none", role: "img"};
   const events = {
@@ -62,7 +62,7 @@ export function Profile({name, values, starts, chosen, pointed, onPick, onPoint}
       <svg ...${picture} aria-label=${`${title} over ${many} tokens, ${ends}`} ...${events}>
         ${zero !== null && html`<line class="zero" x1="0" x2=${WIDE} y1=${zero} y2=${zero} />`}${turns}
         <path class="along" d=${path} />
-        ${pointed !== null && upright("hover", x(pointed))}${chosen !== null && upright("cursor", x(chosen))}
+        ${pointed !== null && upright(x(pointed))}${chosen !== null && upright(x(chosen), "cursor")}
       </svg>
     </div>
     <div class="ends"><span>0</span><span>${many - 1}</span></div>

@@ -8,7 +8,7 @@ import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement} from "../lib/html.js";
-import {Found} from "./found.js";
+import {SearchResults} from "./search_results.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {NO_ROWS, Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName} from "./reading.js";
 import {useIterationAnswer, useNextRow, useSampled} from "./reading.js";
@@ -19,7 +19,7 @@ const SIDE_BY_SIDE = 16;
 
 export function Rollouts() {
   const {query} = useAddress();
-  return query.steps === "all" ? html`<${Found} />` : html`<${OneStep} />`;
+  return query.steps === "all" ? html`<${SearchResults} />` : html`<${OneStep} />`;
 }
 
 function OneStep() {

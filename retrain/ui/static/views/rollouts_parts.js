@@ -50,7 +50,7 @@ export function Rewards({histogram: {ends, counts, at, absent}}) {
   };
   const rest = absent ? ` · ${absent} without a reward` : "";
   const bars = html`<div class="bins" role="group" aria-label="histogram of rewards">${counts.map(bar)}</div>`;
-  return html`<div class="rewards">
+  return html`<div>
     <h2>Rewards<small>choose a bar to see only its rollouts${rest}</small></h2>
     ${counts.length ? bars : html`<p class="muted">No rollout of this step has a reward.</p>`}
   </div>`;
@@ -72,7 +72,7 @@ export function Groups({groups, index, onSample}) {
   };
   const rest = groups.length - MOST_GROUPS;
   const hint = `${plural(groups.length, "group")}: ✓ correct, ✗ not, ? not graded; struck through: discarded`;
-  return html`<div class="groupsbox">
+  return html`<div>
     <h2>Groups<small>${hint}</small></h2>
     <div class="groups" tabindex="0" role="region" aria-label="groups">
       ${groups.slice(0, MOST_GROUPS).map(row)}

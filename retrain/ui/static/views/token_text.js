@@ -138,7 +138,7 @@ function rowsOf(numbers, pieces, i) {
 
 // All numbers of the token that is pointed at.
 export function TokenFacts({numbers, pieces, at, name}) {
-  const hint = html`<div class="hint">
+  const hint = html`<div>
     <dt>token</dt><dd class="muted">point at a token, or use the arrow keys in the text</dd>
   </div>`;
   const fact = ([title, text, key]) => {

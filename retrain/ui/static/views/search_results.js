@@ -11,7 +11,7 @@ import {Filters, Samples, filtersOf} from "./rollouts_parts.js";
 
 const MOST = 100;
 
-export function Found() {
+export function SearchResults() {
   const {place, query} = useAddress();
   const {run, split, first, sort, down} = query;
   const at = run || place;
