@@ -82,7 +82,7 @@ class ConfigIssue(NamedTuple):
 
     keys: tuple[str, ...]
     message: str
-    fix: str = ""
+    fix: str = "remove the line"
     warning: bool = False
 
 

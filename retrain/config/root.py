@@ -275,6 +275,11 @@ def _defaults() -> dict[str, dict[str, object]]:
     }
 
 
+def differs(config: Config, dotted: str) -> bool:
+    """Return whether the key has another value than its default."""
+    return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
+
+
 def differing(config: Config) -> dict[str, object]:
     return {
         dotted: value

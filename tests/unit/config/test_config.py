@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from list_keys import configuration_markdown
 
 from retrain.campaign.planning.plan import plan
-from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
+from retrain.config import Config, json_schema, load, parse_dict
 from retrain.config.describe import document
 from retrain.config.learning_rules import sepa_rules
 from retrain.config.legacy import REPLACED
@@ -248,13 +249,13 @@ def test_set_is_validated_like_the_file_and_its_mistakes_come_after(tmp_path):
 
 def test_the_reference_page_is_that_of_the_models():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == configuration_markdown(), "type: python -m retrain.config docs/configuration.md"
+    assert page == configuration_markdown(), "type: make docs"
     assert all(f"| `{dotted.partition('.')[2]}` |" in page for dotted in keys())
 
 
 def test_the_schema_file_is_that_of_the_models():
     stored = json.loads((ROOT / "campaigns" / "schema.json").read_text(encoding="utf-8"))
-    assert stored == json.loads(json.dumps(json_schema())), "type: python -m retrain.config campaigns/schema.json"
+    assert stored == json.loads(json.dumps(json_schema())), "type: make docs"
 
 
 SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "campaigns").glob("*.toml"))]
