@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
+from functools import cache
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -58,6 +59,7 @@ class Section(BaseModel):
     """Role of the keys that do not declare one."""
 
     @classmethod
+    @cache
     def roles(cls) -> dict[str, Role | None]:
         """Return the role of every key, by its name in the file."""
         return {

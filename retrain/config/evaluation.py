@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os.path import abspath
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -33,7 +33,7 @@ from retrain.config.base import (
 )
 from retrain.config.describe import no_effect, toml
 from retrain.config.tasks import Data, Level, OptionalSource, Template
-from retrain.config.training import Sampling, TopK, Training
+from retrain.config.training import Sampling, TopK
 
 HELDOUT = "heldout"
 """Name of the held-out set when no set is named."""
@@ -52,10 +52,8 @@ def _set_name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
         return value
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value).strip("._-")[:NAME_MAX] or "test"
-    raise fault(
-        f"is {toml(value)}, but must be at most {NAME_MAX} letters, digits, . _ and -: it stands in file names",
-        f'name = "{safe}"',
-    )
+    message = f"is {toml(value)}, but must be at most {NAME_MAX} letters, digits, . _ and -: it stands in file names"
+    raise fault(message, f'name = "{safe}"')
 
 
 class EvaluationSet(Section):
@@ -137,11 +135,8 @@ class EvaluationSection(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report sets with equal names, and sets where evaluation is switched off."""
         if self.sets and not self.problems:
-            yield ConfigIssue(
-                ("evaluation.problems", "evaluation.sets"),
-                f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
-                "problems = 128, or remove the sets",
-            )
+            message = f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]"
+            yield ConfigIssue(("evaluation.problems", "evaluation.sets"), message, "problems = 128, or remove the sets")
         seen = dict[str, int]()
         for index, held_out in enumerate(self.sets):
             first = seen.setdefault(held_out.name.casefold(), index)
@@ -178,25 +173,6 @@ CUTS = ("top_p", "top_k", "min_p")
 """Keys that truncate the distribution sampled from."""
 OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
 """Keys of a set that replace the same keys of [data]."""
-
-
-def resolved(held_out: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
-    """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
-
-    def sampled(key: str) -> Any:
-        asked = (getattr(section, key) for section in (held_out, evaluation, training))
-        return next(value for value in asked if value is not None)
-
-    changed = {key: value for key in OWN_DATA if (value := getattr(held_out, key)) is not None}
-    changed |= {"eval_source": held_out.source} if held_out.source is not None else {}
-    changed |= {"eval_split": held_out.split} if held_out.split is not None else {}
-    return HeldOut(
-        name=held_out.name,
-        problems=held_out.problems or evaluation.problems,
-        samples=held_out.samples or evaluation.samples,
-        sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=data.model_copy(update=changed) if changed else data,
-    )
 
 
 Extent = Literal["whole", "part"]
@@ -277,11 +253,9 @@ class Backpressure(Section):
 
     def issues(self) -> Iterator[ConfigIssue]:
         if self.min_batch_size > self.max_batch_size:
-            yield ConfigIssue(
-                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
-                f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
-                f"min_batch_size = {self.max_batch_size}",
-            )
+            keys = ("backpressure.min_batch_size", "backpressure.max_batch_size")
+            message = f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}"
+            yield ConfigIssue(keys, message, f"min_batch_size = {self.max_batch_size}")
 
 
 class Squeeze(Section):
@@ -316,11 +290,8 @@ class Squeeze(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report one output directory for several compressed adapters."""
         if self.runs != "first" and self.output_path is not None:
-            yield ConfigIssue(
-                ("squeeze.output_path", "squeeze.runs"),
-                f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
-                'runs = "first"',
-            )
+            message = f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below '
+            yield ConfigIssue(("squeeze.output_path", "squeeze.runs"), f"{message}squeeze/", 'runs = "first"')
 
 
 class Resume(Section):
@@ -384,5 +355,5 @@ class Logging(Section):
         if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
             yield ConfigIssue(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
-        if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
+        if self.rollouts_every == 0 and self.num_groups_to_log != type(self).model_fields["num_groups_to_log"].default:
             yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

@@ -41,7 +41,7 @@ def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
     if is_plugin(config.backend.backend):
         message = f'is {steps}, and backend = "{config.backend.backend}" samples with the one version of its weights'
         yield ConfigIssue(("training.max_off_policy_steps", "backend.backend"), message, "max_off_policy_steps = 0")
-    if algorithm.correction is None and not algorithm.corrects and not algorithm.from_sampler:
+    if algorithm.correction is None and algorithm.weight is None and not algorithm.from_sampler:
         message = f"is {steps}, and no correction of the loss is set"
         fix = 'correction = "tis", "icepop" or "decoupled", loss = "dppo", "vespo" or "m2po", or correction = "none"'
         yield ConfigIssue(("training.max_off_policy_steps", "algorithm.correction"), message, fix)

@@ -4,7 +4,8 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, get_args
+from functools import reduce
+from typing import NamedTuple, get_args
 
 import tomli
 from pydantic import ValidationError
@@ -119,7 +120,7 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     if details["type"] == "fault":
         context = details.get("ctx", {})
         return Mistake(path, context["message"], context["fix"])
-    return wrong_value(path, field, _at(data, path))
+    return wrong_value(path, field, reduce(lambda table, part: table[part], path, data))
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
@@ -132,12 +133,6 @@ def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
             return path, None
         path, field, inside = (*path, inside[1]), fields_of(table)[str(inside[1])], inside[2:]
     return path, field
-
-
-def _at(data: Any, path: Iterable[str | int]) -> object:
-    for part in path:
-        data = data[part]
-    return data
 
 
 def _not_a_table(path: Path, value: object) -> Mistake:

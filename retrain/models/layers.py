@@ -67,19 +67,13 @@ def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: s
     right = [target for target in targets if any(targeted(layer, [target]) for layer in layers)]
     fix = f"target_modules = {json.dumps(right or 'all-linear')}"
     leaves = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-    return [
-        (
-            f"names {json.dumps(target)}, "
-            + (
-                "the output layer, which gets no adapter"
-                if targeted(head, [target])
-                else f"which is no linear layer of the model; it has {leaves}"
-            ),
-            fix,
-        )
-        for target in targets
-        if target not in right
-    ]
+    mistakes = []
+    for target in targets:
+        if target not in right:
+            fault = f"which is no linear layer of the model; it has {leaves}"
+            fault = "the output layer, which gets no adapter" if targeted(head, [target]) else fault
+            mistakes.append((f"names {json.dumps(target)}, {fault}", fix))
+    return mistakes
 
 
 def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
@@ -134,11 +128,6 @@ def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
     if kind == "int8":
         return weights + weights // width * itemsize
     return weights // 2 + weights // NF4_BLOCK * 4
-
-
-def critic_bytes(weights: int) -> int:
-    """Return the bytes of a critic with this many trained weights, which has no copies for engines or decoding."""
-    return weights * TRAINED_BYTES
 
 
 def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_memory: int) -> tuple[int, int]:

@@ -14,10 +14,10 @@ from retrain.config import Config
 from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
 from retrain.models.layers import (
     LOGITS_COPIES,
+    TRAINED_BYTES,
     Architecture,
     adapter_bytes,
     cpu_token_budget,
-    critic_bytes,
     decoding_copies,
     gpu_token_budget,
     held_weights,
@@ -211,7 +211,7 @@ def run_memory(
     if parts > 1:
         layers = architecture.linear_parameters(architecture.experts) * width
         base = held_weights(base // parts, base - layers, layers // architecture.layers)
-    stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
+    stays = adapter_bytes(adapter, width, config.published_versions) + critic * TRAINED_BYTES
     if device.kind == "cpu":
         budget = cpu_token_budget(full_base)
     elif device.memory:
