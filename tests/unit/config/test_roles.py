@@ -5,7 +5,7 @@ from retrain.config import parse_dict
 from retrain.config.base import Role
 from retrain.config.checking import why_fixed
 from retrain.config.root import defines_run, keys, role_of
-from retrain.config.runs import RunSpec, tells_apart
+from retrain.config.runs import RunSpec, distinguishes_runs
 
 
 def test_every_key_has_a_role():
@@ -33,7 +33,7 @@ def test_every_key_has_a_role():
 ])  # fmt: skip
 def test_what_follows_from_the_role_of_a_key(key, changes_the_run, tells_replicates_apart, is_fixed_for_conditions):
     assert defines_run(key) is changes_the_run
-    assert tells_apart(key) is tells_replicates_apart
+    assert distinguishes_runs(key) is tells_replicates_apart
     assert bool(why_fixed(key)) is is_fixed_for_conditions
 
 
