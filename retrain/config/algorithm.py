@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -78,10 +78,8 @@ def _band(value: list[float] | None) -> list[float] | None:
     return value
 
 
-class _Modes(Section):
+class _Modes(Section, role=Role.LEARNS):
     """Keys of [algorithm] that name modes."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     advantage_mode: AdvantageMode = "grpo"
     """Advantage of a completion, computed from the rewards of its group: a mode, or `module:function` of your own."""
@@ -258,10 +256,8 @@ class AlgorithmSection(_Parameters):
             yield ConfigIssue(("algorithm.rejection_denominator", "algorithm.rejection"), message)
 
 
-class Gtpo(Section):
+class Gtpo(Section, role=Role.LEARNS):
     """Credit in proportion to a token's uncertainty. Two papers use the acronym: `gtpo` and `gtpo_paper`."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     beta: Annotated[NotNegative, _with_credit("gtpo.beta")] = 0.1
     """Strength of the weighting: 0 switches it off; above 1, weights may be clipped at 0."""
@@ -274,19 +270,15 @@ class Gtpo(Section):
     that no token of a wrong answer has a positive advantage."""
 
 
-class HicraSection(Section):
+class HicraSection(Section, role=Role.LEARNS):
     """More credit for planning tokens."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     alpha: Annotated[Decay, _with_credit("hicra.alpha")] = 0.2
     """A planning token's advantage grows by alpha times its absolute value."""
 
 
-class Sepa(Section):
+class Sepa(Section, role=Role.LEARNS):
     """Selective entropy pooling with annealing: the uncertainty of execution tokens moves to its mean as λ rises."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     steps: Annotated[Natural, _SEPA] = 100
     """Steps in which λ rises from 0 to 1."""
@@ -304,10 +296,8 @@ class Sepa(Section):
     """Share of the reference variance at which λ is 0 by variance alone; λ rises as the variance falls below it."""
 
 
-class Planning(Section):
+class Planning(Section, role=Role.LEARNS):
     """Detection of planning tokens, which HICRA and SEPA use; metrics of every run record them."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     detector: Annotated[Literal["regex"] | Plugin, UnsupportedValues({"semantic": NO_SEMANTIC})] = "regex"
     """`regex` matches the phrases of `[logging] strategic_grams` in the decoded text; or a `module:function`."""
@@ -328,11 +318,9 @@ def _placed(value: str | None) -> str | None:
     return value
 
 
-class Distillation(Section):
+class Distillation(Section, role=Role.LEARNS):
     """On-policy distillation: a teacher scores the tokens that the policy has sampled. The advantage of a token is
     weight · (ln π_teacher − ln π), which minimises the reverse KL divergence, alone or added to that of the reward."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     teacher: OptionalText = None
     """The teacher: `base`, the frozen model without an adapter; `policy`, the student itself before the update, with a

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
 from functools import cache
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -56,7 +56,11 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     role: ClassVar[Role | None] = None
-    """Role of the keys that do not declare one."""
+    """Role of the keys that do not declare one; a section names it as an argument of its class."""
+
+    def __init_subclass__(cls, role: Role | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.role = role or cls.role
 
     @classmethod
     @cache

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -108,10 +108,8 @@ def _standard() -> list[Condition]:
     return [Condition(advantage_mode="grpo", transform_mode="none"), *maxrl]
 
 
-class CampaignSection(Section):
+class CampaignSection(Section, role=Role.NAMES):
     """Conditions × seeds. A file with this section is a campaign; the other sections are its base configuration."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     name: OptionalText = None
     """Name in reports; unset is the name of the file."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os.path import abspath
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -95,11 +95,9 @@ class EvaluationSet(Section):
     """Longest completion."""
 
 
-class EvaluationSection(Section):
+class EvaluationSection(Section, role=Role.EVALUATES):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update.
     `[[evaluation.sets]]` may override all keys but `at_start` and `schedule`."""
-
-    role: ClassVar[Role] = Role.EVALUATES
 
     problems: Natural = 128
     """Held-out problems; 0 switches evaluation off."""
@@ -227,10 +225,8 @@ def _url(value: str | None) -> str | None:
     raise fault(f'is "{value}", and that is no URL', f'mirror = "file://{abspath(value)}"')
 
 
-class Backpressure(Section):
+class Backpressure(Section, role=Role.SPEED):
     """Adaptation of the load to the hardware (Universal Scalability Law)."""
-
-    role: ClassVar[Role] = Role.SPEED
 
     enabled: bool = False
     """Measure throughput and adapt."""
@@ -258,10 +254,8 @@ class Backpressure(Section):
             yield ConfigIssue(keys, message, f"min_batch_size = {self.max_batch_size}")
 
 
-class Squeeze(Section):
+class Squeeze(Section, role=Role.RECORDS):
     """Analysis of the trained adapter's rank after the first run, and compression."""
-
-    role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
     """Analyse the adapter of the first run."""
@@ -294,19 +288,15 @@ class Squeeze(Section):
             yield ConfigIssue(("squeeze.output_path", "squeeze.runs"), f"{message}squeeze/", 'runs = "first"')
 
 
-class Resume(Section):
+class Resume(Section, role=Role.SAMPLES):
     """Continuation from another run's checkpoint."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     from_: Annotated[OptionalText, Field(alias="from")] = None
     """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
 
 
-class Logging(Section):
+class Logging(Section, role=Role.RECORDS):
     """Locations and names of records, and the trackers that receive them."""
-
-    role: ClassVar[Role] = Role.RECORDS
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` followed by the name of the TOML file."""

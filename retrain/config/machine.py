@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -29,10 +29,8 @@ from retrain.config.base import (
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 
-class BackendSection(Section):
+class BackendSection(Section, role=Role.SAMPLES):
     """Backend and devices of training."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     backend: Annotated[Literal["local"] | Plugin, UnsupportedValues({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = (
         "local"
@@ -98,10 +96,8 @@ def _addresses(value: object) -> object:
     return value
 
 
-class Inference(Section):
+class Inference(Section, role=Role.SAMPLES):
     """Engine of completions: the trained model, or servers that hold the same base and load the adapters."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     engine: Annotated[
         Literal["local", "vllm", "sglang", "openai"],
@@ -206,10 +202,8 @@ def _address(value: str) -> str:
     return value
 
 
-class Ray(Section):
+class Ray(Section, role=Role.NAMES):
     """Cluster of `[campaign] executor = "ray"`; other executors ignore it."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     address: Annotated[str, AfterValidator(_address)] = "auto"
     """Cluster address: `auto` is the one in `RAY_ADDRESS` or running on this machine, `local` one that is started for
@@ -277,11 +271,9 @@ def _option_names(options: dict[str, str | int | bool]) -> dict[str, str | int |
     return options
 
 
-class Slurm(Section):
+class Slurm(Section, role=Role.NAMES):
     """Workers as tasks of one Slurm job array, for `[campaign] executor = "slurm"`. Each has one GPU, or none with
     `[backend] devices = "cpu"`."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     partition: OptionalText = None
     """Partition of the jobs; unset is the cluster's default."""

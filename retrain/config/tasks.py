@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -74,10 +74,8 @@ def _without_secrets(value: str | None) -> str | None:
     return value
 
 
-class Data(Section):
+class Data(Section, role=Role.SAMPLES):
     """Training and held-out problems."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
     """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl`, `.csv` or `.parquet` file or data set directory
@@ -243,10 +241,8 @@ def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
         yield ConfigIssue((f"{path}.criteria",), message, 'weight = "essential"')
 
 
-class RewardSection(GraderKeys):
+class RewardSection(GraderKeys, role=Role.LEARNS):
     """Reward of an answer."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "weighted"] = "match"
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
@@ -320,12 +316,10 @@ class RewardSection(GraderKeys):
 AUDIT = "audit"  # Name of the audit's score among a rollout's metrics, and prefix of its other metrics
 
 
-class Audit(GraderKeys):
+class Audit(GraderKeys, role=Role.EVALUATES):
     """A second grader, never trained on: if the reward rises while the audit falls, the policy is exploiting the
     reward. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as `eval/<name>/audit`, and with each
     rollout."""
-
-    role: ClassVar[Role] = Role.EVALUATES
 
     type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model"] = "off"
     """`off`, or a type as in [reward], whose `timeout_s` and `workers` apply too."""
@@ -354,11 +348,9 @@ def _provider(value: str | None) -> str | None:
     raise fault(message, f'provider = "{close[0]}"')
 
 
-class EnvironmentSection(Section):
+class EnvironmentSection(Section, role=Role.SAMPLES):
     """Environment of the episodes, with one turn or several. Without `provider` and `tools` the policy answers the
     problems of [data] in one turn."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     provider: Annotated[OptionalText, AfterValidator(_provider)] = None
     """Provider of the environment: `reasoning_gym`, `verifiers`, `openenv`, or `module:Class` of your own, which has

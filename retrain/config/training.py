@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -57,10 +57,8 @@ class Sampling:
         return replace(self, top_k=self.top_k or (MOST_KEPT if cut else 0))
 
 
-class Training(Section):
+class Training(Section, role=Role.LEARNS):
     """Training loop: size and number of the optimizer steps."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     seed: Annotated[Seed, minus_one(0), Role.LEARNS | Role.NAMES] = 0
     """Seed of a single run; `[campaign] seeds` replaces it in a campaign. -1 ("no seed") is read as 0."""
@@ -195,10 +193,8 @@ class Training(Section):
             yield ConfigIssue(("training.target_kl", "training.num_iterations"), message, "num_iterations = 4")
 
 
-class Optimizer(Section):
+class Optimizer(Section, role=Role.LEARNS):
     """AdamW and its learning-rate schedule."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
@@ -218,10 +214,8 @@ MAX_ALPHA = 1e18
 """Upper bound of alpha: above it the squared gradients of B overflow in Adam's float32 state."""
 
 
-class Model(Section):
+class Model(Section, role=Role.SAMPLES):
     """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     model: Text = "tiny-reasoner"
     """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
@@ -243,10 +237,8 @@ class Model(Section):
         return self.quantize != "none"
 
 
-class Lora(Section):
+class Lora(Section, role=Role.LEARNS):
     """Settings of the adapter besides its rank. The defaults follow "LoRA without regret"."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     alpha: Annotated[float, Field(ge=0, le=MAX_ALPHA)] = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
@@ -271,10 +263,8 @@ class Lora(Section):
 _CRITIC = ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
 
 
-class CriticSection(Section):
+class CriticSection(Section, role=Role.LEARNS):
     """Critic of `advantage_mode = "gae"`: a value head on the frozen base, with a separate adapter."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     share_adapter: Annotated[bool, _CRITIC] = False
     """Compute values with the policy's adapter, which then learns both in one pass: faster, and the value loss changes
