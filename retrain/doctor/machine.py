@@ -77,7 +77,6 @@ def measure(subject: DoctorModel) -> dict[str, float]:
 
 
 def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``task`` takes on the device, and its result."""
     synchronize = torch.cuda.synchronize if subject.on_gpu else lambda _: None
     synchronize(subject.base.device)
     begin = time.perf_counter()

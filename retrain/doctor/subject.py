@@ -260,7 +260,6 @@ class DoctorModel:
         return self.samples(requests, self.engine.sample(requests))
 
     def train(self, policy: LocalPolicy, samples: Sequence[Sample], step: int = 0, lr: float = LR) -> float:
-        """Update the policy once and return its loss."""
         tokens = sum(int(sample.action_mask.sum()) for sample in samples)
         batch = StepBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
         return policy.update(batch, Objective((PolicyTerm(PPO()),)), lr).metrics["loss"]

@@ -133,7 +133,6 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: Task = "CAUSAL_LM") -> str:
-    """Return the first fault of the model files in ``directory``, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"

@@ -29,9 +29,9 @@ from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
 from retrain.ranks import RankGroup
-from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
 from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
+from retrain.util.tensor_file import to_bytes
 
 OPTIMIZER = "optimizer.safetensors"
 KL_SECONDS = "timing_compute_kl_total"
