@@ -1,7 +1,7 @@
 """[campaign] and [[campaign.conditions]]: conditions, seeds, executor and the declared comparison."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -79,27 +79,9 @@ def condition_name(label: str) -> str:
     return re.sub(r"^([^+~@]+)\+none(?=[~@]|$)", r"\1", label)
 
 
-def with_condition_names(report: Any, labels: Iterable[str]) -> Any:
-    """Return a copy of plain data with these labels replaced by their ``condition_name``, as keys and as values."""
-    names = {label: condition_name(label) for label in labels}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {names.get(key, key): renamed(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [renamed(each) for each in value]
-        return names.get(value, value) if isinstance(value, str) else value
-
-    return renamed(report)
-
-
 def find_label(name: str, labels: Iterable[str]) -> str | None:
     """Return the label that equals ``name`` or whose ``condition_name`` does, or None."""
     return next((label for label in labels if name in (label, condition_name(label))), None)
-
-
-def transform_of(label: str) -> str:
-    return label.partition("~")[0].partition("+")[2]
 
 
 def _standard() -> list[Condition]:

@@ -120,9 +120,10 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
         article, word = NUMBER_WORDS[annotation].split()
         return f"{f'{word}s' if plural else f'{article} {word}'} {bound(metadata, limits)}".rstrip()
     if annotation is str:
-        patterns = [item.pattern for item in metadata if getattr(item, "pattern", None) in _PATTERNS]
-        plain = "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
-        return _PATTERNS[patterns[0]] if patterns else plain
+        for item in metadata:
+            if (pattern := getattr(item, "pattern", None)) in _PATTERNS:
+                return _PATTERNS[pattern]
+        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return "tables" if plural and is_section else "a table"
 

@@ -4,7 +4,6 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import reduce
 from typing import NamedTuple, get_args
 
 import tomli
@@ -120,7 +119,10 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     if details["type"] == "fault":
         context = details.get("ctx", {})
         return Mistake(path, context["message"], context["fix"])
-    return wrong_value(path, field, reduce(lambda table, part: table[part], path, data))
+    value: Any = data
+    for part in path:
+        value = value[part]
+    return wrong_value(path, field, value)
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
