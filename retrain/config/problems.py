@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import tomli
 from pydantic import ValidationError
