@@ -38,8 +38,7 @@ BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a 
 
 
 def bundled_model_path(name: str) -> Path | None:
-    directory = BUNDLED.get(name)
-    return None if directory is None else Path(__file__).parent / directory
+    return Path(__file__).parent / BUNDLED[name] if name in BUNDLED else None
 
 
 def bundled_name(model: str) -> str | None:
