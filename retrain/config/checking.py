@@ -152,40 +152,33 @@ def _validate(review: Review) -> Config | None:
     except ValidationError as error:
         wrong = mistakes(error, review.data)
     review.wrong.extend(wrong)
-    for mistake in wrong:
-        review.broken.add(".".join(str(part) for part in mistake.path[:2]))
-        _put_aside(review.data, mistake.path)
-    _close_gaps(review)
+    _put_aside(review, wrong)
     try:
         return Config.model_validate(review.data)
     except ValidationError:
         return None
 
 
-def _put_aside(data: dict[str, Any], path: Path) -> None:
-    """Remove an invalid section or key; in a list of tables, empty the whole table."""
-    section, *below = path
-    table = data.get(str(section))
-    if not below:
-        data.pop(str(section), None)
-    elif isinstance(table, dict) and len(below) == 1:
-        table.pop(below[0], None)
-    elif isinstance(table, dict) and isinstance(rows := table.get(below[0]), list) and isinstance(below[1], int):
-        rows[below[1]] = None
-
-
-def _close_gaps(review: Review) -> None:
-    """Drop emptied tables, and lists that become empty."""
-    for section, key in (CONDITIONS, ("reward", "components"), ("evaluation", "sets")):
-        table = review.data.get(str(section))
-        rows = table.get(key) if isinstance(table, dict) else None
-        if not isinstance(rows, list) or not isinstance(table, dict):
-            continue
-        if section == "campaign":
-            review.origins = [index for index, row in enumerate(rows) if row is not None]
-            review.overrides = [review.overrides[index] for index in review.origins]
-        table[key] = [row for row in rows if row is not None]
-        if not table[key]:
+def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
+    """Remove invalid sections and keys; of a list of tables the invalid ones, and a list of none."""
+    invalid: dict[Path, set[int]] = {}
+    for path in (mistake.path for mistake in wrong):
+        review.broken.add(".".join(str(part) for part in path[:2]))
+        table = review.data.get(str(path[0]))
+        if len(path) == 1:
+            review.data.pop(str(path[0]), None)
+        elif len(path) == 2 and isinstance(table, dict):
+            table.pop(path[1], None)
+        elif isinstance(path[2], int):
+            invalid.setdefault(path[:2], set()).add(path[2])
+    for path, indices in invalid.items():
+        table, key = review.data[str(path[0])], path[1]
+        valid = [index for index in range(len(table.get(key, ()))) if index not in indices]
+        if path == CONDITIONS:
+            review.origins = valid
+            review.overrides = [review.overrides[index] for index in valid]
+        table[key] = [table[key][index] for index in valid]
+        if not valid:
             del table[key]
 
 

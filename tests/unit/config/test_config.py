@@ -247,6 +247,14 @@ def test_set_is_validated_like_the_file_and_its_mistakes_come_after(tmp_path):
     assert [line.split("  ")[0] for line in all_lines] == ["f.toml:2", "--set", "--set"]
 
 
+def test_an_invalid_criterion_does_not_hide_other_mistakes(tmp_path):
+    text = '[reward]\ntype = "rubric"\ncriteria = [3, { name = "a", text = "t" }]\n[sepa]\nsteps = 5\n'
+    criterion, judge, sepa = sorted(lines(text, tmp_path), key=lambda line: line.split("  ")[1])
+    assert "reward.criteria[1]  is 3, a number, but must be a table" in criterion
+    assert "reward.judge_model  is missing" in judge
+    assert "sepa.steps  has no effect" in sepa
+
+
 def test_the_reference_page_is_that_of_the_models():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == configuration_markdown(), "type: make docs"
