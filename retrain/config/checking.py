@@ -160,7 +160,7 @@ def _validate(review: Review) -> Config | None:
 
 
 def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
-    """Remove invalid sections and keys; of a list of tables the invalid ones, and a list of none."""
+    """Remove invalid sections and keys, invalid tables of a list, and a list of which no table is left."""
     invalid: dict[Path, set[int]] = {}
     for path in (mistake.path for mistake in wrong):
         review.broken.add(".".join(str(part) for part in path[:2]))
