@@ -162,15 +162,16 @@ def _validate(review: Review) -> Config | None:
 def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
     """Remove invalid sections and keys, invalid tables of a list, and a list of which no table is left."""
     invalid: dict[Path, set[int]] = {}
-    for path in (mistake.path for mistake in wrong):
-        review.broken.add(".".join(str(part) for part in path[:2]))
-        table = review.data.get(str(path[0]))
-        if len(path) == 1:
-            review.data.pop(str(path[0]), None)
-        elif len(path) == 2 and isinstance(table, dict):
-            table.pop(path[1], None)
-        elif isinstance(path[2], int):
-            invalid.setdefault(path[:2], set()).add(path[2])
+    for mistake in wrong:
+        section, *below = mistake.path
+        review.broken.add(".".join(str(part) for part in mistake.path[:2]))
+        table = review.data.get(str(section))
+        if not below:
+            review.data.pop(str(section), None)
+        elif len(below) == 1 and isinstance(table, dict):
+            table.pop(below[0], None)
+        elif len(below) > 1 and isinstance(below[1], int):
+            invalid.setdefault((section, below[0]), set()).add(below[1])
     for path, indices in invalid.items():
         table, key = review.data[str(path[0])], path[1]
         valid = [index for index in range(len(table.get(key, ()))) if index not in indices]
