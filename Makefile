@@ -202,7 +202,8 @@ pictures: build/browser/.ready
 	build/browser/bin/python benchmarks/pictures.py
 
 docs: $(VENV)/.core
-	$(BIN)/python -m retrain.config docs/configuration.md campaigns/schema.json
+	$(BIN)/python docs/list_keys.py docs/configuration.md
+	$(BIN)/retrain schema > campaigns/schema.json
 	$(BIN)/python docs/list_records.py docs
 	$(BIN)/python docs/list_messages.py docs/records/messages.md
 

@@ -27,8 +27,14 @@ def _inside(node: ast.AST, place: str, texts: dict[str, str]) -> Iterator[tuple[
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield from _inside(child, f"{place}.{child.name}".lstrip("."), {})
             continue
-        if isinstance(child, ast.Assign) and isinstance(child.targets[0], ast.Name):
-            texts[child.targets[0].id] = _text(child.value, texts)
+        if isinstance(child, ast.Assign):
+            target, value = child.targets[0], child.value
+            is_pair = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            for name, of_name in zip(target.elts, value.elts, strict=True) if is_pair else [(target, value)]:
+                if isinstance(name, ast.Name):
+                    texts[name.id] = _text(of_name, texts)
+        if isinstance(child, ast.AugAssign) and isinstance(child.target, ast.Name):
+            texts[child.target.id] = texts.get(child.target.id, "") + _text(child.value, texts)
         if isinstance(child, ast.Call):
             kind = getattr(child.func, "id", None) or getattr(child.func, "attr", "")
             if kind in SPEAKERS or kind.endswith("Error"):

@@ -69,8 +69,6 @@ _BEGIN = time.time() - time.monotonic()
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as ``nvidia-smi`` lists it."""
-
     name: str
     memory: str
     driver: str
@@ -107,7 +105,6 @@ def processor() -> str:
 
 
 def memory_share() -> float:
-    """Return the part of its device's memory that this process plans with."""
     return float(os.environ.get(MEMORY_SHARE, "1"))
 
 

@@ -1,16 +1,21 @@
-"""A tokenizer without a model: the text of tokens, and each token's place in it."""
+"""Tokenizers without a model: the text of tokens, each token's place in it, and chat templates."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from retrain.errors import ModelError
 from retrain.maths.arrays import OffsetArray
+from retrain.models.directory import find_file
 
 Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [start, end) that it stands for
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(eq=False)
@@ -71,6 +76,64 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         """Return the text; ids above 255 are skipped."""
         return bytes(token for token in token_ids if 0 <= token < 256).decode("utf-8", errors="surrogateescape")
+
+
+class LightTokenizer:
+    """The part of a transformers tokenizer that ``data.prompts.render`` uses, to measure prompts without torch.
+
+    ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
+    whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, special: dict[str, str]):
+        self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+
+    def apply_chat_template(
+        self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True, **extra: object
+    ) -> str:
+        """Return the conversation as text; ``tokenize`` must be false."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert not tokenize
+        rendered, _ = render_jinja_template(
+            [messages],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **{**self.special, **extra},
+        )
+        return rendered[0]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
+    """Return the tokenizer of a model from local files. Raises ModelError when they are missing or damaged."""
+    from tokenizers import Tokenizer
+
+    path = find_file(model, "tokenizer.json", revision)
+    if path is None:
+        raise ModelError(f"the tokenizer.json of {model} is not on this machine")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+        settings = _settings(find_file(model, "tokenizer_config.json", revision))
+        special = _settings(find_file(model, "special_tokens_map.json", revision)) | settings
+        file = find_file(model, "chat_template.jinja", revision)
+        template = file.read_text(encoding="utf-8") if file else settings.get("chat_template")
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise ModelError(f"the tokenizer of {model} cannot be read: {str(error).splitlines()[0][:200]}") from error
+    if isinstance(template, list):  # several by name
+        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+    tokens = {name: special[name] for name in SPECIAL if special.get(name)}
+    named = {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}
+    return LightTokenizer(tokenizer, template, named)
+
+
+def _settings(path: Path | None) -> dict[str, Any]:
+    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
 
 
 def byte_table(tokenizer: Any) -> list[bytes] | None:

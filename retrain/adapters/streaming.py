@@ -11,7 +11,7 @@ from retrain.errors import ModelError
 from retrain.files import write_json
 from retrain.policy.adapter_io import Factors, Pair, absolute_base
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from retrain.tensor_file import data_of, dtype_name, header
+from retrain.util.tensor_file import data_of, dtype_name, header
 
 
 def write_streamed(

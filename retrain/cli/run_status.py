@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from retrain.config.campaign import transform_of
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.errors import UsageError
 from retrain.records.reader import RunReader, read_manifest, run_entries
@@ -54,7 +53,7 @@ class RunView:
     @property
     def pooling(self) -> float | None:
         """SEPA's λ at the last step; None in other transform modes, whose rows have 0."""
-        return self.row.get("sepa_lambda") if transform_of(self.label) == "gtpo_sepa" else None
+        return self.row.get("sepa_lambda") if self.label.partition("~")[0].endswith("+gtpo_sepa") else None
 
     def eta(self, now: float) -> float | None:
         """Return the remaining seconds at the present pace; None before the first step and after the end."""

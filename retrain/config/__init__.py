@@ -5,16 +5,7 @@
 
 from retrain.config.campaign import CampaignSection, Condition
 from retrain.config.loading import LoadedConfig, load, parse_dict
-from retrain.config.reference import configuration_markdown, json_schema
 from retrain.config.root import Config
+from retrain.config.schema import json_schema
 
-__all__ = [
-    "CampaignSection",
-    "Condition",
-    "Config",
-    "LoadedConfig",
-    "configuration_markdown",
-    "json_schema",
-    "load",
-    "parse_dict",
-]
+__all__ = ["CampaignSection", "Condition", "Config", "LoadedConfig", "json_schema", "load", "parse_dict"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, create_model
 
@@ -64,8 +64,6 @@ _UNCORRECTED = (
 CLIPPED = (ActiveIf("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
 """Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
 of a batch."""
-
-
 TIS_CAP = 2.0
 ICEPOP_BAND = (0.5, 5.0)
 REJECTION_BAND = (0.99, 1.01)
@@ -80,10 +78,8 @@ def _band(value: list[float] | None) -> list[float] | None:
     return value
 
 
-class _Modes(Section):
+class _Modes(Section, role=Role.LEARNS):
     """Keys of [algorithm] that name modes."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     advantage_mode: AdvantageMode = "grpo"
     """Advantage of a completion, computed from the rewards of its group: a mode, or `module:function` of your own."""
@@ -194,11 +190,6 @@ class AlgorithmSection(_Parameters):
         return kind, 0.0, math.inf if kind == "decoupled" else self.tis_cap or TIS_CAP
 
     @property
-    def corrects(self) -> bool:
-        """True if the loss is weighted by π_trainer/π_sampler."""
-        return self.weight is not None
-
-    @property
     def from_sampler(self) -> bool:
         """True if the loss itself bounds the ratio to the sampler."""
         return loss_of(self.loss).from_sampler
@@ -213,12 +204,6 @@ class AlgorithmSection(_Parameters):
         return (0.0, limit) if self.rejection == "k3" else (low, high)
 
     @property
-    def can_reject(self) -> bool:
-        """True if some tokens may be removed from the policy loss."""
-        masks = self.weight is not None and self.weight[0] in REJECTING
-        return masks or self.masks_before_update
-
-    @property
     def masks_before_update(self) -> bool:
         """True if rejection depends on the whole step or sequence, so that it is decided before the update."""
         return self.rejection != "none" or self.loss == "m2po"
@@ -228,11 +213,6 @@ class AlgorithmSection(_Parameters):
         `cispo_cap` is "cap"."""
         mode = getattr(self, key)
         return {name.removeprefix(f"{mode}_"): getattr(self, name) for name in mode_of(key, mode).parameters}
-
-    @property
-    def regularised(self) -> bool:
-        """True if the loss has a KL, entropy or value term, so that every completion trains."""
-        return self.loss_kl_coef > 0 or self.entropy_coef > 0 or self.critic
 
     @property
     def critic(self) -> bool:
@@ -256,31 +236,28 @@ class AlgorithmSection(_Parameters):
 
     @property
     def keeps_uniform_groups(self) -> bool:
-        """True if groups without signal are trained on."""
-        return self.regularised or not self.discard_group_zero_advantage
+        """True if groups without signal are trained on, as by a KL, entropy or value term of the loss."""
+        is_regularised = self.loss_kl_coef > 0 or self.entropy_coef > 0 or self.critic
+        return is_regularised or not self.discard_group_zero_advantage
 
     def issues(self) -> Iterator[ConfigIssue]:
         if self.kl_in_reward != "none" and self.kl_coef == 0:
-            keys = ("algorithm.kl_in_reward", "algorithm.kl_coef")
-            yield ConfigIssue(keys, f'is "{self.kl_in_reward}", with kl_coef = 0', "kl_coef = 0.05")
+            message = f'is "{self.kl_in_reward}", with kl_coef = 0'
+            yield ConfigIssue(("algorithm.kl_in_reward", "algorithm.kl_coef"), message, "kl_coef = 0.05")
         if self.tis_cap is not None and self.icepop_band is not None:
-            yield ConfigIssue(
-                ("algorithm.icepop_band", "algorithm.tis_cap"),
-                f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio",
-                "keep one of the two",
-            )
-        if self.from_sampler and self.corrects:
-            keys = ("algorithm.correction", "algorithm.loss")
-            yield ConfigIssue(keys, f'beside loss = "{self.loss}": both weigh by the same ratio', "keep one of the two")
-        if self.rejection_denominator == "kept" and not self.can_reject:
-            keys = ("algorithm.rejection_denominator", "algorithm.rejection")
-            yield ConfigIssue(keys, 'is "kept", and nothing is ever rejected', "remove the line")
+            message = f"is {self.icepop_band} beside tis_cap = {self.tis_cap:g}: both weigh by the same ratio"
+            yield ConfigIssue(("algorithm.icepop_band", "algorithm.tis_cap"), message, "keep one of the two")
+        if self.from_sampler and self.weight is not None:
+            message = f'beside loss = "{self.loss}": both weigh by the same ratio'
+            yield ConfigIssue(("algorithm.correction", "algorithm.loss"), message, "keep one of the two")
+        masks = self.masks_before_update or (self.weight is not None and self.weight[0] in REJECTING)
+        if self.rejection_denominator == "kept" and not masks:
+            message = 'is "kept", and nothing is ever rejected'
+            yield ConfigIssue(("algorithm.rejection_denominator", "algorithm.rejection"), message)
 
 
-class Gtpo(Section):
+class Gtpo(Section, role=Role.LEARNS):
     """Credit in proportion to a token's uncertainty. Two papers use the acronym: `gtpo` and `gtpo_paper`."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     beta: Annotated[NotNegative, _with_credit("gtpo.beta")] = 0.1
     """Strength of the weighting: 0 switches it off; above 1, weights may be clipped at 0."""
@@ -293,19 +270,15 @@ class Gtpo(Section):
     that no token of a wrong answer has a positive advantage."""
 
 
-class HicraSection(Section):
+class HicraSection(Section, role=Role.LEARNS):
     """More credit for planning tokens."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     alpha: Annotated[Decay, _with_credit("hicra.alpha")] = 0.2
     """A planning token's advantage grows by alpha times its absolute value."""
 
 
-class Sepa(Section):
+class Sepa(Section, role=Role.LEARNS):
     """Selective entropy pooling with annealing: the uncertainty of execution tokens moves to its mean as λ rises."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     steps: Annotated[Natural, _SEPA] = 100
     """Steps in which λ rises from 0 to 1."""
@@ -323,10 +296,8 @@ class Sepa(Section):
     """Share of the reference variance at which λ is 0 by variance alone; λ rises as the variance falls below it."""
 
 
-class Planning(Section):
+class Planning(Section, role=Role.LEARNS):
     """Detection of planning tokens, which HICRA and SEPA use; metrics of every run record them."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     detector: Annotated[Literal["regex"] | Plugin, UnsupportedValues({"semantic": NO_SEMANTIC})] = "regex"
     """`regex` matches the phrases of `[logging] strategic_grams` in the decoded text; or a `module:function`."""
@@ -334,8 +305,6 @@ class Planning(Section):
 
 OF_SERVERS = ("server", "api_key_env", "timeout_s", "patience_s", "max_in_flight")
 """Keys that have an effect only with a ``url``."""
-
-
 _SAMPLED, _WHOLE = (ActiveIf("distillation.estimate", (value,)) for value in ("sampled", "vocabulary"))
 POLICY = "policy"
 """Value of ``teacher`` that makes the student its own teacher, with privileged context."""
@@ -349,11 +318,9 @@ def _placed(value: str | None) -> str | None:
     return value
 
 
-class Distillation(Section):
+class Distillation(Section, role=Role.LEARNS):
     """On-policy distillation: a teacher scores the tokens that the policy has sampled. The advantage of a token is
     weight · (ln π_teacher − ln π), which minimises the reverse KL divergence, alone or added to that of the reward."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     teacher: OptionalText = None
     """The teacher: `base`, the frozen model without an adapter; `policy`, the student itself before the update, with a
@@ -432,24 +399,20 @@ class Distillation(Section):
         return frozenset({Need.TEACHER, *([Need.LOGPROBS] if self.student == "trainer" else [])})
 
     def issues(self) -> Iterator[ConfigIssue]:
-        fields = type(self).model_fields
-        written = [key for key, field in fields.items() if getattr(self, key) != field.default and key != "teacher"]
-        for key in written:
+        for key, field in type(self).model_fields.items():
+            if key == "teacher" or getattr(self, key) == field.default:
+                continue
             if self.teacher is None:
-                fix = 'teacher = "base", or the directory of a run or model'
-                yield ConfigIssue(
-                    (f"distillation.{key}", "distillation.teacher"), "has no effect without a teacher", fix
-                )
+                message, fix = "has no effect without a teacher", 'teacher = "base", or the directory of a run or model'
+                yield ConfigIssue((f"distillation.{key}", "distillation.teacher"), message, fix)
             elif self.url is None and key in OF_SERVERS:
-                fix = "remove the line"
-                yield ConfigIssue((f"distillation.{key}", "distillation.url"), "has no effect without url", fix)
+                yield ConfigIssue((f"distillation.{key}", "distillation.url"), "has no effect without url")
         if self.teacher == POLICY and self.url is None and self.context == "none":
-            keys = ("distillation.teacher", "distillation.context")
-            yield ConfigIssue(keys, 'is "policy", the student itself, which without a context teaches nothing',
-                          'context = "answer"')  # fmt: skip
+            message = 'is "policy", the student itself, which without a context teaches nothing'
+            yield ConfigIssue(("distillation.teacher", "distillation.context"), message, 'context = "answer"')
         if self.context_text is not None and self.context == "none" and self.teacher is not None:
-            keys = ("distillation.context_text", "distillation.context")
-            yield ConfigIssue(keys, "has no effect without a context", 'context = "answer"')
+            message = "has no effect without a context"
+            yield ConfigIssue(("distillation.context_text", "distillation.context"), message, 'context = "answer"')
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             message = f'is "{self.url}", which is no address'
             yield ConfigIssue(("distillation.url",), message, f'url = "http://{self.url.lstrip("/")}"')

@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -55,9 +56,14 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     role: ClassVar[Role | None] = None
-    """Role of the keys that do not declare one."""
+    """Role of the keys that do not declare one; a section names it as an argument of its class."""
+
+    def __init_subclass__(cls, role: Role | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.role = role or cls.role
 
     @classmethod
+    @cache
     def roles(cls) -> dict[str, Role | None]:
         """Return the role of every key, by its name in the file."""
         return {
@@ -82,7 +88,7 @@ class ConfigIssue(NamedTuple):
 
     keys: tuple[str, ...]
     message: str
-    fix: str = ""
+    fix: str = "remove the line"
     warning: bool = False
 
 

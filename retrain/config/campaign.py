@@ -1,8 +1,8 @@
 """[campaign] and [[campaign.conditions]]: conditions, seeds, executor and the declared comparison."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -79,44 +79,19 @@ def condition_name(label: str) -> str:
     return re.sub(r"^([^+~@]+)\+none(?=[~@]|$)", r"\1", label)
 
 
-def with_condition_names(report: Any, labels: Iterable[str]) -> Any:
-    """Return a copy of plain data with these labels replaced by their ``condition_name``, as keys and as values."""
-    names = {label: condition_name(label) for label in labels}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {names.get(key, key): renamed(each) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [renamed(each) for each in value]
-        return names.get(value, value) if isinstance(value, str) else value
-
-    return renamed(report)
-
-
 def find_label(name: str, labels: Iterable[str]) -> str | None:
     """Return the label that equals ``name`` or whose ``condition_name`` does, or None."""
     return next((label for label in labels if name in (label, condition_name(label))), None)
 
 
-def transform_of(label: str) -> str:
-    return label.partition("~")[0].partition("+")[2]
-
-
 def _standard() -> list[Condition]:
-    pairs: tuple[tuple[AdvantageMode, TransformMode], ...] = (
-        ("grpo", "none"),
-        ("maxrl", "none"),
-        ("maxrl", "gtpo"),
-        ("maxrl", "gtpo_hicra"),
-        ("maxrl", "gtpo_sepa"),
-    )
-    return [Condition(advantage_mode=advantage, transform_mode=transform) for advantage, transform in pairs]
+    credits: tuple[TransformMode, ...] = ("none", "gtpo", "gtpo_hicra", "gtpo_sepa")
+    maxrl = [Condition(advantage_mode="maxrl", transform_mode=credit) for credit in credits]
+    return [Condition(advantage_mode="grpo", transform_mode="none"), *maxrl]
 
 
-class CampaignSection(Section):
+class CampaignSection(Section, role=Role.NAMES):
     """Conditions × seeds. A file with this section is a campaign; the other sections are its base configuration."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     name: OptionalText = None
     """Name in reports; unset is the name of the file."""
@@ -178,10 +153,9 @@ class CampaignSection(Section):
 def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
     """Report worker keys that the executor does not use."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
-    if executor == "inprocess" and campaign.workers != "auto":
-        yield no_effect("campaign.workers", "campaign.executor", executor, fix)
-    if executor == "inprocess" and campaign.gpus_per_cohort != 1:
-        yield no_effect("campaign.gpus_per_cohort", "campaign.executor", executor, fix)
+    for key, default in (("workers", "auto"), ("gpus_per_cohort", 1)):
+        if executor == "inprocess" and getattr(campaign, key) != default:
+            yield no_effect(f"campaign.{key}", "campaign.executor", executor, fix)
     if executor == "slurm" and campaign.gpus_per_cohort < 1:
         message = f"is {campaign.gpus_per_cohort:g}, and a job of Slurm's has whole GPUs"
         yield ConfigIssue(("campaign.gpus_per_cohort", "campaign.executor"), message, "gpus_per_cohort = 1")
@@ -193,17 +167,10 @@ def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIs
         yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)
     if comparisons and seeds < FEWEST_SEEDS:
-        yield ConfigIssue(
-            ("campaign.seeds",),
-            f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type",
-            f"seeds = {list(range(1, SUGGESTED_SEEDS + 1))}",
-            warning=True,
-        )
+        message = f"has {seeds}: too few for a verdict, which takes {FEWEST_SEEDS} at least; type"
+        yield ConfigIssue(("campaign.seeds",), message, f"seeds = {list(range(1, SUGGESTED_SEEDS + 1))}", warning=True)
     if comparisons > MOST_COMPARISONS:
-        yield ConfigIssue(
-            ("campaign.conditions",),
-            f"are {comparisons + 1}: {comparisons} comparisons share one error of 5 %, which was simulated up to "
-            f"{MOST_COMPARISONS}, and little power is left for each; split the question into",
-            "campaigns with a baseline and up to 8 conditions each",
-            warning=True,
-        )
+        message = f"are {comparisons + 1}: {comparisons} comparisons share one error of 5 %, which was simulated up to "
+        message += f"{MOST_COMPARISONS}, and little power is left for each; split the question into"
+        fix = "campaigns with a baseline and up to 8 conditions each"
+        yield ConfigIssue(("campaign.conditions",), message, fix, warning=True)

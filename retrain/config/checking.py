@@ -152,40 +152,34 @@ def _validate(review: Review) -> Config | None:
     except ValidationError as error:
         wrong = mistakes(error, review.data)
     review.wrong.extend(wrong)
-    for mistake in wrong:
-        review.broken.add(".".join(str(part) for part in mistake.path[:2]))
-        _put_aside(review.data, mistake.path)
-    _close_gaps(review)
+    _put_aside(review, wrong)
     try:
         return Config.model_validate(review.data)
     except ValidationError:
         return None
 
 
-def _put_aside(data: dict[str, Any], path: Path) -> None:
-    """Remove an invalid section or key; in a list of tables, empty the whole table."""
-    section, *below = path
-    table = data.get(str(section))
-    if not below:
-        data.pop(str(section), None)
-    elif isinstance(table, dict) and len(below) == 1:
-        table.pop(below[0], None)
-    elif isinstance(table, dict) and isinstance(rows := table.get(below[0]), list) and isinstance(below[1], int):
-        rows[below[1]] = None
-
-
-def _close_gaps(review: Review) -> None:
-    """Drop emptied tables, and lists that become empty."""
-    for section, key in (CONDITIONS, ("reward", "components"), ("evaluation", "sets")):
+def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
+    """Remove invalid sections and keys, invalid tables of a list, and a list of which no table is left."""
+    invalid: dict[Path, set[int]] = {}
+    for mistake in wrong:
+        section, *below = mistake.path
+        review.broken.add(".".join(str(part) for part in mistake.path[:2]))
         table = review.data.get(str(section))
-        rows = table.get(key) if isinstance(table, dict) else None
-        if not isinstance(rows, list) or not isinstance(table, dict):
-            continue
-        if section == "campaign":
-            review.origins = [index for index, row in enumerate(rows) if row is not None]
-            review.overrides = [review.overrides[index] for index in review.origins]
-        table[key] = [row for row in rows if row is not None]
-        if not table[key]:
+        if not below:
+            review.data.pop(str(section), None)
+        elif len(below) == 1 and isinstance(table, dict):
+            table.pop(below[0], None)
+        elif len(below) > 1 and isinstance(below[1], int):
+            invalid.setdefault((section, below[0]), set()).add(below[1])
+    for path, indices in invalid.items():
+        table, key = review.data[str(path[0])], path[1]
+        valid = [index for index in range(len(table.get(key, ()))) if index not in indices]
+        if path == CONDITIONS:
+            review.origins = valid
+            review.overrides = [review.overrides[index] for index in valid]
+        table[key] = [table[key][index] for index in valid]
+        if not valid:
             del table[key]
 
 
@@ -237,16 +231,16 @@ def _examine_likeness(review: Review, config: Config, runs: Mapping[int, Config]
         number = review.origins[position] if review.origins else position
         if number in review.partial:
             continue
-        label = config.campaign.conditions[position].label
+        label, header = config.campaign.conditions[position].label, _header(review, position)
         content = {dotted: value for dotted, value in effective(run).items() if not dotted.startswith("campaign.")}
         same = labels.setdefault(label.casefold(), number)
         twin = next((earlier for earlier, other in contents if other == content), None)
         if same != number:
             message = f"has the label of condition {same + 1}, {label}"
-            review.report(_header(review, position), message, "remove one, or let a key differ")
+            review.report(header, message, "remove one, or let a key differ")
         elif twin is not None:
             message = f"is the same experiment as condition {twin + 1} under another label"
-            review.report(_header(review, position), message, warning=True)
+            review.report(header, message, warning=True)
         contents.append((number, content))
 
 
@@ -311,18 +305,16 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
     wrong: list[Mistake] = []
 
     def override(name: str, location: Path, value: object) -> None:
-        dotted = _dotted(name)
+        dotted = _dotted(name, location)
         if isinstance(dotted, Mistake):
-            wrong.append(dotted._replace(path=location))
+            wrong.append(dotted)
             return
-        reason = why_fixed(dotted)
         section, _, key = dotted.partition(".")
-        if reason:
+        if reason := why_fixed(dotted):
             wrong.append(Mistake(location, f"cannot differ between conditions: {reason}", "a campaign file for each"))
         elif dotted in locations:
-            wrong.append(
-                Mistake(location, f"overrides {dotted} a second time in this condition", "keep one of the two")
-            )
+            message = f"overrides {dotted} a second time in this condition"
+            wrong.append(Mistake(location, message, "keep one of the two"))
         elif section == "algorithm" and key in MODES:
             wrong.append(Mistake(location, "is the condition's own mode under another name", f'{key} = "{value}"'))
         else:
@@ -339,61 +331,56 @@ def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], d
             for key, item in value.items():
                 override(f"{name}.{key}", (*location, key), item)
         elif isinstance(value, Mapping) and _replaced(name) is None:
-            wrong.append(_no_section(name)._replace(path=location))
+            wrong.append(_no_section(name, location))
         else:
             override(name, location, value)
     return folded, locations, wrong
 
 
-def _no_section(name: str) -> Mistake:
+def _no_section(name: str, location: Path) -> Mistake:
     hint = nearest(name, sections()).replace("its keys are", "the sections are")
-    return Mistake((), f"names no section [{name}]", hint)
+    return Mistake(location, f"names no section [{name}]", hint)
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """Return (reason, fix) for a removed key that a condition writes bare, or flat as in ``sepa_steps``."""
-    return next(
-        (why for dotted, why in REPLACED.items() if name in (dotted.partition(".")[2], dotted.replace(".", "_"))), None
-    )
+    """Return (reason, fix) for a removed key, which may be dotted, bare, or flat as in ``sepa_steps``."""
+    named = {dotted: (dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED}
+    return next((REPLACED[dotted] for dotted, names in named.items() if name in names), None)
 
 
-def _dotted(name: str) -> str | Mistake:
+def _dotted(name: str, location: Path) -> str | Mistake:
     """Return the dotted key for ``name``, which may be dotted, bare, or flat as in ``sepa_steps``."""
     if name in keys():
         return name
-    section, dot, key = name.partition(".")
-    if dot:
-        return _unknown_key(section, key)
+    if "." in name:
+        return _unknown_key(name, location)
     if f"{name}.{name}" in keys():  # a bare ``model`` is the base model, not the embedding model of [planning]
         return f"{name}.{name}"
     named = homes(name)
     free = [dotted for dotted in named if not why_fixed(dotted)]
     if len(free) > 1:
         fix = " or ".join(f'"{dotted}"' for dotted in free)
-        return Mistake((), f"is a key of {len(free)} sections", fix)
+        return Mistake(location, f"is a key of {len(free)} sections", fix)
     if named:
         return next((dotted for dotted in free or named if not dotted.startswith("campaign.")), named[0])
     prefix, _, rest = name.partition("_")
     flat = f"{FLAT_PREFIXES.get(prefix, prefix)}.{rest}"
-    return flat if flat in keys() else _unknown_bare_key(name)
+    return flat if flat in keys() else _unknown_key(name, location)
 
 
-def _unknown_key(section: str, key: str) -> Mistake:
-    if section not in sections():
-        return _no_section(section)
-    if replaced := REPLACED.get(f"{section}.{key}"):
-        return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
-    return Mistake((), f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
-
-
-def _unknown_bare_key(name: str) -> Mistake:
+def _unknown_key(name: str, location: Path) -> Mistake:
+    section, dot, key = name.partition(".")
+    if dot and section not in sections():
+        return _no_section(section, location)
     if replaced := _replaced(name):
-        return Mistake((), f"is not a key: {replaced[0]}", replaced[1])
+        return Mistake(location, f"is not a key: {replaced[0]}", replaced[1])
+    if dot:
+        return Mistake(location, f"is not a key of [{section}]", nearest(key, sections()[section].roles()))
     if name in SYNONYMS:
-        return Mistake((), "is not a key", f'"{SYNONYMS[name]}"')
-    bare = [dotted.partition(".")[2] for dotted in keys() if not why_fixed(dotted)]
-    hint = nearest(name, bare)
-    return Mistake((), "is not a key", hint if hint.startswith("did") else 'section and key in quotes: "sepa.steps"')
+        return Mistake(location, "is not a key", f'"{SYNONYMS[name]}"')
+    hint = nearest(name, [dotted.partition(".")[2] for dotted in keys() if not why_fixed(dotted)])
+    hint = hint if hint.startswith("did") else 'section and key in quotes: "sepa.steps"'
+    return Mistake(location, "is not a key", hint)
 
 
 def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
@@ -415,9 +402,7 @@ def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | No
         # Evaluation is that of the base, also for a condition that trains with another temperature or length.
         if evaluation.get(key) is None and key in training:
             evaluation[key] = training[key]
-    data.setdefault("algorithm", {}).update(
-        advantage_mode=condition.advantage_mode, transform_mode=condition.transform_mode
-    )
+    data.setdefault("algorithm", {}).update({key: getattr(condition, key) for key in MODES})
     for dotted, value in condition.overrides.items():
         section, _, key = dotted.partition(".")
         data.setdefault(section, {})[key] = value

@@ -23,8 +23,6 @@ from retrain.config.base import (
 )
 
 NUMBER_WORDS = {int: "an integer", float: "a number"}
-_ADAPTERS: dict[int, tuple[FieldInfo, TypeAdapter[object]]] = {}
-"""Cached by the identity of the field, which has no hash; holding the field keeps the identity from being reused."""
 _PATTERNS = {
     DEVICE_PATTERN: '"auto", "cpu" or a GPU such as "gpu:0"',
     DEVICES_PATTERN: '"auto", "all", "cpu", a GPU such as "gpu:0" or a range of them such as "gpu:0-7"',
@@ -119,23 +117,15 @@ def expected(annotation: Any, metadata: Sequence[object] = (), plural: bool = Fa
     if annotation is bool:
         return "true or false"
     if annotation in NUMBER_WORDS:
-        return _expected_number(NUMBER_WORDS[annotation], bound(metadata, limits), plural)
+        article, word = NUMBER_WORDS[annotation].split()
+        return f"{f'{word}s' if plural else f'{article} {word}'} {bound(metadata, limits)}".rstrip()
     if annotation is str:
-        return _expected_text(metadata, plural)
+        for item in metadata:
+            if (pattern := getattr(item, "pattern", None)) in _PATTERNS:
+                return _PATTERNS[pattern]
+        return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
     is_section = isinstance(annotation, type) and issubclass(annotation, Section)
     return "tables" if plural and is_section else "a table"
-
-
-def _expected_number(word: str, bounds: str, plural: bool) -> str:
-    word = f"{word.split()[1]}s" if plural else word
-    return f"{word} {bounds}" if bounds else word
-
-
-def _expected_text(metadata: Sequence[object], plural: bool) -> str:
-    patterns = (_PATTERNS.get(getattr(item, "pattern", "")) for item in metadata)
-    if description := next(filter(None, patterns), None):
-        return description
-    return "strings" if plural else "a string that is not empty" if bound(metadata) else "a string"
 
 
 def _flat(metadata: Sequence[object]) -> Iterator[object]:
@@ -175,7 +165,7 @@ def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, A
     for name, item in value.items():
         if (deeper := wrong_entry(inner, item)) is not None:
             return (str(name), *deeper[0]), *deeper[1:]
-        if not _holds(_type_adapter(inner), item):
+        if not _is_valid(inner, item):
             return (str(name),), item, inner
     return None
 
@@ -190,28 +180,18 @@ def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
 
 def accepts(field: FieldInfo, value: object) -> bool:
     """Return whether the field by itself accepts the value."""
-    return _holds(_adapter(field), value)
+    kind: Any = field.annotation
+    if field.metadata:
+        kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
+    return _is_valid(kind, value)
 
 
-def _holds(adapter: TypeAdapter[object], value: object) -> bool:
+def _is_valid(annotation: Any, value: object) -> bool:
     try:
-        adapter.validate_python(value)
+        TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except ValidationError:
         return False
     return True
-
-
-def _type_adapter(annotation: Any) -> TypeAdapter[object]:
-    return TypeAdapter(annotation, config=ConfigDict(strict=True, allow_inf_nan=False))
-
-
-def _adapter(field: FieldInfo) -> TypeAdapter[object]:
-    if id(field) not in _ADAPTERS:
-        kind: Any = field.annotation
-        if field.metadata:
-            kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]
-        _ADAPTERS[id(field)] = field, _type_adapter(kind)
-    return _ADAPTERS[id(field)][1]
 
 
 def default_of(field: FieldInfo) -> Any:

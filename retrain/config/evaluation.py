@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from os.path import abspath
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
@@ -33,7 +33,7 @@ from retrain.config.base import (
 )
 from retrain.config.describe import no_effect, toml
 from retrain.config.tasks import Data, Level, OptionalSource, Template
-from retrain.config.training import Sampling, TopK, Training
+from retrain.config.training import Sampling, TopK
 
 HELDOUT = "heldout"
 """Name of the held-out set when no set is named."""
@@ -52,10 +52,8 @@ def _set_name(value: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value) and len(value) <= NAME_MAX:
         return value
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value).strip("._-")[:NAME_MAX] or "test"
-    raise fault(
-        f"is {toml(value)}, but must be at most {NAME_MAX} letters, digits, . _ and -: it stands in file names",
-        f'name = "{safe}"',
-    )
+    message = f"is {toml(value)}, but must be at most {NAME_MAX} letters, digits, . _ and -: it stands in file names"
+    raise fault(message, f'name = "{safe}"')
 
 
 class EvaluationSet(Section):
@@ -97,11 +95,9 @@ class EvaluationSet(Section):
     """Longest completion."""
 
 
-class EvaluationSection(Section):
+class EvaluationSection(Section, role=Role.EVALUATES):
     """Held-out evaluation: before training, every `[training] eval_every` steps, and after the last update.
     `[[evaluation.sets]]` may override all keys but `at_start` and `schedule`."""
-
-    role: ClassVar[Role] = Role.EVALUATES
 
     problems: Natural = 128
     """Held-out problems; 0 switches evaluation off."""
@@ -137,11 +133,8 @@ class EvaluationSection(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report sets with equal names, and sets where evaluation is switched off."""
         if self.sets and not self.problems:
-            yield ConfigIssue(
-                ("evaluation.problems", "evaluation.sets"),
-                f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]",
-                "problems = 128, or remove the sets",
-            )
+            message = f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]"
+            yield ConfigIssue(("evaluation.problems", "evaluation.sets"), message, "problems = 128, or remove the sets")
         seen = dict[str, int]()
         for index, held_out in enumerate(self.sets):
             first = seen.setdefault(held_out.name.casefold(), index)
@@ -178,25 +171,6 @@ CUTS = ("top_p", "top_k", "min_p")
 """Keys that truncate the distribution sampled from."""
 OWN_DATA = ("subset", "levels", "prompt_column", "answer_column", "tags_column", "system_prompt", "prompt_template")
 """Keys of a set that replace the same keys of [data]."""
-
-
-def resolved(held_out: EvaluationSet, evaluation: EvaluationSection, training: Training, data: Data) -> HeldOut:
-    """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
-
-    def sampled(key: str) -> Any:
-        asked = (getattr(section, key) for section in (held_out, evaluation, training))
-        return next(value for value in asked if value is not None)
-
-    changed = {key: value for key in OWN_DATA if (value := getattr(held_out, key)) is not None}
-    changed |= {"eval_source": held_out.source} if held_out.source is not None else {}
-    changed |= {"eval_split": held_out.split} if held_out.split is not None else {}
-    return HeldOut(
-        name=held_out.name,
-        problems=held_out.problems or evaluation.problems,
-        samples=held_out.samples or evaluation.samples,
-        sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
-        data=data.model_copy(update=changed) if changed else data,
-    )
 
 
 Extent = Literal["whole", "part"]
@@ -251,10 +225,8 @@ def _url(value: str | None) -> str | None:
     raise fault(f'is "{value}", and that is no URL', f'mirror = "file://{abspath(value)}"')
 
 
-class Backpressure(Section):
+class Backpressure(Section, role=Role.SPEED):
     """Adaptation of the load to the hardware (Universal Scalability Law)."""
-
-    role: ClassVar[Role] = Role.SPEED
 
     enabled: bool = False
     """Measure throughput and adapt."""
@@ -277,17 +249,13 @@ class Backpressure(Section):
 
     def issues(self) -> Iterator[ConfigIssue]:
         if self.min_batch_size > self.max_batch_size:
-            yield ConfigIssue(
-                ("backpressure.min_batch_size", "backpressure.max_batch_size"),
-                f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}",
-                f"min_batch_size = {self.max_batch_size}",
-            )
+            keys = ("backpressure.min_batch_size", "backpressure.max_batch_size")
+            message = f"is {self.min_batch_size}, above max_batch_size = {self.max_batch_size}"
+            yield ConfigIssue(keys, message, f"min_batch_size = {self.max_batch_size}")
 
 
-class Squeeze(Section):
+class Squeeze(Section, role=Role.RECORDS):
     """Analysis of the trained adapter's rank after the first run, and compression."""
-
-    role: ClassVar[Role] = Role.RECORDS
 
     enabled: bool = True
     """Analyse the adapter of the first run."""
@@ -316,26 +284,19 @@ class Squeeze(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report one output directory for several compressed adapters."""
         if self.runs != "first" and self.output_path is not None:
-            yield ConfigIssue(
-                ("squeeze.output_path", "squeeze.runs"),
-                f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below squeeze/',
-                'runs = "first"',
-            )
+            message = f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below '
+            yield ConfigIssue(("squeeze.output_path", "squeeze.runs"), f"{message}squeeze/", 'runs = "first"')
 
 
-class Resume(Section):
+class Resume(Section, role=Role.SAMPLES):
     """Continuation from another run's checkpoint."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     from_: Annotated[OptionalText, Field(alias="from")] = None
     """Run directory or checkpoint directory to continue from. `retrain resume DIR` does the same without a file."""
 
 
-class Logging(Section):
+class Logging(Section, role=Role.RECORDS):
     """Locations and names of records, and the trackers that receive them."""
-
-    role: ClassVar[Role] = Role.RECORDS
 
     log_dir: OptionalText = None
     """Output directory; unset is `logs/` followed by the name of the TOML file."""
@@ -384,5 +345,5 @@ class Logging(Section):
         if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')
             yield ConfigIssue(("logging.logging_dir", "logging.report_to"), "has no effect without tensorboard", fix)
-        if self.rollouts_every == 0 and self.num_groups_to_log != Logging.model_fields["num_groups_to_log"].default:
+        if self.rollouts_every == 0 and self.num_groups_to_log != type(self).model_fields["num_groups_to_log"].default:
             yield no_effect("logging.num_groups_to_log", "logging.rollouts_every", 0, "remove one of the two")

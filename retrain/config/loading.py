@@ -87,21 +87,18 @@ def parse_dict(data: Mapping[str, object], sets: Sequence[str] = ()) -> Config:
 
 def _parse(raw: bytes, name: str) -> tuple[str, dict[str, Any]]:
     """Return text and data of a TOML file. Raises ConfigError with the line of a syntax error."""
+    text = ""
     try:
         text = raw.decode("utf-8-sig")
+        return text, tomli.loads(text)
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise ConfigError(
-            [ConfigProblem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")]
-        ) from error
-    try:
-        return text, tomli.loads(text)
-    except RecursionError as error:
-        raise ConfigError(
-            [ConfigProblem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")]
-        ) from error
+        problem = ConfigProblem(f"{name}:{line}", "encoding", "is not UTF-8", "save the file as UTF-8")
+    except RecursionError:
+        problem = ConfigProblem(f"{name}:1", "syntax", "is nested too deeply", "tables within sections")
     except ValueError as error:  # TOMLDecodeError, or an integer of more digits than Python reads
-        raise ConfigError([_syntax_problem(str(error), text, name)]) from error
+        problem = _syntax_problem(str(error), text, name)
+    raise ConfigError([problem])
 
 
 def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
@@ -110,7 +107,10 @@ def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
     number = int(match.group(1)) if match else len(text.rstrip("\n").split("\n"))
     line = lines[number - 1].strip() if number <= len(lines) else ""
     if repeat := find_repeat("\n".join(lines[:number])):
-        return _repeat_problem(repeat, name)
+        table = ".".join(part for part in repeat.path if isinstance(part, str))
+        fix = f"put the keys of both under one [{table}]" if repeat.is_table else "keep one of them"
+        message = f"is {'declared' if repeat.is_table else 'written'} twice, first in line {repeat.first}"
+        return ConfigProblem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
     reason = re.sub(r"\s*\(at [^)]*\)", "", message)
     reason = re.sub(r"\(['\"].*\)", lambda names: ".".join(literal_eval(names.group())), reason)
     where = f" at column {match.group(2)}" if match else " at the end of the file"
@@ -124,13 +124,6 @@ def _syntax_problem(message: str, text: str, name: str) -> ConfigProblem:
     else:
         fix = "a line is key = value or [section], and strings are in quotes"
     return ConfigProblem(f"{name}:{number}", "syntax", f"is not TOML: {reason[:1].lower()}{reason[1:]}{where}", fix)
-
-
-def _repeat_problem(repeat: Repeat, name: str) -> ConfigProblem:
-    table = ".".join(part for part in repeat.path if isinstance(part, str))
-    fix = f"put the keys of both under one [{table}]" if repeat.is_table else "keep one of them"
-    message = f"is {'declared' if repeat.is_table else 'written'} twice, first in line {repeat.first}"
-    return ConfigProblem(f"{name}:{repeat.again}", Mistake(repeat.path, message).key, message, fix)
 
 
 def _apply_sets(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -29,10 +29,8 @@ from retrain.config.base import (
 _NO_REMOTE = ("remote training is not available", 'backend = "local"')
 
 
-class BackendSection(Section):
+class BackendSection(Section, role=Role.SAMPLES):
     """Backend and devices of training."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     backend: Annotated[Literal["local"] | Plugin, UnsupportedValues({"tinker": _NO_REMOTE, "prime_rl": _NO_REMOTE})] = (
         "local"
@@ -91,10 +89,6 @@ CANARY_TOLERANCES = {"float64": 2e-3, "float32": 2e-3, "bfloat16": 0.1}
 """Defaults of ``tolerance`` (nats) by the base's number format."""
 
 
-def _local_engine(value: object) -> object:
-    return "local" if value == "pytorch" else value
-
-
 def _addresses(value: object) -> object:
     """Return one address as a list; a blank one as none."""
     if isinstance(value, str):
@@ -102,14 +96,12 @@ def _addresses(value: object) -> object:
     return value
 
 
-class Inference(Section):
+class Inference(Section, role=Role.SAMPLES):
     """Engine of completions: the trained model, or servers that hold the same base and load the adapters."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     engine: Annotated[
         Literal["local", "vllm", "sglang", "openai"],
-        BeforeValidator(_local_engine),
+        BeforeValidator(lambda value: "local" if value == "pytorch" else value),
         UnsupportedValues({name: _ELSEWHERE for name in ("max", "mlx")}),
     ] = "local"
     """`local`: the trained model also samples. `vllm`, `sglang`: servers of that kind. `openai`: servers with OpenAI's
@@ -175,39 +167,27 @@ class Inference(Section):
         if not self.served:
             return
         if self.url is None and self.launch is None:
-            yield ConfigIssue(
-                ("inference.engine", "inference.url", "inference.launch"),
-                f'is "{self.engine}", and neither url nor launch gives its server',
-                'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"',
-            )
+            message = f'is "{self.engine}", and neither url nor launch gives its server'
+            fix = 'url = "http://127.0.0.1:8000", or launch = "vllm serve {model} --enable-lora"'
+            yield ConfigIssue(("inference.engine", "inference.url", "inference.launch"), message, fix)
         if self.url is not None and self.launch is not None:
-            yield ConfigIssue(
-                ("inference.launch", "inference.url"),
-                "starts a server here, while url names one that is there",
-                "remove one of the two",
-            )
+            message = "starts a server here, while url names one that is there"
+            yield ConfigIssue(("inference.launch", "inference.url"), message, "remove one of the two")
         for address in self.url or ():
             if not address.startswith(("http://", "https://")):
-                yield ConfigIssue(
-                    ("inference.url",), f'has "{address}", which is no address', f'url = "http://{address.lstrip("/")}"'
-                )
+                message = f'has "{address}", which is no address'
+                yield ConfigIssue(("inference.url",), message, f'url = "http://{address.lstrip("/")}"')
         for key, default in (("launch_gpus", None), ("replicas", 1)):
             if self.launch is None and getattr(self, key) != default:
-                keys = (f"inference.{key}", "inference.launch")
-                yield ConfigIssue(keys, "has no effect without launch", "remove the line")
+                yield ConfigIssue((f"inference.{key}", "inference.launch"), "has no effect without launch")
         if self.launch is not None and self.replicas > 1 and (port := re.search(r"--port[ =]+(\d+)", self.launch)):
-            yield ConfigIssue(
-                ("inference.launch", "inference.replicas"),
-                f"has {port[0]}, and {self.replicas} servers cannot listen at one port of a machine",
-                "remove --port: each gets a free one",
-            )
+            message = f"has {port[0]}, and {self.replicas} servers cannot listen at one port of a machine"
+            fix = "remove --port: each gets a free one"
+            yield ConfigIssue(("inference.launch", "inference.replicas"), message, fix)
         gpus = len((self.launch_gpus or "").split(","))
         if self.launch_gpus is not None and gpus % self.replicas:
-            yield ConfigIssue(
-                ("inference.launch_gpus", "inference.replicas"),
-                f"has {gpus}, which {self.replicas} replicas cannot divide up evenly",
-                f"replicas = {gpus}",
-            )
+            message = f"has {gpus}, which {self.replicas} replicas cannot divide up evenly"
+            yield ConfigIssue(("inference.launch_gpus", "inference.replicas"), message, f"replicas = {gpus}")
 
 
 def _address(value: str) -> str:
@@ -222,10 +202,8 @@ def _address(value: str) -> str:
     return value
 
 
-class Ray(Section):
+class Ray(Section, role=Role.NAMES):
     """Cluster of `[campaign] executor = "ray"`; other executors ignore it."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     address: Annotated[str, AfterValidator(_address)] = "auto"
     """Cluster address: `auto` is the one in `RAY_ADDRESS` or running on this machine, `local` one that is started for
@@ -269,11 +247,7 @@ def minutes_of(limit: str) -> int:
 
 
 def _limit(text: str) -> str:
-    try:
-        minutes = minutes_of(text)
-    except ValueError:
-        minutes = 0
-    if minutes < 1:
+    if LIMIT.fullmatch(text) is None or minutes_of(text) < 1:
         raise fault(f'is "{text}": no time limit as sbatch takes it', 'time = "4:00:00" or "2-12:00:00"')
     return text
 
@@ -297,11 +271,9 @@ def _option_names(options: dict[str, str | int | bool]) -> dict[str, str | int |
     return options
 
 
-class Slurm(Section):
+class Slurm(Section, role=Role.NAMES):
     """Workers as tasks of one Slurm job array, for `[campaign] executor = "slurm"`. Each has one GPU, or none with
     `[backend] devices = "cpu"`."""
-
-    role: ClassVar[Role] = Role.NAMES
 
     partition: OptionalText = None
     """Partition of the jobs; unset is the cluster's default."""

@@ -8,7 +8,7 @@ these rows. A new mode is a row here, and an entry under the same name in a tabl
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -370,21 +370,3 @@ def condition_label(advantage_mode: str, transform_mode: str, overrides: Mapping
         digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
         text = f"{text[: LABEL_MAX - len(digest) - 1]}-{digest}"
     return text
-
-
-def modes_markdown() -> str:
-    return "\n".join(["| key | mode | formula | paper | needs |", "|---|---|---|---|---|", *_rows()]) + "\n"
-
-
-def _rows() -> Iterator[str]:
-    for key, table in MODES.items():
-        for name, mode in table.items():
-            formula = re.sub(r"\{([\w.]+)[^}]*\}", lambda match: _named(match[1]), mode.formula)
-            text = f"{mode.description}: {formula}" if mode.description else formula
-            paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
-            cells = (f"`{key}`", f"`{name}`", text, paper, ", ".join(sorted(mode.needs)))
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _named(value: str) -> str:
-    return WORKED_OUT.get(value) or value.rpartition(".")[2]

@@ -119,7 +119,10 @@ def _mistake(details: ErrorDetails, data: Mapping[str, object]) -> Mistake:
     if details["type"] == "fault":
         context = details.get("ctx", {})
         return Mistake(path, context["message"], context["fix"])
-    return wrong_value(path, field, _at(data, path))
+    value: Any = data
+    for part in path:
+        value = value[part]
+    return wrong_value(path, field, value)
 
 
 def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
@@ -132,12 +135,6 @@ def _field(location: tuple[int | str, ...]) -> tuple[Path, FieldInfo | None]:
             return path, None
         path, field, inside = (*path, inside[1]), fields_of(table)[str(inside[1])], inside[2:]
     return path, field
-
-
-def _at(data: Any, path: Iterable[str | int]) -> object:
-    for part in path:
-        data = data[part]
-    return data
 
 
 def _not_a_table(path: Path, value: object) -> Mistake:
@@ -237,18 +234,16 @@ def unknown(path: Path, value: object) -> Mistake:
     if replaced := REPLACED.get(f"{section}.{name}"):
         return Mistake(path, f"is not a key: {replaced[0]}", replaced[1])
     candidates = sections()[section].roles()
+    fix = nearest(name, candidates, value)
+    is_close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.65)
+    everywhere = [] if is_close else [dotted.partition(".")[2] for dotted in keys()]
     if synonym := SYNONYMS.get(name):
-        return Mistake(path, f"is not a key of [{section}]", f"{_elsewhere(synonym, section)} = {show(value)}")
-    if elsewhere := homes(name):
-        belongs = " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
-        return Mistake(path, f"is not a key of [{section}]", f"{name} belongs to {belongs}")
-    close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.65)
-    if not close:
-        wide = difflib.get_close_matches(name, [dotted.partition(".")[2] for dotted in keys()], n=1, cutoff=0.8)
-        if wide:
-            dotted = homes(wide[0])[0]
-            return Mistake(path, f"is not a key of [{section}]", f"did you mean {_elsewhere(dotted, section)}")
-    return Mistake(path, f"is not a key of [{section}]", nearest(name, candidates, value))
+        fix = f"{_elsewhere(synonym, section)} = {show(value)}"
+    elif elsewhere := homes(name):
+        fix = f"{name} belongs to " + " and ".join(f"[{dotted.partition('.')[0]}]" for dotted in elsewhere)
+    elif wide := difflib.get_close_matches(name, everywhere, n=1, cutoff=0.8):
+        fix = f"did you mean {_elsewhere(homes(wide[0])[0], section)}"
+    return Mistake(path, f"is not a key of [{section}]", fix)
 
 
 def _elsewhere(dotted: str, section: str) -> str:
@@ -267,14 +262,12 @@ def nearest(name: str, candidates: Iterable[str], value: object = None) -> str:
 def _unknown_section(path: Path, name: str, value: object) -> Mistake:
     if name in REPLACED_SECTIONS:
         return Mistake(path, *REPLACED_SECTIONS[name])
-    tables = [dotted.partition(".")[0] for dotted in homes(name)]
+    tables = [f"[{dotted.partition('.')[0]}]" for dotted in homes(name)]
     if name in SYNONYMS and not isinstance(value, Mapping):
-        home, _, key = SYNONYMS[name].partition(".")
-        return Mistake(path, "is not a key outside a section", f"[{home}] {key} = {show(value)}")
+        fix = f"{_elsewhere(SYNONYMS[name], '')} = {show(value)}"
+        return Mistake(path, "is not a key outside a section", fix)
     if tables and not isinstance(value, Mapping):
-        where = " or ".join(f"[{table}]" for table in tables)
-        return Mistake(path, "stands outside a section", f"put it under {where}")
+        return Mistake(path, "stands outside a section", f"put it under {' or '.join(tables)}")
     close = difflib.get_close_matches(name, list(sections()), n=1, cutoff=0.6)
-    if close:
-        return Mistake(path, "is not a section", f"did you mean [{close[0]}]")
-    return Mistake(path, "is not a section", "the sections are " + ", ".join(f"[{section}]" for section in sections()))
+    every = "the sections are " + ", ".join(f"[{section}]" for section in sections())
+    return Mistake(path, "is not a section", f"did you mean [{close[0]}]" if close else every)

@@ -14,7 +14,9 @@ from retrain.config.base import ActiveIf, ConfigIssue, Role, Section, is_plugin
 from retrain.config.campaign import CampaignSection
 from retrain.config.describe import no_effect
 from retrain.config.evaluation import (
+    CUTS,
     HELDOUT,
+    OWN_DATA,
     Backpressure,
     EvaluationSection,
     EvaluationSet,
@@ -24,12 +26,11 @@ from retrain.config.evaluation import (
     Resume,
     Squeeze,
     part_evaluations,
-    resolved,
     whole_evaluations,
 )
 from retrain.config.machine import BackendSection, Inference, Ray, Slurm
 from retrain.config.tasks import Audit, Data, EnvironmentSection, RewardComponent, RewardSection
-from retrain.config.training import CriticSection, Lora, Model, Optimizer, Training
+from retrain.config.training import CriticSection, Lora, Model, Optimizer, Sampling, Training
 
 
 class Config(Section):
@@ -79,7 +80,22 @@ class Config(Section):
         return tuple(self.resolved(each) for each in sets) if self.evaluation.problems else ()
 
     def resolved(self, held_out: EvaluationSet) -> HeldOut:
-        return resolved(held_out, self.evaluation, self.training, self.data)
+        """Return the set with its unset keys taken from [evaluation], then from [training] and [data]."""
+        evaluation, sections = self.evaluation, (held_out, self.evaluation, self.training)
+
+        def sampled(key: str) -> Any:
+            values = (getattr(section, key) for section in sections)
+            return next(value for value in values if value is not None)
+
+        keys = {key: key for key in OWN_DATA} | {"eval_source": "source", "eval_split": "split"}
+        changed = {key: value for key, own in keys.items() if (value := getattr(held_out, own)) is not None}
+        return HeldOut(
+            name=held_out.name,
+            problems=held_out.problems or evaluation.problems,
+            samples=held_out.samples or evaluation.samples,
+            sampling=Sampling(**{key: sampled(key) for key in ("max_tokens", "temperature", *CUTS)}),
+            data=self.data.model_copy(update=changed) if changed else self.data,
+        )
 
     @property
     def evaluations(self) -> dict[int, Extent]:
@@ -220,7 +236,7 @@ def homes(name: str) -> list[str]:
 def role_of(dotted: str) -> Role | None:
     """Return the role of ``section.key``, or of the key that contains the path; None for an unknown key."""
     section, _, rest = dotted.partition(".")
-    return _roles(section).get(rest.partition(".")[0]) if section in sections() else None
+    return sections()[section].roles().get(rest.partition(".")[0]) if section in sections() else None
 
 
 def defines_run(dotted: str) -> bool:
@@ -236,11 +252,6 @@ def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
-
-
-@cache
-def _roles(section: str) -> dict[str, Role | None]:
-    return sections()[section].roles()
 
 
 def value_at(config: Config, dotted: str) -> Any:
@@ -273,6 +284,11 @@ def _defaults() -> dict[str, dict[str, object]]:
         section: {dotted: value_at(default, dotted) for dotted in keys() if dotted.partition(".")[0] == section}
         for section in sections()
     }
+
+
+def differs(config: Config, dotted: str) -> bool:
+    """Return whether the key has another value than its default."""
+    return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
 
 
 def differing(config: Config) -> dict[str, object]:

@@ -11,78 +11,62 @@ from retrain.config import learning_rules
 from retrain.config.base import ConfigIssue, Section, is_plugin
 from retrain.config.describe import no_effect, toml
 from retrain.config.evaluation import CUTS, DECIDING, EvaluationSet, too_early, whole_evaluations
-from retrain.config.machine import GPU_OPTIONS, Slurm
+from retrain.config.machine import GPU_OPTIONS
 from retrain.config.modes import MODES, Need, advantage_of, credit_of, mode_of
-from retrain.config.root import Config, sections
-from retrain.config.tasks import FILE_ENDINGS, MARKED, RewardSection, has_configurations
+from retrain.config.root import Config, differing, differs, sections, value_at
+from retrain.config.tasks import FILE_ENDINGS, MARKED, has_configurations
 
 
 def environment_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report data and reward settings that an environment replaces, and turn credit in episodes of one turn."""
-    provider = config.environment.provider
-    if provider is not None:
-        for key, value, default in (
-            ("data.source", config.data.source, "arithmetic"),
-            ("reward.type", config.reward.type, "match"),
-            ("audit.type", config.audit.type, "off"),
-        ):
-            if value != default:
-                what = "problems" if key == "data.source" else "rewards"
-                message = f'is "{value}", but provider = "{provider}" brings its own {what}'
-                yield ConfigIssue((key, "environment.provider"), message, "remove one of the two")
-    if config.algorithm.turn_credit != "episode":
-        keys = ("algorithm.turn_credit", "environment.max_turns")
-        if config.environment.turns == 1:
-            yield ConfigIssue(keys, "has no effect: every episode has one turn", 'turn_credit = "episode"')
-        elif credit_of(config.algorithm.transform_mode).own_advantage:
-            mode = config.algorithm.transform_mode
-            keys = ("algorithm.turn_credit", "algorithm.transform_mode")
-            yield ConfigIssue(
-                keys, f'has no effect: transform_mode = "{mode}" makes its own', 'turn_credit = "episode"'
-            )
-        if config.algorithm.turn_credit == "state" and advantage_of(config.algorithm.advantage_mode).whitened:
-            mode = config.algorithm.advantage_mode
-            message = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
-            yield ConfigIssue(("algorithm.turn_credit", "algorithm.advantage_mode"), message, 'turn_credit = "turn"')
+    provider, algorithm, key = config.environment.provider, config.algorithm, "algorithm.turn_credit"
+    for brought, what in (("data.source", "problems"), ("reward.type", "rewards"), ("audit.type", "rewards")):
+        if provider is not None and differs(config, brought):
+            message = f'is "{value_at(config, brought)}", but provider = "{provider}" brings its own {what}'
+            yield ConfigIssue((brought, "environment.provider"), message, "remove one of the two")
+    if algorithm.turn_credit != "episode" and config.environment.turns == 1:
+        message = "has no effect: every episode has one turn"
+        yield ConfigIssue((key, "environment.max_turns"), message, 'turn_credit = "episode"')
+    elif algorithm.turn_credit != "episode" and credit_of(algorithm.transform_mode).own_advantage:
+        message = f'has no effect: transform_mode = "{algorithm.transform_mode}" makes its own'
+        yield ConfigIssue((key, "algorithm.transform_mode"), message, 'turn_credit = "episode"')
+    if algorithm.turn_credit == "state" and advantage_of(mode := algorithm.advantage_mode).whitened:
+        message = f'beside advantage_mode = "{mode}", which would whiten two kinds of advantages together'
+        yield ConfigIssue((key, "algorithm.advantage_mode"), message, 'turn_credit = "turn"')
 
 
 def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report a threshold or metric of correctness that the reward makes unused."""
     reward, provider = config.reward, config.environment.provider
-    default = RewardSection.model_fields["correct_above"].default
     if provider == "reasoning_gym":
-        if config.environment.correct_metric is not None:
-            yield no_effect("environment.correct_metric", "environment.provider", provider)
-        if reward.correct_above != default:
-            yield no_effect("reward.correct_above", "environment.provider", provider)
-    elif provider is None and reward.correct_above != default:
+        for key in ("environment.correct_metric", "reward.correct_above"):
+            if differs(config, key):
+                yield no_effect(key, "environment.provider", provider)
+    elif provider is None and differs(config, "reward.correct_above"):
         parts = reward.components if reward.type == "weighted" else [reward]
         if kind := next((part.type for part in parts if part.type in MARKED), None):
             message = f'has no effect: type = "{kind}" itself decides which answers are correct'
-            yield ConfigIssue(("reward.correct_above", "reward.type"), message, "remove the line")
+            yield ConfigIssue(("reward.correct_above", "reward.type"), message)
 
 
 def model_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report settings that a plug-in backend ignores."""
-    backend = config.backend.backend
+    backend, dtype, keys = config.backend.backend, config.inference.dtype, ("training.update_dtype", "inference.dtype")
     if is_plugin(backend) and config.backpressure.enabled:
-        yield ConfigIssue(
-            ("backpressure.enabled", "backend.backend"),
-            f'has no effect with backend = "{backend}": it decides itself how much it decodes at once',
-            "enabled = false",
-        )
+        message = f'has no effect with backend = "{backend}": it decides itself how much it decodes at once'
+        yield ConfigIssue(("backpressure.enabled", "backend.backend"), message, "enabled = false")
     if config.model.quantized:
         yield from _quantize_issues(config)
-    if config.training.update_dtype != "model":
-        dtype, keys = config.inference.dtype, ("training.update_dtype", "inference.dtype")
-        if is_plugin(backend):
-            message = f'has no effect with backend = "{backend}": it decides itself what it computes in'
-            yield ConfigIssue(("training.update_dtype", "backend.backend"), message, "remove the line")
-        elif dtype == "bfloat16":
-            yield ConfigIssue(keys, "has no effect over a base in bfloat16", "remove the line")
-        elif dtype == "float64":
-            message = "is bfloat16, and a base in float64 is there for its digits"
-            yield ConfigIssue(keys, message, 'update_dtype = "model"')
+    if config.training.update_dtype == "model":
+        return
+    if is_plugin(backend):
+        message = f'has no effect with backend = "{backend}": it decides itself what it computes in'
+        yield ConfigIssue(("training.update_dtype", "backend.backend"), message)
+    elif dtype == "bfloat16":
+        yield ConfigIssue(keys, "has no effect over a base in bfloat16")
+    elif dtype == "float64":
+        message = "is bfloat16, and a base in float64 is there for its digits"
+        yield ConfigIssue(keys, message, 'update_dtype = "model"')
 
 
 def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
@@ -106,20 +90,17 @@ def executor_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report several devices without several processes, and GPUs that Ray would choose itself."""
     executor, backend = config.campaign.executor, config.backend
     if backend.several and executor == "inprocess" and backend.shard == "none":
-        one = backend.named_gpus[0] if backend.named_gpus else "auto"
         message = f"is {toml(backend.devices)}, and one process trains on one device"
-        fix = f'devices = "{one}"'
-        if config.is_campaign:
-            fix += ', or executor = "processes" in [campaign]'
+        fix = f'devices = "{backend.device}"'
+        fix += ', or executor = "processes" in [campaign]' if config.is_campaign else ""
         yield ConfigIssue(("backend.devices", "campaign.executor"), message, fix)
     if executor != "inprocess" and backend.devices == "cpu" and config.campaign.gpus_per_cohort != 1:
         fix = "remove the line; workers is the number that share a CPU"
         yield no_effect("campaign.gpus_per_cohort", "backend.devices", "cpu", fix)
     if executor == "ray" and backend.named_gpus:
         message = f'is {toml(backend.devices)}, and with executor = "ray" the cluster assigns GPUs to workers'
-        yield ConfigIssue(
-            ("backend.devices", "campaign.executor"), message, 'devices = "all", and [campaign] workers = 4'
-        )
+        fix = 'devices = "all", and [campaign] workers = 4'
+        yield ConfigIssue(("backend.devices", "campaign.executor"), message, fix)
 
 
 def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -127,9 +108,8 @@ def server_executor_rules(config: Config) -> Iterator[ConfigIssue]:
     executor, inference = config.campaign.executor, config.inference
     if executor == "slurm" and inference.launch is not None:
         message = 'starts servers where retrain was started, and with executor = "slurm" that is no node with a GPU'
-        yield ConfigIssue(
-            ("inference.launch", "campaign.executor"), message, "url, with the addresses of servers of your own"
-        )
+        fix = "url, with the addresses of servers of your own"
+        yield ConfigIssue(("inference.launch", "campaign.executor"), message, fix)
     if executor == "ray" and inference.launch_gpus is not None:
         message = f'is "{inference.launch_gpus}", and with executor = "ray" the cluster assigns GPUs to servers'
         yield ConfigIssue(("inference.launch_gpus", "campaign.executor"), message, "[ray] server_gpus = 1")
@@ -177,19 +157,14 @@ def server_rules(config: Config) -> Iterator[ConfigIssue]:
         message = f'is "{inference.engine}", but backend = "{config.backend.backend}" samples itself'
         yield ConfigIssue((*engine, "backend.backend"), message, 'engine = "local"')
     if config.backpressure.enabled:
-        message = (
-            f'has no effect with engine = "{inference.engine}": servers decide themselves how much they decode at once'
-        )
-        yield ConfigIssue(
-            ("backpressure.enabled", *engine), message, "enabled = false, and [inference] max_in_flight = 64"
-        )
-    fields = type(config.training).model_fields
+        message = f'has no effect with engine = "{inference.engine}"'
+        message += ": servers decide themselves how much they decode at once"
+        fix = "enabled = false, and [inference] max_in_flight = 64"
+        yield ConfigIssue(("backpressure.enabled", *engine), message, fix)
     for key in CUTS:
-        if getattr(config.training, key) != fields[key].default:
-            message = (
-                f"is {getattr(config.training, key):g}, but a server does not say which tokens were left to sample "
-                "from, and without that importance ratios would be wrong"
-            )
+        if differs(config, f"training.{key}"):
+            message = f"is {getattr(config.training, key):g}, but a server does not say which tokens were left to "
+            message += "sample from, and without that importance ratios would be wrong"
             yield ConfigIssue((f"training.{key}", *engine), message, 'remove the line, or engine = "local"')
     for key in MODES:
         mode = getattr(config.algorithm, key)
@@ -211,21 +186,17 @@ def data_rules(config: Config) -> Iterator[ConfigIssue]:
 def audit_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report a reward component named `audit`, which is reserved for [audit]."""
     if config.audit.is_enabled and "audit" in {part.shown_name for part in (config.reward, *config.reward.components)}:
-        yield ConfigIssue(
-            ("reward.name", "audit.type"), 'is "audit", which is what the score of [audit] is called', 'name = "own"'
-        )
+        message = 'is "audit", which is what the score of [audit] is called'
+        yield ConfigIssue(("reward.name", "audit.type"), message, 'name = "own"')
 
 
 def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report an adapted batch size, which changes the learning problem."""
     if config.backpressure.target == "batch_size":
-        if "campaign" in config.model_fields_set and not config.campaign.allow_confounded:
-            message = (
-                'is "batch_size": batch sizes would differ between the conditions that are compared, each with '
-                "another learning problem"
-            )
-        else:
-            message = 'is "batch_size", which changes the learning problem and is not available'
+        message = 'is "batch_size", which changes the learning problem and is not available'
+        if config.is_campaign and not config.campaign.allow_confounded:
+            message = 'is "batch_size": batch sizes would differ between the conditions that are compared, each with '
+            message += "another learning problem"
         yield ConfigIssue(("backpressure.target", "campaign.allow_confounded"), message, 'target = "concurrency"')
 
 
@@ -233,18 +204,11 @@ def squeeze_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report compression to more than the adapter's rank."""
     rank, squeeze = config.model.lora_rank, config.squeeze
     if squeeze.compress_to is not None and squeeze.compress_to > rank:
-        yield ConfigIssue(
-            ("squeeze.compress_to", "model.lora_rank"),
-            f"is {squeeze.compress_to}, above lora_rank = {rank}",
-            f"compress_to = {rank}",
-        )
-    if squeeze.target_ranks and max(squeeze.target_ranks) > rank:
-        fitting = [k for k in squeeze.target_ranks if k <= rank] or [rank]
-        yield ConfigIssue(
-            ("squeeze.target_ranks", "model.lora_rank"),
-            f"has {max(squeeze.target_ranks)}, above lora_rank = {rank}",
-            f"target_ranks = {fitting}",
-        )
+        message = f"is {squeeze.compress_to}, above lora_rank = {rank}"
+        yield ConfigIssue(("squeeze.compress_to", "model.lora_rank"), message, f"compress_to = {rank}")
+    if squeeze.target_ranks and (most := max(squeeze.target_ranks)) > rank:
+        fix = f"target_ranks = {[k for k in squeeze.target_ranks if k <= rank] or [rank]}"
+        yield ConfigIssue(("squeeze.target_ranks", "model.lora_rank"), f"has {most}, above lora_rank = {rank}", fix)
 
 
 def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -263,9 +227,8 @@ def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue(("slurm.cluster", "backend.devices"), message, 'cluster = "slurm", or devices = "cpu"')
     if slurm.notice_s >= 60 * slurm.minutes:
         message = f"is {slurm.notice_s}, and the time limit of {slurm.time} is {60 * slurm.minutes} s"
-        yield ConfigIssue(
-            ("slurm.notice_s", "slurm.time"), message, f"notice_s = {15 * slurm.minutes}, or a longer time"
-        )
+        fix = f"notice_s = {15 * slurm.minutes}, or a longer time"
+        yield ConfigIssue(("slurm.notice_s", "slurm.time"), message, fix)
     if slurm.gpu_type is not None and (options := [name for name in GPU_OPTIONS if name in slurm.extra]):
         message = f"has no effect with {options[0]} in extra"
         yield ConfigIssue(("slurm.gpu_type", "slurm.extra"), message, "remove one of the two")
@@ -275,23 +238,18 @@ def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
 
 def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
     """Report keys of [slurm] with another executor. Planned runs are exempt: they may return to Slurm."""
-    if config.campaign.executor == "slurm":
-        return
-    for name, field in Slurm.model_fields.items():
-        if getattr(config.slurm, name) != field.get_default(call_default_factory=True):
+    for key in differing(config) if config.campaign.executor != "slurm" else ():
+        if key.startswith("slurm."):
             fix = 'remove the line, or executor = "slurm"'
-            yield no_effect(f"slurm.{name}", "campaign.executor", config.campaign.executor, fix)
+            yield no_effect(key, "campaign.executor", config.campaign.executor, fix)
 
 
 def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
     """Report held-out sets that are sampled to no purpose, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
-        yield ConfigIssue(
-            ("data.eval_source", "evaluation.sets"),
-            "has no effect: every one of [[evaluation.sets]] has its own source",
-            "remove the line",
-        )
+        message = "has no effect: every one of [[evaluation.sets]] has its own source"
+        yield ConfigIssue(("data.eval_source", "evaluation.sets"), message)
     for index, each in enumerate(evaluation.sets):
         yield from _set_data_issues(config, each, f"evaluation.sets.{index}")
     yield from _cut_issues(config)
@@ -300,28 +258,20 @@ def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
             own = evaluation.sets[index] if evaluation.sets else None
             path = "evaluation" if own is None or own.samples is None else f"evaluation.sets.{index}"
             greedy = "evaluation" if own is None or own.temperature is None else f"evaluation.sets.{index}"
-            yield ConfigIssue(
-                (f"{path}.samples", f"{greedy}.temperature"),
-                f"is {held_out.samples} at temperature 0: all samples of a problem are the same",
-                "samples = 1",
-            )
+            message = f"is {held_out.samples} at temperature 0: all samples of a problem are the same"
+            yield ConfigIssue((f"{path}.samples", f"{greedy}.temperature"), message, "samples = 1")
 
 
 def _cut_issues(config: Config) -> Iterator[ConfigIssue]:
-    evaluation, sets = config.evaluation, config.held_out
-    tables: list[tuple[str, Section]] = []
-    if sets and all(each.sampling.temperature == 0 for each in sets):
-        tables.append(("evaluation", evaluation))
-    tables += [
-        (f"evaluation.sets.{index}", own)
-        for index, (own, held_out) in enumerate(zip(evaluation.sets, sets, strict=False))  # sets may be unnamed
-        if held_out.sampling.temperature == 0
-    ]
-    for path, table in tables:
+    greedy = [held_out.sampling.temperature == 0 for held_out in config.held_out]
+    tables: list[tuple[str, Section, bool]] = [("evaluation", config.evaluation, all(greedy) and bool(greedy))]
+    for index, (own, is_greedy) in enumerate(zip(config.evaluation.sets, greedy, strict=False)):  # or an unnamed set
+        tables.append((f"evaluation.sets.{index}", own, is_greedy))
+    for path, table, is_greedy in tables:
         for key in CUTS:
-            if getattr(table, key) is not None:
+            if is_greedy and getattr(table, key) is not None:
                 message = "has no effect at temperature 0, which is greedy"
-                yield ConfigIssue((f"{path}.{key}", f"{path}.temperature"), message, "remove the line")
+                yield ConfigIssue((f"{path}.{key}", f"{path}.temperature"), message)
 
 
 def _set_data_issues(config: Config, held_out: EvaluationSet, path: str) -> Iterator[ConfigIssue]:
@@ -335,11 +285,8 @@ def _set_data_issues(config: Config, held_out: EvaluationSet, path: str) -> Iter
         yield no_effect(f"{path}.subset", f"{path}.source", source)
     for key in ("subset", "prompt_column", "answer_column", "tags_column"):
         if getattr(held_out, key) is not None and held_out.source is None:
-            yield ConfigIssue(
-                (f"{path}.{key}", path),
-                "has no effect without a source of the set's own: the problems are those of [data]",
-                f"remove the line, or set {key} in [data]",
-            )
+            message = "has no effect without a source of the set's own: the problems are those of [data]"
+            yield ConfigIssue((f"{path}.{key}", path), message, f"remove the line, or set {key} in [data]")
 
 
 def declared_rules(config: Config) -> Iterator[ConfigIssue]:
@@ -349,24 +296,14 @@ def declared_rules(config: Config) -> Iterator[ConfigIssue]:
     metric, evaluation = config.campaign.primary_metric, config.evaluation
     summary, key, at_k = _declared_metric(metric)
     measured = metric in ("auc", "last3") or key.startswith("eval/") or at_k is not None
+    is_curve = summary == "auc" and (measured or "/" not in key)
     if measured and evaluation.problems == 0:
-        yield ConfigIssue(
-            ("campaign.primary_metric", "evaluation.problems"),
-            f'is "{metric}", which needs held-out problems',
-            "problems = 128",
-        )
-    elif (
-        summary == "auc"
-        and (measured or "/" not in key)
-        and config.training.eval_every == 0
-        and evaluation.problems
-        and evaluation.schedule == "every"
-    ):
-        yield ConfigIssue(
-            ("campaign.primary_metric", "training.eval_every"),
-            f'is "{metric}": the area under a curve needs evaluations while training, not only before and after',
-            f"eval_every = {max(1, config.training.max_steps // 5)}",
-        )
+        message = f'is "{metric}", which needs held-out problems'
+        yield ConfigIssue(("campaign.primary_metric", "evaluation.problems"), message, "problems = 128")
+    elif is_curve and config.training.eval_every == 0 and evaluation.problems and evaluation.schedule == "every":
+        message = f'is "{metric}": the area under a curve needs evaluations while training, not only before and after'
+        fix = f"eval_every = {max(1, config.training.max_steps // 5)}"
+        yield ConfigIssue(("campaign.primary_metric", "training.eval_every"), message, fix)
 
 
 def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
@@ -384,20 +321,15 @@ def declared_set_rules(config: Config) -> Iterator[ConfigIssue]:
     name = key.split("/")[1] if key.startswith("eval/") else evaluation.names[0]
     if name not in evaluation.names:
         meant = difflib.get_close_matches(name, evaluation.names, n=1, cutoff=0.0)[0]
-        yield ConfigIssue(
-            ("campaign.primary_metric", "evaluation.sets"),
-            f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}',
-            f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"',
-        )
+        message = f'is "{metric}", and the held-out sets are {", ".join(evaluation.names)}'
+        fix = f'primary_metric = "{metric.replace(f"eval/{name}", f"eval/{meant}", 1)}"'
+        yield ConfigIssue(("campaign.primary_metric", "evaluation.sets"), message, fix)
         return
     samples = next(each.samples for each in config.held_out if each.name == name)
     if at_k is not None and int(at_k[1]) > samples:
         own = next((f".sets.{i}" for i, each in enumerate(evaluation.sets) if each.name == name and each.samples), "")
-        yield ConfigIssue(
-            ("campaign.primary_metric", f"evaluation{own}.samples"),
-            f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}',
-            f"samples = {at_k[1]}",
-        )
+        message = f'is "{metric}", which needs {at_k[1]} samples of each held-out problem and has {samples}'
+        yield ConfigIssue(("campaign.primary_metric", f"evaluation{own}.samples"), message, f"samples = {at_k[1]}")
 
 
 SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct_rate)?"
@@ -416,20 +348,17 @@ def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
     summary, _, key = metric.partition(":")
     held_out = key.startswith("eval/") or re.fullmatch(SHORT, key) is not None
     if summary == "auc" and held_out and schedule == "verdict":
-        yield ConfigIssue(
-            ("campaign.primary_metric", "evaluation.schedule"),
-            f'is "{metric}", the area under a curve for which schedule = "verdict" asks only a part of the problems',
-            f'primary_metric = "{metric.replace("auc", "last3", 1)}", or schedule = "every"',
+        message = (
+            f'is "{metric}", the area under a curve for which schedule = "verdict" asks only a part of the problems'
         )
+        fix = f'primary_metric = "{metric.replace("auc", "last3", 1)}", or schedule = "every"'
+        yield ConfigIssue(("campaign.primary_metric", "evaluation.schedule"), message, fix)
     if summary != "last3":
         return
     if not held_out:
-        yield ConfigIssue(
-            ("campaign.primary_metric",),
-            f'is "{metric}", the mean of three held-out evaluations, and {key} is a number of training, whose final '
-            "value is its mean over the last tenth of the steps",
-            f'primary_metric = "final:{key}"',
-        )
+        message = f'is "{metric}", the mean of three held-out evaluations, and {key} is a number of training, whose '
+        message += "final value is its mean over the last tenth of the steps"
+        yield ConfigIssue(("campaign.primary_metric",), message, f'primary_metric = "final:{key}"')
     elif config.evaluation.problems:
         yield from _last3_issues(metric, schedule, training.max_steps, training.eval_every)
 
@@ -441,8 +370,8 @@ def _last3_issues(metric: str, schedule: str, max_steps: int, eval_every: int) -
         message = f'is "{metric}", the mean of three evaluations, and there are fewer steps: max_steps = {max_steps}'
         yield ConfigIssue(("campaign.primary_metric", "training.max_steps"), message, 'primary_metric = "final"')
         return
-    keys, fix = ("campaign.primary_metric", "training.eval_every"), f"eval_every = {max(1, max_steps // 10)}"
-    fix = f'[evaluation] schedule = "verdict", or {fix}'
+    keys = ("campaign.primary_metric", "training.eval_every")
+    fix = f'[evaluation] schedule = "verdict", or eval_every = {max(1, max_steps // 10)}'
     if len(steps) < DECIDING:
         done = " and ".join(map(str, steps))
         message = f'is "{metric}", the mean of three evaluations, and after the start there'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -74,10 +74,8 @@ def _without_secrets(value: str | None) -> str | None:
     return value
 
 
-class Data(Section):
+class Data(Section, role=Role.SAMPLES):
     """Training and held-out problems."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     source: Annotated[Text, AfterValidator(_source)] = "arithmetic"
     """`arithmetic` (generated), `gsm8k`, `math`, a local `.jsonl`, `.csv` or `.parquet` file or data set directory
@@ -130,12 +128,12 @@ def _ranges(value: dict[str, dict[str, float | bool]]) -> dict[str, dict[str, fl
 
 MARKED = ("match", "math")
 """Reward types that extract the answer from a completion."""
-
-
 RUBRIC_WEIGHTS = {"essential": 1.0, "important": 0.7, "optional": 0.3, "pitfall": 0.9}
 """Weights that have a name, from arXiv 2507.17746."""
 JUDGED = ("judge", "rubric")
 """Reward types that query a model behind an endpoint."""
+NEEDED = {"judge_model": "gpt-4o-mini", "custom_module": "my_rewards", "reward_model": "./my_reward_model"}
+"""Keys without which a grader of their type cannot grade, each with an example."""
 
 
 class RubricCriterion(Section):
@@ -206,20 +204,9 @@ class RewardComponent(GraderKeys):
 
 def _grader_issues(grader: GraderKeys, kind: str, path: str) -> Iterator[ConfigIssue]:
     """Report keys that the grader's type needs or does not use."""
-    owners = {
-        "judge_model": JUDGED,
-        "judge_url": JUDGED,
-        "judge_api_key_env": JUDGED,
-        "rubric_column": ("rubric",),
-        "custom_module": ("custom",),
-        "reward_model": ("reward_model",),
-    }
-    needs = {
-        "judge": ("judge_model", "gpt-4o-mini"),
-        "rubric": ("judge_model", "gpt-4o-mini"),
-        "custom": ("custom_module", "my_rewards"),
-        "reward_model": ("reward_model", "./my_reward_model"),
-    }
+    owners = dict.fromkeys(("judge_model", "judge_url", "judge_api_key_env"), JUDGED) | {
+        "rubric_column": ("rubric",), "custom_module": ("custom",), "reward_model": ("reward_model",),
+    }  # fmt: skip
     for key, owner in owners.items():
         if kind not in owner and getattr(grader, key) is not None:
             fix = f'remove the line, or type = "{owner[0]}"'
@@ -234,9 +221,8 @@ def _grader_issues(grader: GraderKeys, kind: str, path: str) -> Iterator[ConfigI
         yield no_effect(f"{path}.strict", f"{path}.type", kind, fix)
     if kind == "weighted" and grader.name is not None:
         yield no_effect(f"{path}.name", f"{path}.type", kind, "write it in a component")
-    if kind in needs:
-        key, example = needs[kind]
-        if getattr(grader, key) is None:
+    for key, example in NEEDED.items():
+        if kind in owners[key] and getattr(grader, key) is None:
             message = f'is missing: type = "{kind}" needs it'
             yield ConfigIssue((f"{path}.{key}", f"{path}.type"), message, f'{key} = "{example}"')
 
@@ -251,15 +237,12 @@ def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
         message = f'has "{twice}" twice: their metrics would be one'
         yield ConfigIssue((f"{path}.criteria",), message, f'name = "{twice}_2"')
     if names and grader.rubric_column is None and not any(each.weight_number for each in grader.criteria):
-        yield ConfigIssue(
-            (f"{path}.criteria",), "has no weight but 0: nothing would ever be paid", 'weight = "essential"'
-        )
+        message = "has no weight but 0: nothing would ever be paid"
+        yield ConfigIssue((f"{path}.criteria",), message, 'weight = "essential"')
 
 
-class RewardSection(GraderKeys):
+class RewardSection(GraderKeys, role=Role.LEARNS):
     """Reward of an answer."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     type: Literal["match", "math", "format", "judge", "rubric", "custom", "reward_model", "weighted"] = "match"
     """`match`: the marked answer (see `strict`), compared as text after normalising; `math`: mathematical equality;
@@ -309,14 +292,11 @@ class RewardSection(GraderKeys):
 
     def issues(self) -> Iterator[ConfigIssue]:
         yield from _grader_issues(self, self.type, "reward")
-        if self.type == "weighted":
-            if not self.components:
-                yield ConfigIssue(
-                    ("reward.components", "reward.type"),
-                    'is missing: type = "weighted" needs its parts',
-                    'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]',
-                )
-        elif self.components:
+        if self.type == "weighted" and not self.components:
+            fix = 'components = [{ type = "math" }, { type = "format", weight = 0.1, offset = -1.0 }]'
+            message = 'is missing: type = "weighted" needs its parts'
+            yield ConfigIssue(("reward.components", "reward.type"), message, fix)
+        elif self.type != "weighted" and self.components:
             yield no_effect("reward.components", "reward.type", self.type, 'type = "weighted"')
         names: set[str] = set()
         for index, part in enumerate(self.components):
@@ -324,30 +304,22 @@ class RewardSection(GraderKeys):
             yield from _grader_issues(part, part.type, path)
             name = part.shown_name
             if name in names:
-                yield ConfigIssue(
-                    (f"{path}.name", path),
-                    f'is "{name}", like a part before it: their metrics would be one',
-                    f'name = "{name}_{index + 1}"',
-                )
+                message = f'is "{name}", like a part before it: their metrics would be one'
+                yield ConfigIssue((f"{path}.name", path), message, f'name = "{name}_{index + 1}"')
             names.add(name)
         low, high = self.reward_min, self.reward_max
         if low is not None and high is not None and low >= high:
-            yield ConfigIssue(
-                ("reward.reward_max", "reward.reward_min"),
-                f"is {high:g}, which is not above reward_min = {low:g}",
-                f"reward_max = {low + 1:g}",
-            )
+            message = f"is {high:g}, which is not above reward_min = {low:g}"
+            yield ConfigIssue(("reward.reward_max", "reward.reward_min"), message, f"reward_max = {low + 1:g}")
 
 
 AUDIT = "audit"  # Name of the audit's score among a rollout's metrics, and prefix of its other metrics
 
 
-class Audit(GraderKeys):
+class Audit(GraderKeys, role=Role.EVALUATES):
     """A second grader, never trained on: if the reward rises while the audit falls, the policy is exploiting the
     reward. Its score is recorded as `rewards/audit/mean`, in held-out evaluations as `eval/<name>/audit`, and with each
     rollout."""
-
-    role: ClassVar[Role] = Role.EVALUATES
 
     type: Literal["off", "match", "math", "format", "judge", "rubric", "custom", "reward_model"] = "off"
     """`off`, or a type as in [reward], whose `timeout_s` and `workers` apply too."""
@@ -359,7 +331,7 @@ class Audit(GraderKeys):
     def issues(self) -> Iterator[ConfigIssue]:
         yield from _grader_issues(self, self.type, "audit")
         if self.name is not None:
-            yield ConfigIssue(("audit.name",), "has no effect: its score is called audit", "remove the line")
+            yield ConfigIssue(("audit.name",), "has no effect: its score is called audit")
 
 
 PROVIDERS = ("reasoning_gym", "verifiers", "openenv")
@@ -371,22 +343,14 @@ def _provider(value: str | None) -> str | None:
         return value
     if value == "textarena":
         raise fault('is "textarena", which is no longer built in', 'provider = "module:Class" of your own')
-    close = difflib.get_close_matches(value, PROVIDERS, n=1, cutoff=0.5)
-    raise fault(
-        f'is "{value}", but must be one of {", ".join(PROVIDERS)}, or module:Class of your own',
-        f'provider = "{close[0] if close else "my_environment:Game"}"',
-    )
+    close = difflib.get_close_matches(value, PROVIDERS, n=1, cutoff=0.5) or ["my_environment:Game"]
+    message = f'is "{value}", but must be one of {", ".join(PROVIDERS)}, or module:Class of your own'
+    raise fault(message, f'provider = "{close[0]}"')
 
 
-def _one_as_list(value: object) -> object:
-    return [value] if isinstance(value, str | dict) else value
-
-
-class EnvironmentSection(Section):
+class EnvironmentSection(Section, role=Role.SAMPLES):
     """Environment of the episodes, with one turn or several. Without `provider` and `tools` the policy answers the
     problems of [data] in one turn."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     provider: Annotated[OptionalText, AfterValidator(_provider)] = None
     """Provider of the environment: `reasoning_gym`, `verifiers`, `openenv`, or `module:Class` of your own, which has
@@ -400,7 +364,10 @@ class EnvironmentSection(Section):
     """Arguments of the environment."""
     tools: Annotated[
         list[Text | dict[str, Any]],
-        BeforeValidator(_one_as_list, json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]]),
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str | dict) else value,
+            json_schema_input_type=str | dict[str, Any] | list[str | dict[str, Any]],
+        ),
     ] = Field(default_factory=list)
     """Tools that the model may call while it solves a problem of [data]: `calculator`, `python`, `search`,
     `module:function` or `module:Class` of your own, or a table `{ tool = "search", corpus = "notes.jsonl" }` with the
@@ -447,23 +414,15 @@ class EnvironmentSection(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report a missing environment, and keys that it does not use."""
         if self.provider is not None and self.tools:
-            yield ConfigIssue(
-                ("environment.tools", "environment.provider"),
-                f"has no effect: {self.provider} brings its own tools",
-                "remove one of the two",
-            )
-        if self.provider is None:
-            for key, given in (("id", self.id), ("args", self.args), ("correct_metric", self.correct_metric)):
-                if given:
-                    fix = 'provider = "reasoning_gym"'
-                    keys = (f"environment.{key}", "environment.provider")
-                    yield ConfigIssue(keys, "has no effect without a provider", fix)
+            message = f"has no effect: {self.provider} brings its own tools"
+            yield ConfigIssue(("environment.tools", "environment.provider"), message, "remove one of the two")
+        for key in ("id", "args", "correct_metric") if self.provider is None else ():
+            if getattr(self, key):
+                message, fix = "has no effect without a provider", 'provider = "reasoning_gym"'
+                yield ConfigIssue((f"environment.{key}", "environment.provider"), message, fix)
         if self.auto_install:
             fix = "auto_install = false, after installing the environment yourself"
             yield ConfigIssue(("environment.auto_install",), "is true, but nothing is installed unasked", fix)
         if not self.hosted and self.turns > 1:
-            yield ConfigIssue(
-                ("environment.max_turns",),
-                f"is {self.max_turns}, but problems of [data] have one turn: it takes tools or a provider",
-                'tools = ["calculator"]',
-            )
+            message = f"is {self.max_turns}, but problems of [data] have one turn: it takes tools or a provider"
+            yield ConfigIssue(("environment.max_turns",), message, 'tools = ["calculator"]')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -57,10 +57,8 @@ class Sampling:
         return replace(self, top_k=self.top_k or (MOST_KEPT if cut else 0))
 
 
-class Training(Section):
+class Training(Section, role=Role.LEARNS):
     """Training loop: size and number of the optimizer steps."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     seed: Annotated[Seed, minus_one(0), Role.LEARNS | Role.NAMES] = 0
     """Seed of a single run; `[campaign] seeds` replaces it in a campaign. -1 ("no seed") is read as 0."""
@@ -159,34 +157,23 @@ class Training(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         yield from self._update_issues()
         if self.top_k == 1:
-            yield ConfigIssue(
-                ("training.top_k",),
-                "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing",
-                "top_k = 20, or top_k = 0 for all tokens",
-            )
+            message = "is 1: all completions of a prompt would be the same, and a group of equals teaches nothing"
+            yield ConfigIssue(("training.top_k",), message, "top_k = 20, or top_k = 0 for all tokens")
         if self.temperature > 2:
-            yield ConfigIssue(
-                ("training.temperature",),
-                f"is {self.temperature:g}: above 2 completions are close to noise",
-                "temperature = 1.0",
-                warning=True,
-            )
+            message = f"is {self.temperature:g}: above 2 completions are close to noise"
+            yield ConfigIssue(("training.temperature",), message, "temperature = 1.0", warning=True)
         if self.clip_eps == 0 and self.clip_eps_high is not None:
-            yield ConfigIssue(
-                ("training.clip_eps_high", "training.clip_eps"),
-                f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off",
-                "clip_eps = 0.2",
-            )
+            message = f"is {self.clip_eps_high:g} while clip_eps = 0 switches clipping off"
+            yield ConfigIssue(("training.clip_eps_high", "training.clip_eps"), message, "clip_eps = 0.2")
         every, save = self.keep_every, self.save_every
         if every and not self.keep_last:
             message = "has no effect with keep_last = 0, which keeps all"
-            yield ConfigIssue(("training.keep_every", "training.keep_last"), message, "remove the line")
+            yield ConfigIssue(("training.keep_every", "training.keep_last"), message)
         elif every and (not save or every % save):
-            fault = "no such step is saved" if not save else "not all are saved"
-            fix = (
-                f"keep_every = {max(1, round(every / save)) * save}" if save else "remove the line, or save_every = 20"
-            )
-            message = f"is {every}: with save_every = {save} {fault}"
+            message = f"is {every}: with save_every = {save} "
+            message += "not all are saved" if save else "no such step is saved"
+            fix = "remove the line, or save_every = 20"
+            fix = f"keep_every = {max(1, round(every / save)) * save}" if save else fix
             yield ConfigIssue(("training.keep_every", "training.save_every"), message, fix)
 
     def _update_issues(self) -> Iterator[ConfigIssue]:
@@ -194,26 +181,20 @@ class Training(Section):
         units = self.batch_size if by_group else self.batch_size * self.group_size
         if self.minibatches > units:
             described = f"batch_size = {self.batch_size}" if by_group else f"{units} completions of a step"
-            yield ConfigIssue(
-                ("training.minibatches", "training.batch_size"),
-                f"is {self.minibatches}, more than the {described} that would be split",
-                f"minibatches = {units}",
-            )
+            message = f"is {self.minibatches}, more than the {described} that would be split"
+            yield ConfigIssue(("training.minibatches", "training.batch_size"), message, f"minibatches = {units}")
         if not by_group and self.minibatches == 1:
-            keys = ("training.minibatch_by", "training.minibatches")
-            yield ConfigIssue(keys, "has no effect with one minibatch", "minibatches = 4")
+            message = "has no effect with one minibatch"
+            yield ConfigIssue(("training.minibatch_by", "training.minibatches"), message, "minibatches = 4")
         elif not by_group and self.group_size == 1:
-            keys = ("training.minibatch_by", "training.group_size")
-            yield ConfigIssue(keys, "has no effect with groups of one", "remove the line")
+            yield ConfigIssue(("training.minibatch_by", "training.group_size"), "has no effect with groups of one")
         if self.target_kl is not None and self.num_iterations == 1:
-            keys = ("training.target_kl", "training.num_iterations")
-            yield ConfigIssue(keys, "has no effect with one pass over a batch", "num_iterations = 4")
+            message = "has no effect with one pass over a batch"
+            yield ConfigIssue(("training.target_kl", "training.num_iterations"), message, "num_iterations = 4")
 
 
-class Optimizer(Section):
+class Optimizer(Section, role=Role.LEARNS):
     """AdamW and its learning-rate schedule."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     beta1: Decay = 0.9
     """Decay of the running mean of gradients."""
@@ -233,10 +214,8 @@ MAX_ALPHA = 1e18
 """Upper bound of alpha: above it the squared gradients of B overflow in Adam's float32 state."""
 
 
-class Model(Section):
+class Model(Section, role=Role.SAMPLES):
     """The frozen base model, which all runs of a campaign share, and the rank of the adapter that is trained."""
-
-    role: ClassVar[Role] = Role.SAMPLES
 
     model: Text = "tiny-reasoner"
     """Hub name, local directory in `transformers` format, or `tiny-reasoner`, the model that ships with retrain."""
@@ -258,10 +237,8 @@ class Model(Section):
         return self.quantize != "none"
 
 
-class Lora(Section):
+class Lora(Section, role=Role.LEARNS):
     """Settings of the adapter besides its rank. The defaults follow "LoRA without regret"."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     alpha: Annotated[float, Field(ge=0, le=MAX_ALPHA)] = 32.0
     """Scaling: the update is multiplied by alpha/rank. 0 means twice the rank."""
@@ -278,22 +255,16 @@ class Lora(Section):
 
     def issues(self) -> Iterator[ConfigIssue]:
         if self.dropout > 0:
-            yield ConfigIssue(
-                ("lora.dropout",),
-                f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
-                "importance ratio is noisy even on-policy",
-                "dropout = 0.0",
-                warning=True,
-            )
+            message = f"is {self.dropout:g}: dropout makes the trainer's logprobs differ from the sampler's, so the "
+            message += "importance ratio is noisy even on-policy"
+            yield ConfigIssue(("lora.dropout",), message, "dropout = 0.0", warning=True)
 
 
 _CRITIC = ActiveIf("algorithm.advantage_mode", used_by("advantage_mode", "critic"))
 
 
-class CriticSection(Section):
+class CriticSection(Section, role=Role.LEARNS):
     """Critic of `advantage_mode = "gae"`: a value head on the frozen base, with a separate adapter."""
-
-    role: ClassVar[Role] = Role.LEARNS
 
     share_adapter: Annotated[bool, _CRITIC] = False
     """Compute values with the policy's adapter, which then learns both in one pass: faster, and the value loss changes
@@ -334,9 +305,7 @@ class CriticSection(Section):
     def issues(self) -> Iterator[ConfigIssue]:
         """Report a shared adapter with its own rank, and λ that is set twice."""
         if self.lam_length is not None and self.lam_policy is not None:
-            keys = ("critic.lam_length", "critic.lam_policy")
-            yield ConfigIssue(
-                keys, f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}", "keep one of the two"
-            )
+            message = f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}"
+            yield ConfigIssue(("critic.lam_length", "critic.lam_policy"), message, "keep one of the two")
         if self.share_adapter and self.lora_rank is not None:
             yield no_effect("critic.lora_rank", "critic.share_adapter", True)

@@ -37,25 +37,18 @@ def device_and_build(subject: DoctorModel) -> Result:
     gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)
     if gpus and asked != "cpu" and not fault and not torch.cuda.is_available():
-        fault = (
-            f"{gpus[0].name} is here, and torch cannot use it: its CUDA {torch.version.cuda} wants a newer driver than "
-            f"{gpus[0].driver}"
-        )
-    if not subject.on_gpu:
+        fault = f"{gpus[0].name} is here, and torch cannot use it: its CUDA {torch.version.cuda} wants a newer driver "
+        fault += f"than {gpus[0].driver}"
+    if subject.on_gpu:
+        gpu = torch.cuda.get_device_properties(subject.base.device)
+        capability = f"{gpu.major}.{gpu.minor}"
+        facts |= {"name": gpu.name, "memory_bytes": gpu.total_memory, "compute_capability": capability}
+        facts |= gpu_facts(subject.base.device)["gpu"]
+        summary = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {capability}, driver "
+        summary += f"{facts['driver']}, torch {torch.__version__}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}"
+    else:
         processor = environment_facts()["processor"]
         summary = f"torch {torch.__version__}, {processor}, {subject.workers.count} × {facts['threads']} threads"
-        return judged(subject.kinds, {}, summary, fault=fault, **facts)
-    gpu = torch.cuda.get_device_properties(subject.base.device)
-    facts |= {
-        "name": gpu.name,
-        "memory_bytes": gpu.total_memory,
-        "compute_capability": f"{gpu.major}.{gpu.minor}",
-        **gpu_facts(subject.base.device)["gpu"],
-    }
-    summary = (
-        f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {facts['compute_capability']}, driver "
-        f"{facts['driver']}, torch {torch.__version__}, CUDA {facts['cuda']}, cuDNN {facts['cudnn']}"
-    )
     return judged(subject.kinds, {}, summary, fault=fault, **facts)
 
 
@@ -84,11 +77,11 @@ def measure(subject: DoctorModel) -> dict[str, float]:
 
 
 def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that ``task`` takes on the device, and its result."""
-    subject.synchronize()
+    synchronize = torch.cuda.synchronize if subject.on_gpu else lambda _: None
+    synchronize(subject.base.device)
     begin = time.perf_counter()
     result = task()
-    subject.synchronize()
+    synchronize(subject.base.device)
     return time.perf_counter() - begin, result
 
 
@@ -103,10 +96,8 @@ def paths(subject: DoctorModel) -> Result:
     missing = [name for name, is_taken in fast_paths.items() if not is_taken]
     fault = ""
     if missing and is_supported(subject.base):
-        fault = (
-            f"a {model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
-            "numbers than the model's own forward pass: report it with --json"
-        )
+        fault = f"a {model_type} model should take the {' and the '.join(missing)}, and a probe of it gave other "
+        fault += "numbers than the model's own forward pass: report it with --json"
     policy = subject.trained(0, clipped=False)
     policy.workers = Workers()
     requests = subject.requests(subject.publish([policy]), sizes=Sizes(2, 2, 6))
@@ -118,9 +109,8 @@ def paths(subject: DoctorModel) -> Result:
         fix = "report it with --json" if subject.dtype == "bfloat16" else 'write [inference] dtype = "bfloat16"'
         fault = f"attention takes the plain formula, whose memory grows with the square of the length; {fix}"
     parts = [f"{name} {'yes' if is_taken else 'no'}" for name, is_taken in fast_paths.items()]
-    parts.append(
-        f"attention {' '.join(sampling) or 'unseen'} in sampling, {' '.join(updating) or 'unseen'} in the update"
-    )
+    parts.append(f"attention {' '.join(sampling) or 'unseen'} in sampling")
+    parts.append(f"{' '.join(updating) or 'unseen'} in the update")
     facts: dict[str, Any] = {name.replace(" ", "_"): is_taken for name, is_taken in fast_paths.items()}
     facts |= {"attention": [sampling, updating], "notes": list(backbone.notes)}
     return judged(subject.kinds, {}, ", ".join(parts), fault=fault, **facts)
@@ -159,10 +149,9 @@ def speed(subject: DoctorModel) -> Result:
     elif subject.on_gpu:
         values["kernel_share"] = _kernel_share(subject, lambda: subject.engine.sample(requests))
     facts: dict[str, Any] = {"decode_tokens_per_s": sampled / seconds, "update_tokens_per_s": trained / update_seconds}
-    summary = (
-        f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
-        f"update {trained / update_seconds:,.0f} tokens/s"
-    ) + ("" if values else "; too small a model to compare with a GPU's roofline")
+    summary = f"decode {sampled / seconds:,.0f} tokens/s in {sum(map(len, groups))} rows, "
+    summary += f"update {trained / update_seconds:,.0f} tokens/s"
+    summary += "" if values else "; too small a model to compare with a GPU's roofline"
     return judged(subject.kinds, values, summary, **facts, roofline=rates, seconds=[seconds, update_seconds])
 
 
@@ -183,9 +172,8 @@ def _decode_roofline(
 ) -> float:
     """Return the least seconds for decoding: weights and adapters are read once per step and each sequence's cache once
     per token, or the operations of all tokens take longer."""
-    lengths = []
-    for request, group in zip(requests, groups, strict=True):
-        lengths += [(len(request.prompt_ids), len(action)) for action in group]
+    pairs = zip(requests, groups, strict=True)
+    lengths = [(len(request.prompt_ids), len(action)) for request, group in pairs for action in group]
     steps, tokens = max(count for _, count in lengths), sum(count for _, count in lengths)
     weights = _multiplied_weights(subject)
     adapter = sum(shape.in_features + shape.out_features for shape in subject.lanes.shapes)

@@ -59,29 +59,27 @@ def check_servers(config: Config, begins: Callable[[str], None], any_rank: bool 
     Raises ModelError if the model is not on this machine.
     """
     with Bases() as bases, TemporaryDirectory(prefix="retrain-doctor-") as folder:
-        begins("answers")
-        begin = time.perf_counter()
-        try:
-            base, lanes, engine = bases.with_servers(config, Path(folder))
-        except UsageError as error:
-            yield Result(FAIL, str(error), name="answers", seconds=time.perf_counter() - begin)
-            return
-        yield replace(_answers(engine), name="answers", seconds=time.perf_counter() - begin)
-        begins("canary")
-        begin = time.perf_counter()
-        result = _canary(config, base, lanes, engine, any_rank)
-        yield replace(result, name="canary", seconds=time.perf_counter() - begin)
+        connected: list[tuple[BaseModel, Lanes, ServerEngine]] = []
 
+        def answers() -> Result:
+            try:
+                connected.append(bases.with_servers(config, Path(folder)))
+            except UsageError as error:
+                return Result(FAIL, str(error))
+            servers = connected[0][2].pool.servers
+            texts = []
+            for server in servers:
+                context = f", {server.context} tokens" if server.context else ""
+                fault = f"does not answer: {server.reason}"
+                texts.append(f"{server.url} {f'serves {server.base!r}{context}' if server.alive else fault}")
+            return Result(PASS if all(server.alive for server in servers) else FAIL, "; ".join(texts))
 
-def _answers(engine: ServerEngine) -> Result:
-    servers = engine.pool.servers
-    texts = [
-        f"{server.url} serves {server.base!r}" + (f", {server.context} tokens" if server.context else "")
-        if server.alive
-        else f"{server.url} does not answer: {server.reason}"
-        for server in servers
-    ]
-    return Result(PASS if all(server.alive for server in servers) else FAIL, "; ".join(texts))
+        for name, check in (("answers", answers), ("canary", lambda: _canary(config, *connected[0], any_rank))):
+            begins(name)
+            begin = time.perf_counter()
+            yield replace(check(), name=name, seconds=time.perf_counter() - begin)
+            if not connected:
+                return
 
 
 def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine, any_rank: bool) -> Result:
@@ -97,9 +95,7 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
                 continue
             return result
         if rank < default:
-            texts.append(
-                f"with an adapter of rank {rank}: it takes none of rank {default}, the default of [model] lora_rank; "
-                f"to train with that, start it with {RANK_HINT} {default}"
-            )
+            texts.append(f"with an adapter of rank {rank}: it takes none of rank {default}, the default of [model] "
+                         f"lora_rank; to train with that, start it with {RANK_HINT} {default}")  # fmt: skip
         return Result(PASS, "; ".join(texts))
     return result

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,8 @@ def _devices(device: str) -> str:
         return "gpu:0" if torch.cuda.is_available() else "cpu"
     number = device.removeprefix("gpu:")
     if device != "cpu" and not (number != device and number.isdecimal()):
-        raise UsageError(
-            f"--device {device!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto"
-        )
+        message = f"--device {device!r} is none of auto, cpu, gpu:0, gpu:1 …; type: retrain doctor --device auto"
+        raise UsageError(message)
     resolve_device(device)
     return device
 
@@ -148,9 +148,8 @@ def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
             spread = float(model(input_ids=ids, use_cache=False).logits.float().std())
             model.get_output_embeddings().weight.mul_(round(LOGITS_SPREAD / spread, 2))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(
-            f"no random weights can be made at the shapes of {config.model.model}: {first_line(error)}"
-        ) from error
+        message = f"no random weights can be made at the shapes of {config.model.model}: {first_line(error)}"
+        raise ModelError(message) from error
     model.to(device).eval().requires_grad_(False)
     ends = shapes.get("eos_token_id")
     eos_ids = (int(shapes["vocab_size"]) - 1,) if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
@@ -202,10 +201,9 @@ class DoctorModel:
         self.is_slow = not self.on_gpu and self.parameters > LARGE_PARAMETERS
         sizes = Sizes(2, 2, 8) if self.is_slow else Sizes()
         self.sizes = replace(sizes, tokens=min(sizes.tokens, self.config.training.max_tokens))
-        rendered = [
-            render(problem, self.base.tokenizer, Data()) for problem in arithmetic_problems("train", 16, seed=0)
-        ]
-        self.prompts = [tuple(token % self.base.vocab_size for token in prompt.token_ids) for prompt in rendered]
+        problems = arithmetic_problems("train", 16, seed=0)
+        rendered = [render(problem, self.base.tokenizer, Data()).token_ids for problem in problems]
+        self.prompts = [tuple(token % self.base.vocab_size for token in prompt) for prompt in rendered]
 
     def policy(self, lane: int, clipped: bool = True) -> LocalPolicy:
         """Return the untrained policy of a lane, with gradient clipping as configured or without."""
@@ -242,11 +240,9 @@ class DoctorModel:
         sizes = sizes or self.sizes
         tokens = max(1, min(sizes.tokens, self.base.context_length - max(map(len, self.prompts))))
         requests = []
-        for ref in refs:
-            for i in range(sizes.prompts):
-                prompt, limit = self.prompts[i % len(self.prompts)], tokens - (i % 2) * (tokens // 3)
-                stream = ("doctor", ref.run_id, step, i)
-                requests.append(SampleRequest(ref, prompt, sizes.samples, limit, 1.0, stream))
+        for ref, i in product(refs, range(sizes.prompts)):
+            prompt, limit = self.prompts[i % len(self.prompts)], tokens - i % 2 * (tokens // 3)
+            requests.append(SampleRequest(ref, prompt, sizes.samples, limit, 1.0, ("doctor", ref.run_id, step, i)))
         return requests
 
     def samples(self, requests: Sequence[SampleRequest], groups: Sequence[Sequence[Action]]) -> list[Sample]:
@@ -255,26 +251,21 @@ class DoctorModel:
         for request, group in zip(requests, groups, strict=True):
             rewards = torch.tensor([float(np.mean(np.array(action.token_ids) % 2)) for action in group])
             for action, advantage in zip(group, grpo(rewards).tolist(), strict=True):
-                advantages_T = np.full(len(action), advantage)
-                samples.append(
-                    Sample.single_turn(request.prompt_ids, action.token_ids, action.logprobs_T, advantages_T)
-                )
+                credited = action.token_ids, action.logprobs_T, np.full(len(action), advantage)
+                samples.append(Sample.single_turn(request.prompt_ids, *credited))
         return samples
-
-    def batch(self, samples: Sequence[Sample], step: int = 0) -> StepBatch:
-        tokens = sum(int(sample.action_mask.sum()) for sample in samples)
-        return StepBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
 
     def sampled(self, policy: LocalPolicy, sizes: Sizes | None = None) -> list[Sample]:
         requests = self.requests(self.publish([policy]), sizes=sizes)
         return self.samples(requests, self.engine.sample(requests))
 
+    def train(self, policy: LocalPolicy, samples: Sequence[Sample], step: int = 0, lr: float = LR) -> float:
+        tokens = sum(int(sample.action_mask.sum()) for sample in samples)
+        batch = StepBatch(samples, Denominators(tokens, len(samples)), step, ("doctor",))
+        return policy.update(batch, Objective((PolicyTerm(PPO()),)), lr).metrics["loss"]
+
     def update(self, policy: LocalPolicy, samples: Sequence[Sample], lr: float = LR) -> torch.Tensor:
         """Update the policy once and return the gradient of its adapter in float64."""
-        policy.update(self.batch(samples), Objective((PolicyTerm(PPO()),)), lr)
+        self.train(policy, samples, lr=lr)
         assert policy.adapter.flat.grad is not None
         return policy.adapter.flat.grad.double()
-
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.base.device)

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 
 import retrain
-from retrain.algorithms.losses import PPO
 from retrain.device import available_memory
 from retrain.doctor.results import FAIL, SKIP, Result, judged
-from retrain.doctor.subject import LAYERS, LR, DoctorModel, Sizes
+from retrain.doctor.subject import LAYERS, DoctorModel, Sizes
 from retrain.files import dumps, read_json, write_json
 from retrain.policy.base import BaseModel, architecture_of
 from retrain.policy.local import LocalPolicy, optimizer_tensors
 from retrain.policy.lora import Lanes, LoraWeights
-from retrain.policy.objective import Objective, PolicyTerm
 from retrain.policy.quantized import QuantizedLinear
 from retrain.threads import Workers
 from retrain.training.checkpoints import Snapshot, checkpoint_directory, load_checkpoint, write_checkpoint
@@ -155,11 +153,9 @@ def resumed_equals_uninterrupted(subject: DoctorModel) -> Result:
         policies = [subject.policy(lane) for lane in range(LANES)]
         train(subject, policies, range(SAVED))
         for lane, policy in enumerate(policies):
-            state = dumps({"policy": policy.state()}) + "\n"
-            write_checkpoint(
-                checkpoint_directory(folder / f"lane_{lane}", SAVED),
-                Snapshot(SAVED, policy.snapshot(resumable=True), state),
-            )
+            snapshot = policy.snapshot(resumable=True)
+            state = Snapshot(SAVED, snapshot, dumps({"policy": policy.state()}) + "\n")
+            write_checkpoint(checkpoint_directory(folder / f"lane_{lane}", SAVED), state)
         ours = train(subject, policies, range(SAVED, STEPS))
         (folder / "source.pickle").write_bytes(pickle.dumps(subject.source))
         if subject.on_gpu:
@@ -209,8 +205,7 @@ def train(subject: DoctorModel, policies: Sequence[LocalPolicy], steps: range) -
             per_lane, losses = len(requests) // len(policies), []
             for lane, policy in enumerate(policies):
                 part = slice(lane * per_lane, (lane + 1) * per_lane)
-                batch = subject.batch(subject.samples(requests[part], groups[part]), number)
-                losses.append(policy.update(batch, Objective((PolicyTerm(PPO()),)), LR).metrics["loss"])
+                losses.append(subject.train(policy, subject.samples(requests[part], groups[part]), number))
             actions = [[action.token_ids, action.logprobs_T.tolist()] for group in groups for action in group]
             digests[f"sampled in step {number}"] = _digest(repr(actions).encode())
             digests[f"losses of step {number}"] = repr(losses)

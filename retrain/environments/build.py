@@ -16,11 +16,12 @@ from retrain.environments.hosted import HostedEnvironment, HostedEpisode
 from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
 from retrain.errors import DataError, ModelError
 from retrain.files import read_json
-from retrain.models.directory import LightTokenizer, find_file, light_tokenizer
+from retrain.models.directory import find_file
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText
 from retrain.rewards.custom import columns_of
 from retrain.rewards.judge import Criterion, criteria_of
+from retrain.tokenizer import LightTokenizer, light_tokenizer
 from retrain.types import CORRECT_ABOVE, Action, Problem, RewardResult, with_correctness
 
 TRAIN = "train"

@@ -1,4 +1,4 @@
-"""Finds models on this machine, checks their files, and loads their tokenizer without torch.
+"""Find models on this machine and check their files.
 
 Faults are found from names, sizes and headers: no weights are read, and neither torch nor transformers is imported.
 Bundled models are in directories next to this file, in ``transformers`` format.
@@ -8,8 +8,8 @@ import difflib
 import hashlib
 import importlib.util
 import json
+import os
 import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -35,13 +35,10 @@ CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 """Endings of the files that affect a model's results."""
 BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a large file in a digest
-SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def bundled_model_path(name: str) -> Path | None:
-    """Return the directory of the bundled model called ``name``, or None when no bundled model has that name."""
-    directory = BUNDLED.get(name)
-    return None if directory is None else Path(__file__).parent / directory
+    return Path(__file__).parent / BUNDLED[name] if name in BUNDLED else None
 
 
 def bundled_name(model: str) -> str | None:
@@ -71,7 +68,7 @@ def find_file(model: str, name: str, revision: str | None = None) -> Path | None
 
 def local_directory(name: str, *folders: Path) -> Path | None:
     """Return the directory of a bundled model, or an existing path, relative to ``folders`` first; else None."""
-    path = _expanded(name)
+    path = Path(os.path.expanduser(name))
     places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
     return next((place for place in places if place is not None and place.is_dir()), None)
 
@@ -82,8 +79,7 @@ def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
-    path = _expanded(name)
-    if path.exists():
+    if os.path.exists(os.path.expanduser(name)):
         return "it is a file: a model is a directory in transformers format, or a hub name"
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/"):
         return "there is no such directory"
@@ -102,20 +98,15 @@ def reward_model_fault(name: str, *folders: Path) -> str:
     if fault or cached is None:
         return fault
     try:
-        _check_classifier(_json(cached))
+        config = _json(cached)
     except ModelError as error:
         return str(error)
-    return ""
-
-
-def _check_classifier(config: Mapping[str, Any]) -> None:
     names = [name for name in config.get("architectures") or () if isinstance(name, str)]
     if names and not any(name.endswith(CLASSIFIER) for name in names):
-        raise ModelError(f"it is a {names[0]}, and a reward model is a …{CLASSIFIER} with one label")
+        return f"it is a {names[0]}, and a reward model is a …{CLASSIFIER} with one label"
     named = config.get("id2label")
     labels = len(named) if isinstance(named, dict) else config.get("num_labels") or 2  # transformers' own default
-    if labels != 1:
-        raise ModelError(f"it has {labels} labels, and a reward model has one, its score")
+    return "" if labels == 1 else f"it has {labels} labels, and a reward model has one, its score"
 
 
 def files_digest(directory: Path) -> str:
@@ -141,7 +132,6 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: Task = "CAUSAL_LM") -> str:
-    """Return the first fault of the model files in ``directory``, or ""."""
     try:
         if not any(directory.iterdir()):
             return "it is an empty directory"
@@ -155,13 +145,6 @@ def directory_fault(directory: Path, *, trust_remote_code: bool = False, task: T
     return ""
 
 
-def _expanded(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError:  # no such user
-        return Path(name)
-
-
 def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
     if not (directory / CONFIG).is_file():
         raise ModelError(f"it has no {CONFIG}: a model directory is what save_pretrained writes")
@@ -172,10 +155,10 @@ def _check_config(directory: Path, trust_remote_code: bool, task: Task) -> None:
         return
     if own_code and task != "CAUSAL_LM":
         raise ModelError("it comes with its own code, which is run for [model] alone")
-    if own_code and not trust_remote_code:
-        raise ModelError("it comes with its own code: read it, then set trust_remote_code = true")
-    if own_code:
+    if own_code and trust_remote_code:
         return
+    if own_code:
+        raise ModelError("it comes with its own code: read it, then set trust_remote_code = true")
     if not isinstance(kind, str):
         raise ModelError(f"its {CONFIG} has no model_type")
     close = difflib.get_close_matches(kind, supported or (), n=1, cutoff=0.7)
@@ -255,65 +238,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"its {path.name} is not a JSON object")
     return content
-
-
-class LightTokenizer:
-    """The part of a transformers tokenizer that ``data.prompts.render`` uses, to measure prompts without torch.
-
-    ``tokenizer.json`` is read by the tokenizers library, the chat template rendered by transformers' own function,
-    whose module imports no torch. Training uses transformers' tokenizer; tests compare the two.
-    """
-
-    def __init__(self, tokenizer: Any, chat_template: str | None, special: dict[str, str]):
-        self.tokenizer, self.chat_template, self.special = tokenizer, chat_template, special
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
-
-    def apply_chat_template(
-        self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True, **extra: object
-    ) -> str:
-        """Return the conversation as text; ``tokenize`` must be false."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        assert not tokenize
-        rendered, _ = render_jinja_template(
-            [messages],
-            chat_template=self.chat_template,
-            add_generation_prompt=add_generation_prompt,
-            **{**self.special, **extra},
-        )
-        return rendered[0]
-
-    def decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-
-def light_tokenizer(model: str, revision: str | None = None) -> LightTokenizer:
-    """Return the tokenizer of a model from local files. Raises ModelError when they are missing or damaged."""
-    from tokenizers import Tokenizer
-
-    path = find_file(model, "tokenizer.json", revision)
-    if path is None:
-        raise ModelError(f"the tokenizer.json of {model} is not on this machine")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        settings = _settings(find_file(model, "tokenizer_config.json", revision))
-        special = _settings(find_file(model, "special_tokens_map.json", revision)) | settings
-        file = find_file(model, "chat_template.jinja", revision)
-        template = file.read_text(encoding="utf-8") if file else settings.get("chat_template")
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise ModelError(f"the tokenizer of {model} cannot be read: {str(error).splitlines()[0][:200]}") from error
-    if isinstance(template, list):  # several by name
-        template = next((each["template"] for each in template if each.get("name") == "default"), None)
-    named = {name: _text(special[name]) for name in SPECIAL if special.get(name)}
-    return LightTokenizer(tokenizer, template, named)
-
-
-def _settings(path: Path | None) -> dict[str, Any]:
-    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
-
-
-def _text(token: object) -> str:
-    """Return the text of a special token, which may be an object with flags."""
-    return token["content"] if isinstance(token, dict) else str(token)

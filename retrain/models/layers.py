@@ -67,19 +67,13 @@ def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: s
     right = [target for target in targets if any(targeted(layer, [target]) for layer in layers)]
     fix = f"target_modules = {json.dumps(right or 'all-linear')}"
     leaves = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-    return [
-        (
-            f"names {json.dumps(target)}, "
-            + (
-                "the output layer, which gets no adapter"
-                if targeted(head, [target])
-                else f"which is no linear layer of the model; it has {leaves}"
-            ),
-            fix,
-        )
-        for target in targets
-        if target not in right
-    ]
+    mistakes = []
+    for target in targets:
+        if target not in right:
+            fault = f"which is no linear layer of the model; it has {leaves}"
+            fault = "the output layer, which gets no adapter" if targeted(head, [target]) else fault
+            mistakes.append((f"names {json.dumps(target)}, {fault}", fix))
+    return mistakes
 
 
 def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
@@ -126,33 +120,6 @@ def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
     """Return the bytes of the bfloat16 copy of ``weights`` numbers that ``update_dtype = "bfloat16"`` makes of an fp32
     base (``policy.arithmetic``); 0 without one."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
-
-
-def quantized_bytes(weights: int, width: int, itemsize: int, kind: str) -> int:
-    """Return the bytes of ``weights`` numbers of linear layers with ``width`` inputs in "int8" or "nf4", with their
-    scales."""
-    if kind == "int8":
-        return weights + weights // width * itemsize
-    return weights // 2 + weights // NF4_BLOCK * 4
-
-
-def critic_bytes(weights: int) -> int:
-    """Return the bytes of a critic with this many trained weights, which has no copies for engines or decoding."""
-    return weights * TRAINED_BYTES
-
-
-def decoding_copies(blocks: int, head: int, weights: int, itemsize: int, total_memory: int) -> tuple[int, int]:
-    """Return the bytes of the copies of weights that decoding on a CPU reads: of the ``blocks`` for the length of a
-    call, of the output layer for good.
-
-    ``blocks`` and ``head`` are the numbers in their linear layers, ``weights`` those of the whole model, all of
-    ``itemsize`` bytes. Larger models are packed where they are not in fp64, others have an adapter merged into a copy
-    where they are not in bf16. There is no copy where the weights take more than ``COPY_SHARE`` of the memory.
-    """
-    if weights * itemsize > COPY_SHARE * total_memory:
-        return 0, 0
-    packed, merged = itemsize <= 4 and weights * itemsize > SMALL_MODEL_BYTES, itemsize >= 4
-    return (packed or merged) * blocks * itemsize, packed * head * itemsize
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from retrain.files import read_json, write_bytes, write_json
 from retrain.models.directory import bundled_model_path, bundled_name
 from retrain.policy.lora import LoraWeights
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from retrain.tensor_file import to_bytes
+from retrain.util.tensor_file import to_bytes
 
 PREFIX = "base_model.model."
 _HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")

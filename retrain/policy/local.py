@@ -17,7 +17,7 @@ from retrain.config.runs import RunSpec
 from retrain.device import available_memory
 from retrain.errors import CheckpointError, ModelError
 from retrain.files import write_bytes
-from retrain.models.layers import LEAST_ROWS, USABLE_SHARE, adapter_bytes, critic_bytes, fitting_lanes, update_copy
+from retrain.models.layers import LEAST_ROWS, TRAINED_BYTES, USABLE_SHARE, adapter_bytes, fitting_lanes, update_copy
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
 from retrain.policy.arithmetic import copied_bytes, products_in_bfloat16
 from retrain.policy.backbone import Scored, in_microbatches, scored
@@ -29,9 +29,9 @@ from retrain.policy.packing import Budget
 from retrain.policy.protocol import Policy, PolicySnapshot
 from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
 from retrain.ranks import RankGroup
-from retrain.tensor_file import to_bytes
 from retrain.threads import Workers
 from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
+from retrain.util.tensor_file import to_bytes
 
 OPTIMIZER = "optimizer.safetensors"
 KL_SECONDS = "timing_compute_kl_total"
@@ -272,7 +272,7 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
     for spec in specs:
         rank = spec.config.model.lora_rank
         total += adapter_bytes(rank * features, base.dtype.itemsize, spec.config.published_versions)
-        total += critic_bytes((spec.config.lane_ranks - rank) * features)
+        total += (spec.config.lane_ranks - rank) * features * TRAINED_BYTES  # of a critic, without copies
     return total
 
 

@@ -10,9 +10,10 @@ from retrain.config import Config
 from retrain.config.algorithm import POLICY
 from retrain.errors import ModelError
 from retrain.files import search_folders
-from retrain.models.directory import find_file, light_tokenizer, local_directory, model_fault
+from retrain.models.directory import find_file, local_directory, model_fault
 from retrain.records.reader import RunReader, final_adapters, read_object
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL
+from retrain.tokenizer import light_tokenizer
 
 BASE = "base"  # Teacher name that stands for the frozen base model
 

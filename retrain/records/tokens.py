@@ -34,8 +34,8 @@ from retrain.records.kinds import FieldKinds, checked
 from retrain.records.rollouts import Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import TRAIN
-from retrain.tensor_file import to_bytes
 from retrain.types import CreditedRollout, Group, Turn
+from retrain.util.tensor_file import to_bytes
 
 SCHEMA = "1"
 LINES = ("prompts", "rollouts")

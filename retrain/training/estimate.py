@@ -13,15 +13,16 @@ from typing import Literal
 from retrain.config import Config
 from retrain.config.evaluation import HeldOut, part_evaluations, whole_evaluations
 from retrain.models.layers import (
+    COPY_SHARE,
     LOGITS_COPIES,
+    NF4_BLOCK,
+    SMALL_MODEL_BYTES,
+    TRAINED_BYTES,
     Architecture,
     adapter_bytes,
     cpu_token_budget,
-    critic_bytes,
-    decoding_copies,
     gpu_token_budget,
     held_weights,
-    quantized_bytes,
     update_copy,
 )
 
@@ -211,7 +212,7 @@ def run_memory(
     if parts > 1:
         layers = architecture.linear_parameters(architecture.experts) * width
         base = held_weights(base // parts, base - layers, layers // architecture.layers)
-    stays = adapter_bytes(adapter, width, config.published_versions) + critic_bytes(critic)
+    stays = adapter_bytes(adapter, width, config.published_versions) + critic * TRAINED_BYTES
     if device.kind == "cpu":
         budget = cpu_token_budget(full_base)
     elif device.memory:
@@ -224,9 +225,7 @@ def run_memory(
     block_copy = head_copy = 0
     served = config.inference.served
     if device.kind == "cpu" and parts == 1 and not config.model.quantized:
-        blocks = architecture.dense * architecture.linear_parameters(architecture.experts)
-        head = architecture.vocab * architecture.hidden
-        block_copy, head_copy = decoding_copies(blocks, head, weights, width, device.memory)
+        block_copy, head_copy = decoding_copies(architecture, width, device.memory)
     return Memory(
         base=base,
         adapter=stays,
@@ -238,6 +237,21 @@ def run_memory(
         block_copy=0 if served else block_copy,
         update_copy=update_copy(weights, width, config.training.update_dtype),
     )
+
+
+def decoding_copies(architecture: Architecture, width: int, total_memory: int) -> tuple[int, int]:
+    """Return the bytes of the copies of weights that decoding on a CPU reads: of the blocks for the length of a call,
+    of the output layer for good.
+
+    Larger models are packed where they are not in fp64, others have an adapter merged into a copy where they are not in
+    bf16. There is no copy where the weights take more than ``COPY_SHARE`` of the memory.
+    """
+    weights = architecture.parameters() * width
+    if weights > COPY_SHARE * total_memory:
+        return 0, 0
+    packed, merged = width <= 4 and weights > SMALL_MODEL_BYTES, width >= 4
+    blocks = architecture.dense * architecture.linear_parameters(architecture.experts) * width
+    return (packed or merged) * blocks, packed * architecture.vocab * architecture.hidden * width
 
 
 def verified_ranks(config: Config) -> int:
@@ -255,7 +269,8 @@ def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
     if not (config.model.quantized and architecture.dense):
         return unquantized
     linear = architecture.linear_parameters(architecture.experts)
-    return unquantized - linear * width + quantized_bytes(linear, architecture.hidden, width, config.model.quantize)
+    in_8_bits, in_4_bits = linear + linear // architecture.hidden * width, linear // 2 + linear // NF4_BLOCK * 4
+    return unquantized - linear * width + (in_8_bits if config.model.quantize == "int8" else in_4_bits)
 
 
 def number_bytes(config: Config, device: Device) -> int:

@@ -2,14 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrain.config.campaign import condition_name, with_condition_names
+from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
 from retrain.records.reader import RunReader, planned_configs, read_manifest
@@ -67,7 +67,21 @@ def read_campaign(directory: Path) -> Campaign:
     for run in runs:
         run.label = condition_name(run.label)
     configs = {condition_name(label): config for label, config in configs.items()}
-    return Campaign(directory, manifest, with_condition_names(comparison, labels), runs, configs)
+    return Campaign(directory, manifest, _with_condition_names(comparison, labels), runs, configs)
+
+
+def _with_condition_names(report: Any, labels: Iterable[str]) -> Any:
+    """Return a copy of plain data with these labels replaced by their ``condition_name``, as keys and as values."""
+    names = {label: condition_name(label) for label in labels}
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {names.get(key, key): renamed(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [renamed(each) for each in value]
+        return names.get(value, value) if isinstance(value, str) else value
+
+    return renamed(report)
 
 
 def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from retrain.data import load_data
 from retrain.data.prompts import render
 from retrain.errors import ModelError
 from retrain.files import append_jsonl, read_json, read_jsonl, write_json
-from retrain.models.directory import light_tokenizer
+from retrain.tokenizer import light_tokenizer
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from list_keys import configuration_markdown
 
 from retrain.campaign.planning.plan import plan
-from retrain.config import Config, configuration_markdown, json_schema, load, parse_dict
+from retrain.config import Config, json_schema, load, parse_dict
 from retrain.config.describe import document
 from retrain.config.learning_rules import sepa_rules
 from retrain.config.legacy import REPLACED
@@ -246,15 +247,23 @@ def test_set_is_validated_like_the_file_and_its_mistakes_come_after(tmp_path):
     assert [line.split("  ")[0] for line in all_lines] == ["f.toml:2", "--set", "--set"]
 
 
+def test_an_invalid_criterion_does_not_hide_other_mistakes(tmp_path):
+    text = '[reward]\ntype = "rubric"\ncriteria = [3, { name = "a", text = "t" }]\n[sepa]\nsteps = 5\n'
+    criterion, judge, sepa = sorted(lines(text, tmp_path), key=lambda line: line.split("  ")[1])
+    assert "reward.criteria[1]  is 3, a number, but must be a table" in criterion
+    assert "reward.judge_model  is missing" in judge
+    assert "sepa.steps  has no effect" in sepa
+
+
 def test_the_reference_page_is_that_of_the_models():
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert page == configuration_markdown(), "type: python -m retrain.config docs/configuration.md"
+    assert page == configuration_markdown(), "type: make docs"
     assert all(f"| `{dotted.partition('.')[2]}` |" in page for dotted in keys())
 
 
 def test_the_schema_file_is_that_of_the_models():
     stored = json.loads((ROOT / "campaigns" / "schema.json").read_text(encoding="utf-8"))
-    assert stored == json.loads(json.dumps(json_schema())), "type: python -m retrain.config campaigns/schema.json"
+    assert stored == json.loads(json.dumps(json_schema())), "type: make docs"
 
 
 SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "campaigns").glob("*.toml"))]

@@ -4,7 +4,7 @@ import torch
 from safetensors import numpy as their_numpy
 from safetensors import torch as their_torch
 
-from retrain.tensor_file import to_bytes
+from retrain.util.tensor_file import to_bytes
 
 TENSORS = {
     "b": torch.arange(6.0).reshape(2, 3).T, "a": torch.tensor(3.5), "wide": torch.ones(3, dtype=torch.float64),

@@ -1,23 +1,24 @@
-"""Generate the JSON Schema and the reference page from the models."""
+"""Write ``docs/configuration.md`` from the models of the configuration: every key with default, bounds and meaning."""
 
 import inspect
-from typing import Any
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
 from retrain.config.base import ActiveIf, Section
 from retrain.config.campaign import Condition
-from retrain.config.checking import MODES, why_fixed
 from retrain.config.describe import default_of, field_expected, toml
-from retrain.config.modes import modes_markdown
-from retrain.config.root import Config, homes, keys, lists, sections
-
-DIALECT = "https://json-schema.org/draft/2020-12/schema"
+from retrain.config.modes import MODES, WORKED_OUT
+from retrain.config.root import lists, sections
+from retrain.files import write_text
 
 INTRODUCTION = """\
 # Configuration
 
-*Made from the models in `retrain/config/` by `python -m retrain.config docs/configuration.md`; edit those.*
+*Made from the models in `retrain/config/` by `python docs/list_keys.py docs/configuration.md`; edit those.*
 
 A run or a campaign is one TOML file. Every key has a default, so a file holds only what differs from it.
 `retrain check FILE` tells every mistake at once, each on one line: where it stands, which key, what is wrong, and
@@ -57,38 +58,12 @@ A is the advantage of a completion, r its reward, h the uncertainty of a token, 
 gradient. [Algorithms](algorithms.md) has more about each."""
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a configuration file, for editors."""
-    schema = Config.model_json_schema(by_alias=True, mode="validation")
-    schema["$schema"] = DIALECT
-    schema["title"] = "retrain"
-    schema["description"] = "A run or a campaign of retrain."
-    definitions = schema["$defs"]
-    overridable = [dotted for dotted in keys() if not why_fixed(dotted)]
-    condition: dict[str, Any] = definitions["Condition"]["properties"]
-    for dotted in overridable:
-        section, _, key = dotted.partition(".")
-        of_key = {"$ref": f"#/$defs/{sections()[section].__name__}/properties/{key}"}
-        if dotted.startswith("algorithm.") and key in MODES:
-            continue
-        condition[dotted] = of_key
-        if [each for each in homes(key) if each in overridable] == [dotted] and key not in sections():
-            condition[key] = of_key
-        table = condition.setdefault(section, {"type": "object", "properties": {}, "additionalProperties": False})
-        table["properties"][key] = of_key
-    definitions["Condition"]["additionalProperties"] = False
-    for definition in definitions.values():
-        for of_key in definition["properties"].values():
-            of_key.pop("title", None)  # pydantic's rewording of the key
-    return schema
-
-
 def configuration_markdown() -> str:
     parts = [INTRODUCTION]
     for name, section in sections().items():
         parts.append(f"## [{name}]\n\n{_text(section)}\n\n{_table(section)}")
         if name == "algorithm":
-            parts.append(f"### Modes\n\n{MODES_INTRODUCTION}\n\n{modes_markdown()}")
+            parts.append(f"### Modes\n\n{MODES_INTRODUCTION}\n\n{_modes()}")
         for table, lists_of in _listed().items():
             if lists_of[0].partition(".")[0] == name:
                 heading = ", ".join(f"[[{each}]]" for each in lists_of)
@@ -140,3 +115,27 @@ def _one_of(marker: ActiveIf) -> str:
     return " or ".join(["= " + f"`{marker.values[0]}`", *(f"`{value}`" for value in marker.values[1:])]) + (
         " or your own" if marker.plugins else ""
     )
+
+
+def _modes() -> str:
+    return "\n".join(["| key | mode | formula | paper | needs |", "|---|---|---|---|---|", *_mode_rows()]) + "\n"
+
+
+def _mode_rows() -> Iterator[str]:
+    for key, table in MODES.items():
+        for name, mode in table.items():
+            formula = re.sub(r"\{([\w.]+)[^}]*\}", _value_name, mode.formula)
+            text = f"{mode.description}: {formula}" if mode.description else formula
+            paper = f"[{mode.paper}](https://arxiv.org/abs/{mode.paper})" if mode.paper else ""
+            cells = (f"`{key}`", f"`{name}`", text, paper, ", ".join(sorted(mode.needs)))
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _value_name(match: re.Match[str]) -> str:
+    return WORKED_OUT.get(match[1]) or match[1].rpartition(".")[2]
+
+
+if __name__ == "__main__":
+    page = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/configuration.md")
+    write_text(page, configuration_markdown())
+    sys.stdout.write(f"wrote {page}\n")
