@@ -106,8 +106,6 @@ def _teacher(config: Config, source: TeacherSource, base: BaseModel, lanes: Lane
 
 
 def _adapter(directory: Path, subject: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
-    """Return the adapter as weights of these lanes, with zeros for layers that it lacks. Raises UsageError when it does
-    not fit."""
     fingerprint, dtype = recorded_base(directory)
     if fingerprint and fingerprint != base.fingerprint and dtype == str(base.dtype).removeprefix("torch."):
         raise UsageError(f"{subject}: it was trained on other weights than those of {base.name}")

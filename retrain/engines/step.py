@@ -29,13 +29,12 @@ from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
 from retrain.types import Support
 
+# Activations of gated MLPs, as configurations name them, that ``activated`` knows
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-"""Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
+# Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
+# large vocabulary is accumulated token by token
 BLOCK = 256
-"""Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
-large vocabulary is accumulated token by token."""
-CHUNK = 1 << 18
-"""Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache."""
+CHUNK = 1 << 18  # Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache
 
 
 class DecodeSettings(NamedTuple):
@@ -173,14 +172,12 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 def rotated(
     frame: Frame, head_norms: torch.Tensor | None, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Return queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
     if head_norms is not None:
         qk = torch.rms_norm(qk, [frame.head_dim], None, frame.eps) * head_norms
     return rotation(qk, cos, sin)
 
 
 def block_end(frame: Frame, block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Add the output projection of attention, then the MLP, to the block's input."""
     x = x + product(attended, block.out)
     gate, up = product(rms(x, block.norm_mlp, frame.eps), block.gate_up).chunk(2, -1)
     return x + product(activated(gate, frame.activation) * up, block.down)
@@ -346,8 +343,8 @@ def inverse(
 
 
 def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
-    """Return share × total, always below the total in spite of rounding."""
     aim_R1 = (uniforms_R1 * total_R1).to(total_R1.dtype)
+    # Below the total in spite of rounding: else the search could run past the last token with mass.
     return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
 
 
@@ -389,6 +386,7 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
     count_R = kept_RK.sum(1)
     end_R = count_R.cumsum(0) + record.used_1
     kept_N, scratch = kept_RK.view(-1), record.ids_M.shape[0] - 1
+    # Ids that are not kept go to the scratch element: a selection would have a shape that depends on values.
     index_N = (kept_N.cumsum(0) - 1 + record.used_1).masked_fill(~kept_N, scratch)
     record.ids_M.index_copy_(0, index_N, ids_RK.view(-1).to(record.ids_M.dtype))
     record.first_NT.view(-1).index_copy_(0, index_R, end_R - count_R)
@@ -397,7 +395,6 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
 
 
 def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
-    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
     return SupportRecord(
         ids_M=torch.empty(1, dtype=torch.int32, device=device),
         used_1=torch.zeros(1, dtype=torch.long, device=device),
@@ -469,6 +466,7 @@ def decode_steps(
     for done in range(plan.steps):
         columns = plan.columns + done
         logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns, plan.ragged)
+        # In place: a captured graph reads the same addresses at every replay.
         rows.position_R.add_(rows.alive_R)
         ended_R = draw_tokens(rows, sampled, logits_RV, in_any_order)
         if plan.steps > 1 and bool(ended_R.any()):

@@ -22,6 +22,7 @@ def divergence(student_MV: Logs_MV, teacher_MV: Logs_MV, alpha: float) -> Floats
         return (teacher_MV.exp() * (teacher_MV - student_MV)).sum(-1)
     if alpha == 1.0:
         return (student_MV.exp() * (student_MV - teacher_MV)).sum(-1)
+    # log M from the logarithms: exponentiating first would lose tokens whose probability underflows.
     mixed_MV = torch.logaddexp(teacher_MV + math.log(alpha), student_MV + math.log1p(-alpha))
     of_teacher_M = (teacher_MV.exp() * (teacher_MV - mixed_MV)).sum(-1)
     of_student_M = (student_MV.exp() * (student_MV - mixed_MV)).sum(-1)
@@ -32,5 +33,7 @@ def with_tail(logprobs_MV: Logs_MV, ids_Mk: Ids_Mk) -> Logs_MW:
     """Log-probabilities of the tokens ``ids_Mk`` and, last, of all others together: [M, k + 1]. A divergence of these
     is at most that of the whole distributions, and the same where at most one token is left over."""
     kept_Mk = logprobs_MV.gather(-1, ids_Mk)
+    # log(1 − Σp) as log(−expm1(log Σp)), which keeps its digits where Σp is close to 1. Rounding can make Σp reach 1,
+    # whose remainder has no logarithm: hence the clamp.
     rest_M = torch.log(-torch.expm1(torch.logsumexp(kept_Mk, -1).clamp(max=-LEAST_TAIL)))
     return torch.cat([kept_Mk, rest_M.unsqueeze(-1)], -1)

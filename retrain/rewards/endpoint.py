@@ -84,6 +84,7 @@ class JudgeEndpoint:
 
         async def answer(question: Messages) -> JudgeAnswer:
             async with slots:
+                # An endpoint that is down would cost every question of the batch all attempts and pauses.
                 if len(failures) >= FAILURES_IN_A_ROW:
                     return JudgeAnswer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {failures[-1]}")
                 try:
@@ -100,7 +101,6 @@ class JudgeEndpoint:
             return list(await asyncio.gather(*map(answer, questions)))
 
     async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
-        """Return the text of the reply. Raises JudgeUnavailable after the last attempt, ValueError for a refusal."""
         import httpx
 
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}

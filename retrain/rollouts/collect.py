@@ -62,8 +62,7 @@ class RecentWeights:
 
     bound: int
     remembers: bool = False
-    published: set[PolicyRef] = field(default_factory=set)
-    """Policy refs currently loaded in the engine."""
+    published: set[PolicyRef] = field(default_factory=set)  # Currently loaded in the engine
     _dropped: Weights | None = None
     _weights: list[Weights] = field(default_factory=list)
     _replaced: list[Weights] = field(default_factory=list)
@@ -109,7 +108,6 @@ class RecentWeights:
         return (old_enough[-1] if old_enough else self._weights[0]).ref
 
     def newest(self) -> PolicyRef:
-        """Return the present weights."""
         return self._weights[-1].ref
 
     def snapshots(self) -> dict[int, PolicySnapshot]:
@@ -117,7 +115,7 @@ class RecentWeights:
         known = [*([self._dropped] if self._dropped else []), *self._weights]
         return {each.ref.version: each.snapshot for each in known}
 
-    def age(self, version: int, step: int) -> int:
+    def staleness(self, version: int, step: int) -> int:
         """Return the staleness of a version at ``step``: the steps since it was the newest one."""
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
@@ -180,6 +178,7 @@ class _OpenGroup:
         request, trajectory = self.request, self.trajectories[sample]
         try:
             trajectory.episode = request.environment.start(request.problem, torch_seed(*request.stream, "episode"))
+        # SystemExit is no Exception: an environment that calls exit() must end its episode, not this thread.
         except (Exception, SystemExit) as error:
             trajectory.fail(_exception(error))
 
@@ -203,7 +202,7 @@ class _OpenGroup:
                 first, self.prompt = observed, prompt
             trajectory.conversation = Conversation(request.renderer, prompt, observed.tools)
             trajectory.next_ids, trajectory.next_messages = prompt.token_ids, prompt.messages
-            self._go_on(trajectory, len(prompt.token_ids))
+            self._set_length(trajectory, len(prompt.token_ids))
 
     def step(self, sample: int, action: Action) -> None:
         """Step the episode with the policy's action. Raises errors of the chat template."""
@@ -232,9 +231,9 @@ class _OpenGroup:
             read = trajectory.conversation.replace(step.conversation)
         trajectory.next_ids, trajectory.fresh = read
         trajectory.next_messages = tuple(trajectory.conversation.messages if read.fresh else step.messages)
-        self._go_on(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
+        self._set_length(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
-    def _go_on(self, trajectory: _Trajectory, length: int) -> None:
+    def _set_length(self, trajectory: _Trajectory, length: int) -> None:
         """Set the sequence's length; end the episode if no further token fits."""
         trajectory.length = length
         limit = self.request.limits.tokens
@@ -309,8 +308,6 @@ def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
 
 
 class Collector(Protocol):
-    """``collect``, or its equivalent for several ranks."""
-
     def __call__(
         self, engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None
     ) -> CollectResult: ...
@@ -328,6 +325,7 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
             engine.sample(
                 [group.sample_request(turn, sample) for group, sample in pending],
                 max_rows=max_rows,
+                # A default argument binds this turn's list; the name is assigned again for the next turn.
                 finished=lambda i, actions, pending=pending: episodes.add(*pending[i], actions),
             )
             sampled = timestamp()
@@ -407,7 +405,6 @@ class _EpisodeThread:
                 return
 
     def _take(self, steps: Sequence[_Actions]) -> None:
-        """Step the episodes, then grade the finished groups in one call per environment."""
         acts = {
             (group, sample): action
             for group, samples, actions in steps
@@ -417,8 +414,6 @@ class _EpisodeThread:
         self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
 
     def _for_each(self, act: Callable[[_OpenGroup, int], None], jobs: Sequence[tuple[_OpenGroup, int]]) -> None:
-        """Process each of these rollouts of groups; an exception fails the group's run."""
-
         def act_on(group: _OpenGroup, sample: int) -> None:
             try:
                 act(group, sample)
@@ -432,7 +427,6 @@ class _EpisodeThread:
             list(self._side_by_side.map(lambda job: act_on(*job), jobs))
 
     def _grade(self, groups: Sequence[_OpenGroup]) -> None:
-        """Grade the finished groups, without failed episodes."""
         over: dict[Environment, list[_OpenGroup]] = {}
         for group in groups:
             if group.error is None:
@@ -450,10 +444,8 @@ class _EpisodeThread:
 
 
 def _exception(error: Exception | SystemExit) -> Exception:
-    """Return the exception of an environment's or grader's code; SystemExit becomes an error of its run."""
     return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 
 def _without_secrets(reward: RewardResult) -> RewardResult:
-    """Return the reward with no key or token of the process's environment in its error."""
     return replace(reward, error=without_keys(reward.error)) if reward.error else reward

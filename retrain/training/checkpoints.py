@@ -50,7 +50,7 @@ def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None]
             aside.mkdir(parents=True)
         saved.policy.write(aside)
         for step, weights in saved.earlier.items():
-            target = earlier_directory(aside, step)
+            target = earlier_weights_directory(aside, step)
             target.mkdir(parents=True)
             weights.export(target, aside)
         write_bytes(aside / STATE, saved.state.encode())
@@ -104,8 +104,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
     return read_json(directory / STATE)
 
 
-def earlier_directory(checkpoint: Path, step: int) -> Path:
-    """Return where a checkpoint has the weights as they were before an earlier step."""
+def earlier_weights_directory(checkpoint: Path, step: int) -> Path:
     return checkpoint / "earlier" / f"step_{step:06d}"
 
 
@@ -131,7 +130,6 @@ def checkpoint_directories(run_directory: Path) -> list[Path]:
 
 
 def _owner(directory: Path) -> Owner | None:
-    """Return the owner of a checkpoint at this path: the run around it."""
     run = owner_of(directory.parent.parent)
     return run and run.at(f"checkpoints/{directory.name}")
 
@@ -172,7 +170,7 @@ class CommonStep:
     missing_rows: list[list[str]]
 
 
-def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
+def newest_undamaged(run_directory: Path, report: list[str]) -> Path | None:
     """Return the newest undamaged checkpoint, or None; what is wrong with newer ones is appended to ``report``."""
     checkpoints = _VerifiedCheckpoints(run_directory, report)
     step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
@@ -200,7 +198,6 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
 
 
 def _whole_steps(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> Iterator[CommonStep]:
-    """Yield the steps above 0 at which every run has an undamaged checkpoint, newest first."""
     of_runs = [_VerifiedCheckpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
     steps = {step for checkpoints in of_runs for step in checkpoints.steps}
     for step in sorted(steps - {0}, reverse=True):
@@ -219,7 +216,6 @@ class _VerifiedCheckpoints:
         self._undamaged: dict[int, bool] = {}
 
     def is_undamaged(self, step: int) -> bool:
-        """Return whether every file of the checkpoint is as it was written; why not is reported once."""
         if step not in self._undamaged:
             try:
                 verify_checkpoint(checkpoint_directory(self.run_directory, step))
@@ -230,8 +226,7 @@ class _VerifiedCheckpoints:
         return self._undamaged[step]
 
 
-def forget_after(run_directory: Path, step: int) -> None:
-    """Delete the run's own checkpoints of later steps, which will be made anew."""
+def delete_checkpoints_after(run_directory: Path, step: int) -> None:
     for directory in checkpoint_directories(run_directory):
         if checkpoint_step(directory) > step:
             remove(directory, _owner(directory))
@@ -308,9 +303,8 @@ class Checkpoints:
         return state
 
     def discard_after(self, step: int) -> None:
-        """Remove the rows and the checkpoints of later steps, which will be made anew."""
         self.recorder.truncate(step)
-        forget_after(self.directory, step)
+        delete_checkpoints_after(self.directory, step)
 
     def record_restored(self, step: int, cursor: int) -> None:
         """Record the checkpoint that the run is restored from, if it was killed between the rename and the record."""
@@ -318,13 +312,12 @@ class Checkpoints:
         self._record_save(f"{step:06d}", step, directory, directory, cursor)
 
     def _owner(self, name: str) -> Owner | None:
-        """Return the owner mark of a directory that the run writes."""
         run = owner_of(self.directory)
         return run and run.at(name)
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, cursor: int) -> None:
-        """Append the record of a complete save; saving the same step again does not repeat it."""
         rows = RunReader(self.directory).checkpoints()
+        # A save that was interrupted is made again at the same step.
         if any(row["name"] == name and row["batch"] == step for row in rows):
             return
         self.recorder.record_checkpoint(

@@ -138,7 +138,6 @@ class CohortEvaluator:
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
 
     def trained(self, extents: Mapping[Run, Extent]) -> None:
-        """Evaluate these runs now, each on full sets or on their parts."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
                 due = [run for run, wanted in extents.items() if run.error is None and wanted == extent]
@@ -202,12 +201,10 @@ class CohortEvaluator:
 
 
 def equals_base(run: Run) -> bool:
-    """Return whether the run is still the base model, so that one evaluation serves all such runs."""
     return run.step == 0 and run.policy.starts_as_base and not run.config.resume.from_
 
 
 def first_evaluations(run: Run) -> list[Row]:
-    """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
     if run.step == 0:  # records of an earlier process without a checkpoint are discarded
         return []
@@ -217,6 +214,6 @@ def first_evaluations(run: Run) -> list[Row]:
 
 
 def _subject(run: Run) -> EvaluatedPolicy:
-    """Return the run's present policy; untrained runs share their random stream."""
+    # Untrained runs share a random stream, and with it their answers: one evaluation serves all.
     stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
     return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)

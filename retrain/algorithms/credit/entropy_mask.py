@@ -60,6 +60,7 @@ def entropy_mask(entropy_BT: Floats_BT, mask_BT: Mask_BT, rho: float) -> Mask_BT
     if keep == total:
         return mask_BT.clone()
     values = torch.where(mask_BT, without_padding("entropy", entropy_BT, mask_BT), -math.inf).flatten()
+    # A threshold and a tie rule instead of topk's indices, whose order among equal values is undefined.
     threshold = values.topk(keep, sorted=True).values[-1]
     above = values > threshold
     ties = (values == threshold) & mask_BT.flatten()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext, pad, token_mask, with_rows
-from retrain.algorithms.credit.group_advantage import own_rewards
+from retrain.algorithms.credit.group_advantage import turn_rewards
 from retrain.config.training import CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
@@ -61,6 +61,7 @@ class GaeAdvantage(CreditStep):
         values_BT = pad([scores.values[row] for row in rows])
         kl_BT, metrics = self._divergence(rows, scores, mask_BT)
         rewards_BT = _rewards(rated, kl_BT, mask_BT, self.kl.coef)
+        # λ-returns with the critic's λ, from advantages before whitening: whitened ones have lost the scale of returns.
         targets_BT = values_BT + gae(rewards_BT, values_BT, mask_BT, self.critic.gamma, self.critic.value_lambda)
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, self.critic.gamma, self._policy_lambda(rated))
         if self.critic.whiten:
@@ -87,7 +88,6 @@ class GaeAdvantage(CreditStep):
         )
 
     def _divergence(self, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> tuple[Floats_BT, dict[str, float]]:
-        """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens."""
         if not self.kl.coef:
             return torch.zeros(mask_BT.shape, dtype=torch.float64), {}
         kl_BT = _kl(self.kl.estimator, rows, scores, mask_BT)
@@ -111,8 +111,7 @@ def _is_rated(rollout: CreditedRollout) -> bool:
 
 
 def _rewards(rated: Sequence[Rollout], kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
-    """Return the reward of every token."""
-    last_B = torch.tensor([own_rewards(rollout)[-1] for rollout in rated], dtype=torch.float64)
+    last_B = torch.tensor([turn_rewards(rollout)[-1] for rollout in rated], dtype=torch.float64)
     return token_rewards(last_B, kl_BT, mask_BT, kl_coef) + pad([_earlier_rewards(rollout) for rollout in rated])
 
 
@@ -121,12 +120,11 @@ def _earlier_rewards(rollout: Rollout) -> np.ndarray:
     without tokens goes to the turn before it, or else to the first turn with tokens."""
     rewards_T = np.zeros(len(rollout))
     ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1
-    np.add.at(rewards_T, np.maximum(ends, 0).astype(int), own_rewards(rollout)[:-1])
+    np.add.at(rewards_T, np.maximum(ends, 0).astype(int), turn_rewards(rollout)[:-1])
     return rewards_T
 
 
 def _kl(estimator: str, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> Floats_BT:
-    """Return the estimate of the KL to the base of these rollouts' tokens [B, T], 0 in the padding."""
     assert scores.logprobs is not None
     assert scores.reference is not None
     policy_BT = pad([scores.logprobs[row] for row in rows])
@@ -134,12 +132,13 @@ def _kl(estimator: str, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -
     return torch.where(mask_BT, sampled_token_kl(estimator, policy_BT, reference_BT, mask_BT), 0.0)
 
 
-WHITENING_EPSILON = 1e-8
+WHITENING_EPSILON = 1e-8  # As in TRL's masked_whiten
 
 
 def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
     """−kl_coef·KL_t for every token, and the score with the last of them; 0 outside the mask."""
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
+    # The reversed cumulative sum counts the tokens from here to the end of the row.
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last_BT, rewards_BT + scores_B.to(rewards_BT).unsqueeze(1), rewards_BT)
 
@@ -163,11 +162,14 @@ def gae(
     order_BT = torch.argsort(~mask_BT, dim=1, stable=True)  # the tokens of the mask first
     inside_BT = mask_BT.gather(1, order_BT)
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
+    # V after the last token is 0, at an end of sequence and at a cut-off alike: there is no bootstrap value.
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
     delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
     backwards_BT = delta_BT.flip(1).cpu().double().numpy()
     for own in lam_B.unique().tolist():
         rows = (lam_B == own).numpy()
+        # A_t = δ_t + γλ·A_{t+1} is a first-order recursive filter of the reversed row, which scipy runs without a
+        # Python loop over tokens.
         backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * own], backwards_BT[rows], axis=1)
     advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
@@ -188,6 +190,7 @@ def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     if count < 2:
         return torch.zeros_like(values_BT)
     mean = torch.where(mask_BT, values_BT, 0.0).sum() / count
+    # Centre before squaring: E[x²] − E[x]² would cancel for advantages with a large mean.
     centred_BT = torch.where(mask_BT, values_BT - mean, 0.0)
     variance = centred_BT.square().sum() / (count - 1)
     return centred_BT * torch.rsqrt(variance + WHITENING_EPSILON)
@@ -199,6 +202,7 @@ def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mas
     targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
     if len(targets_M) == 0:
         return None
+    # Targets are A + V: where V is large, their variance may be nothing but the rounding of that sum.
     rounding = torch.finfo(targets_BT.dtype).eps * float(torch.maximum(targets_M.abs(), values_M.abs()).max())
     variance = float(targets_M.var(correction=0))
     if variance <= (2.0 * rounding) ** 2:

@@ -43,7 +43,7 @@ from retrain.types import (
 )
 
 EQUAL_REWARDS = 1e-8
-GRPO_EPSILON = 1e-6
+GRPO_EPSILON = 1e-6  # As in verl's compute_grpo_outcome_advantage
 
 Formula = Callable[[Rewards_PN], Doubles_PN]
 
@@ -74,12 +74,10 @@ class ComparedRollouts:
 
     @property
     def actions(self) -> list[Action]:
-        """Return each rollout's action in its turn, or its last action."""
         return [rollout.turns[-1 if turn is None else turn].action for rollout, turn in self._pairs()]
 
     @property
     def tokens(self) -> list[int]:
-        """Return the number of tokens that each advantage applies to."""
         return [len(rollout if turn is None else rollout.turns[turn].action) for rollout, turn in self._pairs()]
 
     def _pairs(self) -> Iterator[tuple[CreditedRollout, int | None]]:
@@ -114,13 +112,13 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
     returns, later = [], 0.0
-    for reward in reversed(own_rewards(rollout)):
+    for reward in reversed(turn_rewards(rollout)):
         later = reward + discount * later
         returns.append(later)
     return returns[::-1]
 
 
-def own_rewards(rollout: Rollout) -> list[float]:
+def turn_rewards(rollout: Rollout) -> list[float]:
     """Return the reward of each turn; the part of the total that no turn received is added to the last turn."""
     rewards = [turn.reward or 0.0 for turn in rollout.turns]
     rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
@@ -134,6 +132,7 @@ def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> C
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages
     if before is None:
+        # With ``turn_credit = "state"`` the episode advantage comes first and applies to every turn.
         start = rollout.advantage if math.isfinite(rollout.advantage) else 0.0
         before = (start,) * len(rollout.turns)
     advantages = tuple(part + value if index == turn else part for index, part in enumerate(before))
@@ -143,7 +142,6 @@ def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> C
 
 
 def has_signal(group: CreditedGroup) -> bool:
-    """Return whether any of its rollouts or turns has an advantage other than 0."""
     parts = (one.turn_advantages or (one.advantage,) for one in group.rollouts if math.isfinite(one.advantage))
     return any(value != 0 for part in parts for value in part)
 
@@ -169,6 +167,7 @@ class GroupAdvantage(CreditStep):
         facts, rated = self.facts, list[tuple[ComparedRollouts, list[float]]]()
         for group in batch.groups:
             for comparison in comparisons(group, self.turn_credit):
+                # A turn compared with itself alone has no baseline.
                 smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
                 if len(comparison.rollouts) >= smallest:
                     rated.append((comparison, self._advantages(comparison)))
@@ -183,7 +182,6 @@ class GroupAdvantage(CreditStep):
         return discard_without_signal(batch.with_rollouts(credited.values()))
 
     def _advantages(self, comparison: ComparedRollouts) -> list[float]:
-        """Return the advantage of each rollout that is compared."""
         returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
         outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
         if self.facts.unit_rewards and len(outside_N):
@@ -211,7 +209,6 @@ class ZeroAdvantage(CreditStep):
 
 
 def discard_without_signal(batch: CreditedBatch) -> CreditedBatch:
-    """Return the batch with ``discarded`` of every group by its advantages."""
     reasons = []
     for group in batch.groups:
         reason = None if has_signal(group) else "zero_advantage"
@@ -224,7 +221,6 @@ def _is_rated(rollouts: Sequence[CreditedRollout]) -> bool:
 
 
 def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tuple[ComparedRollouts, list[float]]]:
-    """Return the comparisons with their values whitened over all of them."""
     values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
     tokens_N = torch.tensor([tokens for comparison, _ in rated for tokens in comparison.tokens])
     parts = iter(whiten(values_N, tokens_N).tolist())
@@ -258,7 +254,6 @@ class SpreadAdvantage(CreditStep):
 
 
 def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
-    """Return the advantage of every token before it is weighted, float64 [T]. Raises ValueError unless finite."""
     advantages_T = np.full(len(rollout), rollout.advantage)
     if rollout.token_advantages_T is not None:
         advantages_T = rollout.token_advantages_T
@@ -286,6 +281,7 @@ def centred(rewards_N: Rewards_PN) -> Doubles_PN:
     if rewards_N.shape[-1] == 0:
         return rewards_N.clone()
     spread = rewards_N.amax(-1, keepdim=True) - rewards_N.amin(-1, keepdim=True)
+    # Relative to the largest reward, but absolute below 1: tiny rewards near 0 count as equal.
     noise = EQUAL_REWARDS * rewards_N.abs().amax(-1, keepdim=True).clamp(min=1.0)
     return torch.where(spread < noise, 0.0, rewards_N - rewards_N.mean(-1, keepdim=True))
 
@@ -345,6 +341,7 @@ def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     total = counts_B.sum()
     if float(total) <= 0.0:
         return torch.zeros_like(advantages_B)
+    # Every token of a completion has its advantage: the mean over tokens weights completions by length.
     centred_B = advantages_B - (advantages_B * counts_B).sum() / total
     deviation = ((centred_B.square() * counts_B).sum() / total).sqrt()
     return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation
@@ -364,6 +361,7 @@ def plugin_advantages(
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
     ]
     takes_context = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    # A copy: the function may write into its argument.
     result = function(rewards_N.clone(), context) if takes_context else function(rewards_N.clone())
     result = of_shape(plugin, result, rewards_N, "rewards", "one number per completion")
     advantages_N = result.detach().to(torch.float64)

@@ -19,7 +19,7 @@ from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 from retrain.types import CreditedBatch, CreditedRollout
 
-MIN_PAPER_UNCERTAINTY = 1e-6
+MIN_PAPER_UNCERTAINTY = 1e-6  # Bounds 1/h, which wrong completions are weighted by
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ def gtpo_paper(
         raise ValueError("gtpo_paper rewards must be finite")
     if mask_BT.numel() == 0:
         return torch.zeros_like(h_BT)
+    # Groups are numbered without gaps: the numbers index the tables below.
     _, group_B = torch.unique(group_B, return_inverse=True)
     groups = int(group_B.max()) + 1
     correct_B = correct_B.to(torch.bool)

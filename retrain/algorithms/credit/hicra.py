@@ -55,5 +55,6 @@ def placebo_mask(uniforms_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT)
     shuffled_BT = torch.where(mask_BT, uniforms_BT.detach().to(torch.float64), math.inf)
     order_BT = torch.argsort(shuffled_BT, dim=1, stable=True)
     columns_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(order_BT)
+    # The inverse of the sorting permutation is each token's rank in its row; padding (∞) ranks last.
     rank_BT = torch.empty_like(order_BT).scatter_(1, order_BT, columns_BT)
     return (rank_BT < counts_B_1) & mask_BT

@@ -63,7 +63,7 @@ class TeacherAdvantage(CreditStep):
         batch = batch.with_fields(
             taught, ({"token_advantages_T": total_T, "advantage": float(total_T.mean())} for total_T in totals)
         )
-        return batch.with_metrics(_numbers(student_1T, teacher_1T, advantages_1T, self.section.clamp))
+        return batch.with_metrics(_teacher_metrics(student_1T, teacher_1T, advantages_1T, self.section.clamp))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def distillation_advantages(
     return weight * gap_BT
 
 
-def _numbers(
+def _teacher_metrics(
     student_1T: Floats_BT, teacher_1T: Floats_BT, advantages_1T: Floats_BT, clamp: float | None
 ) -> dict[str, float]:
     mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)

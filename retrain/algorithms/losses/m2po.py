@@ -43,6 +43,8 @@ class M2PO(PolicyLoss):
         means_M = squares_M.cumsum(0) / torch.arange(1, len(squares_M) + 1, device=squares_M.device)
         last_M = torch.ones_like(squares_M, dtype=torch.bool)  # the last of equal ones
         last_M[:-1] = squares_M[:-1] != squares_M[1:]
+        # Running means of ascending squares do not decrease, so those that fit form a prefix.
         fits_M = (means_M < self.threshold) & last_M
+        # A limit of −1 masks every candidate, also those with a square of 0.
         limit = squares_M[fits_M].max() if bool(fits_M.any()) else squares_M.new_tensor(-1.0)
         return mask_BT & ~(candidates_BT & (log_BT.square() > limit))

@@ -51,11 +51,11 @@ class Dialect(Protocol):
     adapter_prefix: str
     health: str
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]: ...
+    def body(self, ask: CompletionRequest) -> dict[str, object]: ...
 
     def read(self, payload: Any) -> Answer: ...  # Raises InvalidAnswer
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         """Return the request for the log-probabilities of these tokens at temperature 1; for ``model`` and ``base`` see
         ``CompletionRequest``."""
         ...
@@ -80,9 +80,9 @@ class OpenAI:
     health = "/v1/models"
     seed_bits = 63
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         request = ask.request
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": ask.model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_tokens,
@@ -114,7 +114,7 @@ class OpenAI:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
             "model": model,
             "prompt": list(token_ids),
@@ -138,7 +138,7 @@ class VLLM(OpenAI):
 
     health = "/health"
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         return super().body(ask) | {
             "top_k": ask.request.top_k,
             "min_p": ask.request.min_p,
@@ -158,7 +158,7 @@ class SGLang:
     health = "/health"
     seed_bits = 31
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         request = ask.request
         return {
             "input_ids": list(request.prompt_ids),
@@ -175,7 +175,7 @@ class SGLang:
                 "frequency_penalty": 0.0,
                 "stop_token_ids": list(ask.stop_ids),
                 "skip_special_tokens": False,
-                "no_stop_trim": True,
+                "no_stop_trim": True,  # keeps the end token, which trains too
             },
             "return_logprob": True,
             **({} if ask.model == ask.base else {"lora_path": ask.model}),
@@ -191,7 +191,7 @@ class SGLang:
         except (KeyError, IndexError, TypeError) as error:
             raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
