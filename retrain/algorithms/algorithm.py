@@ -129,13 +129,11 @@ def pad(arrays: Sequence[np.ndarray], dtype: type = np.float64) -> torch.Tensor:
 
 
 def pad_if_all(arrays: Sequence[np.ndarray | None], dtype: type = np.float64) -> torch.Tensor | None:
-    """Return the padded table, or None where a row is missing."""
     rows = [array for array in arrays if array is not None]
     return pad(rows, dtype) if len(rows) == len(arrays) else None
 
 
 def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
-    """Return the mask [B, T] of entries that are not padding."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max()))[None] < lengths[:, None]
 
@@ -157,12 +155,11 @@ def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.f
 
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Discard exactly the groups without any token advantage, for token credit that does not use the episode
-    advantage."""
+    """Discard exactly the groups without a token advantage, for credit that replaces the episode's."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
-        has_signal = any(row_T.any() for row_T in rows)
+        has_signal = any(row_T.any() for row_T in rows)  # without credited rollouts the reason stays
         reasons.append(group.discarded if not rows else None if has_signal else "zero_advantage")
     return batch.with_discarded(reasons)
 

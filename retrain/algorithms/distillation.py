@@ -40,6 +40,7 @@ class TeacherContext:
 
     def _prompt(self, group: Group, rollout: Rollout) -> tuple[int, ...] | None:
         answer = self._answer(group, rollout)
+        # A rewritten conversation has several prompts, which one prompt of a teacher cannot replace.
         if not answer or not len(rollout) or rollout.sequences != 1:
             return None
         *before, last = group.prompt.messages

@@ -140,10 +140,8 @@ def tools_text(tools: Tools) -> str:
 
 
 class Continuation(NamedTuple):
-    """Tokens that the policy reads next; ``fresh``: they are the full conversation, not only its new part."""
-
     token_ids: tuple[int, ...]
-    fresh: bool
+    fresh: bool  # Whether they are the full conversation, not only its new part
 
 
 class Conversation:

@@ -30,11 +30,11 @@ from retrain.engines.step import (
     Rows,
     SampledTokens,
     StepPlan,
-    adds_in_any_order,
     block_end,
     compiled_decode_steps,
     decode_steps,
     logits,
+    needs_exact_sums,
     product,
     rotated,
 )
@@ -178,11 +178,9 @@ class CachedBatch(NamedTuple):
 
 
 class CachedSequence(NamedTuple):
-    """One sequence: the keys and values of ``token_ids`` are in the first columns of row ``row``."""
-
     batch: CachedBatch
     row: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # Their keys and values are in the row's first columns
 
 
 class KVCache:
@@ -453,11 +451,11 @@ class DenseDecoder:
         compiled = self.settings.compiled and not self.is_streamed
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
         frame = self.frame_of(kv_cache.capacity)
-        return run(frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, plan, self.in_any_order)
+        return run(frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, plan, self.exact_sums)
 
     @property
-    def in_any_order(self) -> bool:
-        return adds_in_any_order(self.device)
+    def exact_sums(self) -> bool:
+        return needs_exact_sums(self.device)
 
 
 def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:

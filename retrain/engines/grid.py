@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrain.engines.protocol import Finished
 from retrain.engines.slots import IDLE_SHARE, BatchSequences, LaneRequest, SampleIndex
-from retrain.engines.step import adds_in_any_order, draw_tokens, select_rows
+from retrain.engines.step import draw_tokens, needs_exact_sums, select_rows
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
@@ -140,8 +140,8 @@ class Grid:
 
     def _draw(self, logits_RV: torch.Tensor) -> None:
         idle_R = ~self.rows.alive_R
-        self.sequences.make_room(len(idle_R))
-        draw_tokens(self.rows, self.sequences.sampled, logits_RV, adds_in_any_order(self.base.device))
+        self.sequences.reserve_draws(len(idle_R))
+        draw_tokens(self.rows, self.sequences.sampled, logits_RV, needs_exact_sums(self.base.device))
         # Idle rows stay in the forward pass: any valid token will do.
         self.rows.token_R.masked_fill_(idle_R, self.base.pad_id)
 

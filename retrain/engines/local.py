@@ -254,7 +254,6 @@ class LocalEngine:
 
 
 def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
-    """Return the policies in order of first use, one lane each, and the requests with their lanes."""
     policies = list(dict.fromkeys(request.policy for request in requests))
     return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
 
@@ -341,7 +340,7 @@ def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
         for got_NV, index in _probe(decoder, ids_RT):
             want_NV = decoder.output(hidden_RTH[index])
             uniforms_N = torch.from_numpy(noise.random(len(want_NV))).to(device)
-            token_N, want_N, _, _ = draw(want_NV, uniforms_N, in_any_order=decoder.in_any_order)
+            token_N, want_N, _, _ = draw(want_NV, uniforms_N, exact_sums=decoder.exact_sums)
             gaps.append(got_NV.log_softmax(-1).gather(1, token_N.unsqueeze(1)).squeeze(1) - want_N)
             spreads.append(want_NV.var(-1))
         last_gap = (last_RV - decoder.output(hidden_RTH[:, -1])).abs().max() / last_RV.abs().max()

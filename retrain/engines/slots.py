@@ -131,7 +131,7 @@ class BatchSequences:
         if rows.cut_R3 is not None and self.cuts is not None:
             rows.cut_R3.copy_(torch.from_numpy(self.cuts[sequence_R]))
 
-    def make_room(self, draws: int) -> bool:
+    def reserve_draws(self, draws: int) -> bool:
         """Reserve space for the kept sets of ``draws`` more draws; return whether the record was reallocated. Waits for
         the device if sequences are truncated."""
         record = self.sampled.support
@@ -183,11 +183,9 @@ def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | No
 
 
 class PartialPrefill(NamedTuple):
-    """A row whose first ``start`` columns are cached, and the tokens of its prompt after them."""
-
     row: int
-    start: int
-    token_ids: tuple[int, ...]
+    start: int  # Number of columns that are cached
+    token_ids: tuple[int, ...]  # Those of the prompt after them
 
 
 class SlotBatch:
@@ -230,9 +228,9 @@ class SlotBatch:
         self.at = np.zeros(rows, dtype=np.int64)  # upper bound of each row's cache position
         self.rows = self.sequences.new_rows(self.sequence)
 
-    def _make_room(self, draws: int) -> None:
+    def _reserve_draws(self, draws: int) -> None:
         # Graphs replay on addresses: those of the old record are free now.
-        if self.sequences.make_room(draws) and self.graphs is not None:
+        if self.sequences.reserve_draws(draws) and self.graphs is not None:
             self.graphs.forget()
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -242,7 +240,7 @@ class SlotBatch:
         self._admit()
         try:
             while self._reschedule():
-                self._make_room(calls * self.steps * len(self.sequence))
+                self._reserve_draws(calls * self.steps * len(self.sequence))
                 for _ in range(calls):
                     self._step()
         finally:
@@ -418,8 +416,8 @@ class SlotBatch:
 
     def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
         rows, selected = self.rows, select_rows(self.rows, rows_S)
-        self._make_room(len(rows_S))
-        draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.in_any_order)
+        self._reserve_draws(len(rows_S))
+        draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.exact_sums)
         rows.token_R[rows_S], rows.sampled_R[rows_S] = selected.token_R, selected.sampled_R
         rows.alive_R[rows_S] = selected.alive_R
 

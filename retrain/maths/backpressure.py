@@ -20,13 +20,13 @@ STANDARD_ERRORS = 2.0  # How many standard errors κ̂ must lie above 0
 
 @dataclass(frozen=True)
 class UslFit:
-    """Fitted parameters with the standard error of κ̂; ``n_star`` is None when κ̂ = 0 (no peak)."""
+    """Fitted parameters."""
 
     lam: float
     sigma: float
     kappa: float
-    kappa_se: float
-    n_star: float | None
+    kappa_se: float  # Standard error of κ̂
+    n_star: float | None  # None when κ̂ = 0: no peak
 
     @property
     def kappa_is_positive(self) -> bool:

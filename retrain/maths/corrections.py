@@ -48,7 +48,6 @@ class Correction:
         return log_BT.exp()
 
     def weights(self, ratio_BT: Floats_BT) -> Floats_BT:
-        """Return the weight of the policy loss for each ratio, [B, T]."""
         if self.kind in CAPPED:
             return ratio_BT.clamp(max=self.high)
         return torch.where((ratio_BT >= self.low) & (ratio_BT <= self.high), ratio_BT, 0.0)

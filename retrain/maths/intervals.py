@@ -1,7 +1,7 @@
-"""Intervals over seeds that hold what they promise with five to sixteen of them: numpy in, plain numbers out.
+"""Intervals over seeds that keep their nominal coverage for five to sixteen seeds: numpy in, plain numbers out.
 
-Resampling does not work here: the percentile bootstrap of a mean covers 84 % instead of 95 % with five seeds, because
-resamples of five values are too narrow by √(4/5) and know nothing of the t distribution's tails. What is used instead:
+The bootstrap does not work for so few: the percentile interval of a mean covers 84 % instead of 95 % with five seeds,
+because resamples of five values are too narrow by √(4/5) and lack the tails of the t distribution. Instead:
 
 - levels of a condition, ``mean_interval``: t, and for shares Wilson's score interval with the variance of the seeds;
 - interquartile means, ``iqm_interval``: Tukey and McLaughlin's trimmed t, with the quantile that normal seeds need.
@@ -48,7 +48,7 @@ def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.
     quantile, error = _t_quantile(level, n - 1), spread / math.sqrt(n)
     if not share:
         return Interval(mean, mean - quantile * error, mean + quantile * error)
-    unseen = resolution / (2 * n)  # half an answer: all of them right is nearly all
+    unseen = resolution / (2 * n)  # half an answer: a share of exactly 0 or 1 is not certain
     inside = min(max(mean, unseen), 1.0 - unseen)
     return score_interval(mean, inside * (1.0 - inside) / error**2, quantile)
 

@@ -51,10 +51,10 @@ def energy(singular_values: Spectrum) -> Doubles_K | None:
     total = squares.sum()
     if float(total) == 0.0:
         return None
-    kept = squares.cumsum(0) / total
+    retained = squares.cumsum(0) / total
     # cumsum and sum add in different orders, so the last quotient may be 1 ± rounding.
-    kept[-1] = 1.0
-    return kept.clamp(max=1.0)
+    retained[-1] = 1.0
+    return retained.clamp(max=1.0)
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ def _t_quantile(level: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the ends of its confidence interval; ``low`` and ``high`` are None where none exists."""
+    """An estimate with its confidence interval."""
 
     estimate: float
-    low: float | None
+    low: float | None  # None where no interval exists
     high: float | None
 
 
@@ -105,12 +105,12 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
 
 
 def gini(values: Values, lowest: float | None = None) -> float | None:
-    """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
+    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one value holds everything; the factor n/(n−1) makes that
+    maximum 1.
 
-    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
-    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
-    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
-    NaN.
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts counted from 0. Values
+    that can be negative are counted from ``lowest``, the smallest possible one, or from the smallest value if that is
+    lower. None for fewer than two values. Raises ValueError for NaN.
     """
     x = np.sort(_vector(values, "values"))
     n = len(x)

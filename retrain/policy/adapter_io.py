@@ -48,7 +48,6 @@ class Factors:
 
 
 def padded(pair: Pair, rank: int) -> Pair:
-    """Pad A and B with zeros to ``rank``."""
     a, b = pair
     missing = rank - a.shape[0]
     pad = torch.nn.functional.pad

@@ -209,7 +209,6 @@ class _Divergence(torch.autograd.Function):
             theirs_RV = torch.log_softmax(teacher.logits(teacher_NH[part])[:, :shared].to(real) / temperature, -1)
             made_RV = head.products(hidden_NH[part]).detach().to(real).requires_grad_(needs_gradient)
             with torch.set_grad_enabled(needs_gradient):
-                # Not Head.capped: autograd differentiates these lines.
                 z_RV = made_RV if head.softcap is None else torch.tanh(made_RV / head.softcap) * head.softcap
                 mine_RV = torch.log_softmax(z_RV[:, :shared] / temperature, -1)
                 if top and top < shared:
@@ -240,7 +239,6 @@ class ValueHead:
         self.flat.grad = torch.zeros_like(self.flat)
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
-        """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
         real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
         weights = self.flat.to(real)
         return hidden_MH.to(real) @ weights[:-1] + weights[-1]

@@ -244,7 +244,6 @@ def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the moments and the step count of an optimizer with one weight to the host."""
     return {key.removeprefix("0."): tensor for key, tensor in moments(optimizer).items()}
 
 

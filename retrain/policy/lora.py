@@ -215,7 +215,6 @@ class Lanes:
                 setattr(parent, leaf, layer.base)
 
     def new_adapter(self, rank: int, alpha: float) -> Adapter:
-        """Return an adapter of zeros for these layers, to ``initialise`` or ``load``."""
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
     def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
@@ -330,7 +329,6 @@ class OptimizerStep:
                 # As in torch.nn.utils.clip_grad_norm_, the 1e-6 included.
                 gradient.mul_(clip_norm / (self.norm + 1e-6))
         for group in self.optimizer.param_groups:
-            # Set each time: loading a checkpoint restores the learning rate of its step.
             group["lr"] = self.lr
         apply_gradient(self.optimizer)
         logged = {f"optim/{self.name}grad_norm": self.norm, f"optim/{self.name}lr": self.lr}

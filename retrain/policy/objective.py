@@ -71,7 +71,7 @@ class Objective:
             elif per_token_BT is not None:
                 total_BT = per_token_BT if total_BT is None else total_BT + per_token_BT
             lap(term.timed_as)
-        # The critic learns from every action token, those of groups without signal included.
+        # The loss mask selects what the policy trains on; the critic trains on all action tokens.
         value = None if value_BT is None else value_BT.sum() / denominators.action_tokens
         if total_BT is None:
             assert value is not None, "an objective has a term that is not only logged"
@@ -171,9 +171,9 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of every token [B, T], any value in the padding, and masks of the tokens whose ratio was clipped."""
+    """Loss of every token [B, T], and masks of the tokens whose ratio was clipped."""
 
-    loss_BT: Tensor
+    loss_BT: Tensor  # Any value in the padding
     clipped_low_BT: Tensor | None = None
     clipped_high_BT: Tensor | None = None
 

@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Consecutive sequences [first, last) with one prefix, whose tokens stand at [start, start + width)."""
+    """Consecutive sequences [first, last) with the same prefix."""
 
     first: int
     last: int
-    start: int
+    start: int  # Of its tokens, ``width`` in number
     width: int
 
 
@@ -212,7 +212,6 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
 
 
 def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> Tensor | None:
-    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
     arrays = [getattr(sample, name) for sample in samples]
     if any(array is None for array in arrays):
         return None
@@ -287,8 +286,8 @@ class Budget:
             self.shrink(sizes, [len(sample) for sample in samples], reason)
 
     def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
-        """Reduce the memory of a step whose micro-batches of ``sizes`` sequences did not fit; ``lengths`` are all
-        sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        """Halve the tokens, or else checkpoint layers, after micro-batches of ``sizes`` sequences did not fit;
+        ``lengths`` are all sequences' tokens. Raises RunFailed when nothing is left to reduce."""
         # CUDA's messages have paragraphs of advice.
         summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         if max(sizes) > 1:

@@ -65,7 +65,6 @@ class QuantizedLinear(nn.Module):
         return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out], with a gradient for x only."""
         return _QuantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
 
 
@@ -246,7 +245,7 @@ def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[
             input_ids=fresh, attention_mask=real, position_ids=positions, use_cache=True, past_key_values=cache
         )
         cache = made.past_key_values
-        # Drawn on the host, whose generator gives the same answers whatever the device.
+        # Drawn on the host, whose generator gives the same numbers whatever the device.
         mass = made.logits[:, -1].float().softmax(-1).cpu()
         fresh = torch.multinomial(mass, 1, generator=noise).to(ids.device)
         ids, real = torch.cat([ids, fresh], 1), torch.cat([real, alive.unsqueeze(1).to(real.dtype)], 1)

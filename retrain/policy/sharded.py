@@ -314,10 +314,9 @@ def _before_forward(gather: Callable[[], None]) -> Callable[[nn.Module, object],
 
 
 def _before_backward(gather: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
-    """Return a forward hook that gathers the weights again when the gradient of the module's output arrives."""
-
     def hook(module: nn.Module, args: object, output: object) -> None:
         for tensor in _tensors(output):
+            # When the gradient of the output arrives, the backward pass of this module is next.
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: gather())
 

@@ -476,7 +476,6 @@ def policy_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, floa
 
 
 def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
-    """Return the KL divergence to the base per token and per sequence, and its penalty on a completion's reward."""
     if "kl" not in sums or sums["tokens"] == 0:
         return {}
     kl = float(sums["kl"])

@@ -33,10 +33,8 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """A reply of the model; without one, ``fault`` says why and ``text`` is empty."""
-
     text: str = ""
-    fault: str = ""
+    fault: str = ""  # Why there is no text
 
 
 class JudgeUnavailable(Exception):

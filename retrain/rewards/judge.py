@@ -93,11 +93,9 @@ def without_thinking(text: str) -> str:
 
 @dataclass(frozen=True)
 class Criterion:
-    """A property that a response should have, or with a negative ``weight`` should not have."""
-
     name: str
     text: str
-    weight: float
+    weight: float  # Negative for a fault
 
 
 class RubricReward(Reward):

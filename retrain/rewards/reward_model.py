@@ -3,8 +3,8 @@
 The conversation is the problem's messages and the completion, written by the reward model's own chat template (without
 one: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
 
-Which rows are scored together shows in the last bits of their scores. So it must not depend on which groups happen to
-arrive together: a batch holds answers to one problem only.
+The rows of a batch affect the last bits of each other's scores. So that scores do not depend on which groups arrive
+together, a batch holds answers to one problem only.
 """
 
 import sys

@@ -49,10 +49,8 @@ _BOOT = (
 
 @dataclass
 class Reply:
-    """Result of a job: the returned ``value``, or the message ``error`` with its ``kind``."""
-
-    value: Any = None
-    error: str | None = None
+    value: Any = None  # What the job returned
+    error: str | None = None  # Why it did not
     kind: Literal["raised", "timeout", "died", "flooded"] | None = None
 
 

@@ -45,9 +45,7 @@ NO_LIMITS = EpisodeLimits()
 
 @dataclass(frozen=True)
 class Weights:
-    """A run's weights before ``step``."""
-
-    step: int
+    step: int  # The step before which they were published
     ref: PolicyRef
     snapshot: PolicySnapshot
 
@@ -163,7 +161,7 @@ class _Trajectory:
                 close()
 
 
-class _OpenGroup:
+class _PendingGroup:
     """A group in progress. ``begin`` is called once, then ``step`` for every action."""
 
     def __init__(self, request: RolloutRequest):
@@ -172,7 +170,7 @@ class _OpenGroup:
         self.prompt = Prompt(request.problem, "", ())
         self.trajectories = [_Trajectory() for _ in range(request.samples)]
         self.rewards: list[RewardResult] | None = None
-        self.alike = True  # Whether all rollouts begin with the same prompt
+        self.shares_prompt = True  # Whether all rollouts begin with the same prompt
 
     def start(self, sample: int) -> None:
         request, trajectory = self.request, self.trajectories[sample]
@@ -197,7 +195,7 @@ class _OpenGroup:
             prompt = self.prompt
             if observed != first:
                 prompt = request.renderer.prompt(request.problem, observed.messages, observed.tools)
-                self.alike = first is None
+                self.shares_prompt = first is None
             if first is None:
                 first, self.prompt = observed, prompt
             trajectory.conversation = Conversation(request.renderer, prompt, observed.tools)
@@ -287,13 +285,11 @@ class _OpenGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """The graded group of every request, or the error of its environment, chat template or grader; ``spans``
-    ("rollout" | "score", start, end) in seconds since the epoch; and the seconds in which the engine loaded weights
-    (None: unknown)."""
+    """The graded group of every request, or the error of its environment, chat template or grader."""
 
     groups: list[Group | Exception]
-    spans: list[tuple[str, float, float]]
-    sync_seconds: float | None = None
+    spans: list[tuple[str, float, float]]  # ("rollout" | "score", start, end) in seconds since the epoch
+    sync_seconds: float | None = None  # Seconds in which the engine loaded weights; None if unknown
 
 
 def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
@@ -317,7 +313,7 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     """Sample, step and grade all rollouts; ``max_rows`` limits the sequences that are decoded at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
-    groups = [_OpenGroup(request) for request in requests]
+    groups = [_PendingGroup(request) for request in requests]
     with _EpisodeThread(requests) as episodes:
         pending = episodes.begin(groups)
         for turn in count():
@@ -339,8 +335,8 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     return CollectResult(ended, spans, sum(syncs) if syncs else None)
 
 
-_Pending = tuple[_OpenGroup, int | None]  # A group, and which of its rollouts acts; None: all of them, alike so far
-_Actions = tuple[_OpenGroup, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
+_Pending = tuple[_PendingGroup, int | None]  # A group, and which of its rollouts acts; None: all, from one prompt
+_Actions = tuple[_PendingGroup, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
 
 
 class _EpisodeThread:
@@ -364,7 +360,7 @@ class _EpisodeThread:
         if self._side_by_side is not None:
             self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
 
-    def begin(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
+    def begin(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:
         """Start all episodes; a group whose episodes all fail is finished."""
         jobs = [(group, sample) for group in groups for sample in range(len(group.trajectories))]
         self._for_each(lambda group, sample: group.start(sample), jobs)
@@ -376,16 +372,16 @@ class _EpisodeThread:
                 group.error = error
                 continue
             living = group.living
-            whole = group.alike and len(living) == len(group.trajectories)
+            whole = group.shares_prompt and len(living) == len(group.trajectories)
             pending += [(group, None)] if whole else [(group, sample) for sample in living]
         self._grade([group for group in groups if group.error is None and not group.living])
         return pending
 
-    def add(self, group: _OpenGroup, sample: int | None, actions: list[Action]) -> None:
+    def add(self, group: _PendingGroup, sample: int | None, actions: list[Action]) -> None:
         """Step one episode of a group, or all of them (None); thread-safe."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
-    def living(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
+    def living(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:
         """Wait until all actions so far are processed; return the live episodes."""
         taken = threading.Event()
         self._queue.put(taken)
@@ -413,8 +409,8 @@ class _EpisodeThread:
         self._for_each(lambda group, sample: group.step(sample, acts[group, sample]), list(acts))
         self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
 
-    def _for_each(self, act: Callable[[_OpenGroup, int], None], jobs: Sequence[tuple[_OpenGroup, int]]) -> None:
-        def act_on(group: _OpenGroup, sample: int) -> None:
+    def _for_each(self, act: Callable[[_PendingGroup, int], None], jobs: Sequence[tuple[_PendingGroup, int]]) -> None:
+        def act_on(group: _PendingGroup, sample: int) -> None:
             try:
                 act(group, sample)
             except (Exception, SystemExit) as error:
@@ -426,8 +422,8 @@ class _EpisodeThread:
         else:
             list(self._side_by_side.map(lambda job: act_on(*job), jobs))
 
-    def _grade(self, groups: Sequence[_OpenGroup]) -> None:
-        over: dict[Environment, list[_OpenGroup]] = {}
+    def _grade(self, groups: Sequence[_PendingGroup]) -> None:
+        over: dict[Environment, list[_PendingGroup]] = {}
         for group in groups:
             if group.error is None:
                 over.setdefault(group.request.environment, []).append(group)

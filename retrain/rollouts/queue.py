@@ -65,9 +65,8 @@ def collect_rounds(
 
 @dataclass(frozen=True)
 class SampledStep(Generic[Owner]):
-    """The groups of every owner, in the order of its requests; ``spans`` ("rollout" | "score", start, end) in seconds
-    since the epoch, or, sampled in a thread, ("ahead", …) and the wait for it ("rollout", …); the seconds in which the
-    engine loaded weights (None: unknown); and the number of later steps that are sampled."""
+    """The groups of every owner, in the order of its requests. ``spans`` as in ``CollectResult``, or, sampled in a
+    thread, ("ahead", …) and the wait for it ("rollout", …). ``depth``: number of later steps that are sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]

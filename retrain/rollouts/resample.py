@@ -28,9 +28,7 @@ REASONS = ("all_right", "all_wrong", "alike", "ungraded")
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """The groups of a step's batch, in sampling order, the ``dropped`` ones, and ``metrics`` of the step."""
-
-    groups: list[Group]
+    groups: list[Group]  # The step's batch, in sampling order
     dropped: list[Group]
     metrics: dict[str, int | float | None]
 
@@ -54,7 +52,7 @@ class Resampler:
         missing = self.batch - sum(no_signal_reason(group) is None for group in groups)
         first, seen = requests[0], {request.problem.id for request in requests}
         problems = list[Problem]()
-        # Earlier steps have used at most so many, whatever their number of rounds was: no state is needed.
+        # Where all rounds of earlier steps would end, needed or not: a step depends on no state of others.
         start = step * self.batch * self.rounds
         for offset in range(2 * self.problems):  # they hold every problem, wherever an epoch ends
             if len(problems) == missing:

@@ -38,11 +38,9 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
-class Setup(TypedDict):
-    """The first frame: the fields of ``SandboxLimits``, and the users that the code may become (none: stay)."""
-
+class Setup(TypedDict):  # The first frame; but for these two, the fields of ``SandboxLimits``
     keep_state: bool
-    uids: list[int]
+    uids: list[int]  # Users that the code may become, the first that exists; none: stay
     timeout_s: float
     memory_mb: int
     output_characters: int
@@ -109,8 +107,8 @@ def confine(setup: Setup) -> None:
 
 
 def become(uids: list[int]) -> None:
-    """Become the first of these users that exists here. Each sandbox has its own: the limit of processes counts by
-    user."""
+    """Become the first of these users that exists here."""
+    # Each sandbox has a user of its own, because the limit of processes counts by user.
     for number, uid in enumerate(uids, start=1):
         try:
             os.setgroups([])
@@ -264,8 +262,7 @@ def flush() -> None:
 
 
 def execute(code: str, namespace: dict[str, object], name: str) -> int:
-    """Run ``code`` and return the exit status. A last expression is printed as at Python's prompt, and so are
-    errors."""
+    """Run ``code`` as at Python's prompt, which prints a last expression and errors; return the exit status."""
     try:
         try:
             tree = ast.parse(code, name)

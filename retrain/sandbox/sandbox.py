@@ -65,22 +65,19 @@ class SandboxLimits(BaseModel):
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """Result of a call. ``output`` is shortened in the middle if too long. ``ended``: ``exit`` or ``done`` (by itself),
-    ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox has ended). ``status``: exit
-    status, negative for a signal. ``fresh``: no state of earlier calls was left."""
+    """Result of a call."""
 
-    output: str
-    ended: str
-    status: int
-    fresh: bool
+    output: str  # Shortened in the middle if too long
+    ended: str  # ``exit``, ``done`` (by itself), ``time``, ``memory``, ``output`` (its limit), ``lost``
+    status: int  # Exit status, negative for a signal
+    fresh: bool  # No state of earlier calls was left
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap: the program, and the ``user``: ``root`` (dropped inside), ``nobody`` or the present
-    one."""
+    """A way to start bubblewrap."""
 
-    bwrap: str
-    user: str
+    bwrap: str  # Its program
+    user: str  # ``root`` (dropped inside), ``nobody`` or ``self``, the present user
 
 
 class SandboxFailed(RetrainError):

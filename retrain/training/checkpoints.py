@@ -26,22 +26,21 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a run at ``step``: its policy, its ``RunState`` as JSON, by step those earlier weights that rollouts
-    of later steps are drawn by, and how many training problems it has taken from its data."""
+    """A copy of a run at ``step``."""
 
     step: int
     policy: PolicySnapshot
-    state: str
-    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)
-    cursor: int = 0
+    state: str  # Its ``RunState`` as JSON
+    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)  # Older weights that still sample, by step
+    cursor: int = 0  # Training problems taken from its data
 
 
 def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None] = lambda: None) -> None:
-    """Write the snapshot as one directory that is there whole or not at all.
+    """Write the snapshot as one directory, atomically.
 
-    ``guard`` is called before the directory gets its name; what it raises prevents that. Raises StorageError when the
-    file system refuses, NotOurs when somebody else's files have these names, and CheckpointError when the policy wrote
-    a link; what had been written aside is removed.
+    ``guard`` is called before the directory gets its name; an exception from it prevents that. Raises StorageError when
+    the file system refuses, NotOurs when files of another owner have these names, and CheckpointError when the policy
+    wrote a link; partial files are removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
@@ -113,9 +112,10 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Return the checkpoints that the run has written, by step, oldest first (whole or not).
+    """Return the checkpoints that the run has written, by step, oldest first, complete or not.
 
-    Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
+    Those that others have put there are left out, except in a directory without an owner mark, where nothing is ever
+    removed.
     """
     folder = run_directory / SAVED
     try:
@@ -139,10 +139,10 @@ def checkpoint_step(directory: Path) -> int:
 
 
 def missing_rows(run_directory: Path, step: int) -> list[str]:
-    """Return one sentence for each record that lacks rows which were there when the checkpoint of ``step`` was written.
+    """Return one sentence for each record that lacks rows which existed when the checkpoint of ``step`` was written.
 
-    The checkpoint holds the number of rows of each file. One of an earlier version holds none: then the last row of
-    each file is compared with the step. Of a damaged record nothing is returned: reading it for the resume names it.
+    The checkpoint holds the number of rows of each file. For one of an earlier version, which does not, the last row of
+    each file is compared with the step. Damaged records are skipped: reading them for the resume reports the damage.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
     expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
@@ -164,10 +164,10 @@ def count_rows(run_directory: Path, name: str, step: int) -> int:
 
 @dataclass(frozen=True)
 class CommonStep:
-    """A step at which the runs of a cohort can continue, and for each run the rows that its records lack there."""
+    """A step at which the runs of a cohort can continue."""
 
     step: int
-    missing_rows: list[list[str]]
+    missing_rows: list[list[str]]  # Of each run: what its records lack there
 
 
 def newest_undamaged(run_directory: Path, report: list[str]) -> Path | None:

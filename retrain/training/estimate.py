@@ -136,10 +136,8 @@ def sampled_evaluations(configs: Sequence[Config], sizes: Sequence[RunSize]) -> 
 
 @dataclass(frozen=True)
 class Device:
-    """A process's device. ``memory``: bytes of the GPU (0: unknown), or of the machine for a CPU."""
-
     kind: Literal["cpu", "gpu"]
-    memory: int = 0
+    memory: int = 0  # Bytes of the GPU (0: unknown), or of the machine for a CPU
 
 
 @dataclass(frozen=True)
@@ -250,7 +248,8 @@ def verified_ranks(config: Config) -> int:
 
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
-    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not."""
+    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not
+    quantised."""
     unquantized = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
         return unquantized

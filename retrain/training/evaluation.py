@@ -28,13 +28,12 @@ from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A policy to evaluate: weights by name after ``step`` updates, the environment of each held-out set, and the
-    prefix of the random streams."""
+    """A policy to evaluate."""
 
     policy: PolicyRef
-    environments: Mapping[str, Environment]
-    stream: tuple[int | str, ...]
-    step: int
+    environments: Mapping[str, Environment]  # By held-out set
+    stream: tuple[int | str, ...]  # Prefix of the random streams
+    step: int  # Updates so far
 
 
 class Evaluator:
@@ -58,8 +57,8 @@ class Evaluator:
         self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
-        """Return the set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's
-        part is the first one that the whole set would have had of it."""
+        """Return the set's answers by each of the subjects, from one decode batch. The answers of a set's part equal
+        the first samples that the full set would draw for these problems."""
         begin, sampling = time.monotonic(), held_out.sampling.requested
         set_stream = () if held_out.name == HELDOUT else (held_out.name,)
         problems_by_subject = [

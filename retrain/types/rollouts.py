@@ -136,7 +136,7 @@ class RewardResult:
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
     completion has none. ``correct`` and ``format_ok``: None leaves them to ``with_correctness``. ``audit_error`` is why
-    an audit beside it has no score.
+    an audit gave no score.
     """
 
     total_reward: float | None

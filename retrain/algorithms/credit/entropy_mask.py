@@ -56,6 +56,7 @@ def entropy_mask(entropy_BT: Floats_BT, mask_BT: Mask_BT, rho: float) -> Mask_BT
     if not 0.0 < rho <= 1.0:
         raise ValueError(f"entropy_mask rho must be in (0, 1]: got {rho}")
     total = int(mask_BT.sum())
+    # Exact: ⌈0.07 · 100⌉ is 8 in floating point.
     keep = math.ceil(Fraction(repr(float(rho))) * total)
     if keep == total:
         return mask_BT.clone()

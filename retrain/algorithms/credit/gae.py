@@ -25,10 +25,10 @@ from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want
 
 @dataclass(frozen=True)
 class RewardKL:
-    """The KL penalty in every token's reward: its estimator (``k1``, ``k2``, ``k3``) and weight (0: recorded only)."""
+    """The KL penalty in every token's reward."""
 
-    estimator: str
-    coef: float
+    estimator: str  # k1, k2 or k3
+    coef: float  # 0: recorded only
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def _earlier_rewards(rollout: Rollout) -> np.ndarray:
     without tokens goes to the turn before it, or else to the first turn with tokens."""
     rewards_T = np.zeros(len(rollout))
     ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1
+    # Not +=, which drops repeated indices: a turn without tokens and the turn before it share one.
     np.add.at(rewards_T, np.maximum(ends, 0).astype(int), turn_rewards(rollout)[:-1])
     return rewards_T
 
@@ -166,18 +167,18 @@ def gae(
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
     delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
     backwards_BT = delta_BT.flip(1).cpu().double().numpy()
-    for own in lam_B.unique().tolist():
-        rows = (lam_B == own).numpy()
+    for lam_value in lam_B.unique().tolist():
+        rows = (lam_B == lam_value).numpy()
         # A_t = δ_t + γλ·A_{t+1} is a first-order recursive filter of the reversed row, which scipy runs without a
         # Python loop over tokens.
-        backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * own], backwards_BT[rows], axis=1)
+        backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * lam_value], backwards_BT[rows], axis=1)
     advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
 
 
 def length_lambda(lengths_B: Floats_B, scale: float) -> Floats_B:
-    """λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): of long ones more of what was
-    returned reaches the first tokens. Raises ValueError unless scale > 0."""
+    """Return λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): rewards at the end of a
+    long rollout reach its first tokens less attenuated. Raises ValueError unless scale > 0."""
     if not scale > 0.0:
         raise ValueError(f"the scale of lengths must be above 0: got {scale}")
     return (1.0 - 1.0 / (scale * lengths_B)).clamp(min=0.0)
@@ -197,8 +198,8 @@ def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
 
 
 def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
-    """1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a critic that knows, 0 for one that says the mean; None
-    where the targets vary by no more than the rounding of A + V."""
+    """Return 1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a perfect critic, 0 for one that predicts the
+    mean; None where the targets vary by no more than the rounding of A + V."""
     targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
     if len(targets_M) == 0:
         return None

@@ -9,9 +9,9 @@ Turn by turn (``turn_credit = "turn"``) a rollout's turn t has the rewards that 
 G_t = Σ_k γ^(k−t) r_k. It is compared with G_t of the group's other rollouts that reached turn t; a turn that no other
 reached has the advantage 0 (turn-level group-relative advantages; arXiv 2505.11821 is a relative).
 
-By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and G_t besides with that of
-every turn of the group, also of the same rollout, that began with the same words of the environment. Published code
-counts such a turn once for a rollout, or every time; here every time. A state that nobody else came to adds nothing.
+By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and also G_t with that
+of every turn of the group, also of the same rollout, that began with the same observation. Published code counts such a
+turn once per rollout, or every time; here every time. A state that occurs only once adds nothing.
 
 The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are
 float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1)
@@ -50,7 +50,7 @@ Formula = Callable[[Rewards_PN], Doubles_PN]
 
 @dataclass(frozen=True)
 class GroupContext:
-    """The group's problem and its graded completions, which an advantage plug-in gets beside the rewards."""
+    """The group's problem and its graded completions, for advantage plug-ins."""
 
     problem: Problem
     completions: Sequence[Action]
@@ -59,14 +59,13 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class ComparedRollouts:
-    """Rollouts that are compared by their ``returns``, as a whole or (``turns``) one turn of each; a rollout may be
-    there with several turns. ``weight`` is the factor of the advantage."""
+    """Rollouts that are compared by their ``returns``, whole or one turn of each."""
 
     group: CreditedGroup
     rollouts: list[CreditedRollout]
     returns: list[float]
-    turns: list[int] | None = None
-    weight: float = 1.0
+    turns: list[int] | None = None  # The turn of each, which may repeat a rollout; None: whole rollouts
+    weight: float = 1.0  # Factor of the advantage
 
     @property
     def places(self) -> list[int | None]:
@@ -86,11 +85,10 @@ class ComparedRollouts:
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Turn-level credit with a ``discount`` per turn: compares turns of equal number or, with a ``state_weight``, turns
-    in the same state and whole episodes."""
+    """Turn-level credit."""
 
-    discount: float
-    state_weight: float | None = None
+    discount: float  # Per turn
+    state_weight: float | None = None  # None: turns of equal number are compared, else those in one state, and episodes
 
 
 def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[ComparedRollouts]:
@@ -113,7 +111,7 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
     returns, later = [], 0.0
     for reward in reversed(turn_rewards(rollout)):
-        later = reward + discount * later
+        later = reward + discount * later  # G_t = r_t + γ·G_{t+1}
         returns.append(later)
     return returns[::-1]
 
@@ -126,8 +124,8 @@ def turn_rewards(rollout: Rollout) -> list[float]:
 
 
 def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
-    """Return the rollout with an advantage of its own, or of one turn, which is added to its token advantages; the
-    rollout's is then their mean."""
+    """Return the rollout with this advantage, or, with ``turn``, with it added to that turn's; its own is then the mean
+    over tokens."""
     if turn is None:
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages

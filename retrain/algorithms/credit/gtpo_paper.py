@@ -82,11 +82,11 @@ def gtpo_paper(
     correct_B = correct_B.to(torch.bool)
     h_BT = without_padding("uncertainty", h_BT, mask_BT).to(torch.float64).clamp(min=MIN_PAPER_UNCERTAINTY)
     share_BT = torch.where(correct_B[:, None], h_BT, 1.0 / h_BT)
-    share_BT = torch.where(mask_BT, share_BT, 0.0)
+    share_BT = torch.where(mask_BT, share_BT, 0.0)  # h of correct tokens, 1/h of wrong ones
     side_B = group_B * 2 + correct_B.long()  # one row of the tables below for each (group, correct or wrong)
     sums = share_BT.new_zeros(2 * groups, columns).index_add_(0, side_B, share_BT)[side_B]
     active = share_BT.new_zeros(2 * groups, columns).index_add_(0, side_B, mask_BT.to(share_BT))[side_B]
-    bonus_BT = alpha2 * active * share_BT / torch.where(sums > 0.0, sums, 1.0)
+    bonus_BT = alpha2 * active * share_BT / torch.where(sums > 0.0, sums, 1.0)  # α₂·d_t·h/Σh
     base_B = torch.where(correct_B, alpha1 * rewards_B.detach().to(torch.float64), -alpha1)[:, None]
     shaped_BT = base_B + torch.where(correct_B[:, None], bonus_BT, -bonus_BT)
 

@@ -25,11 +25,9 @@ from retrain.types import CreditedBatch, CreditedRollout, StepBatch, Want
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sample of a credited rollout: its tokens, and the trainer's log-probabilities of them before the update."""
-
     rollout: CreditedRollout
-    tokens: slice
-    old_logprobs_T: np.ndarray
+    tokens: slice  # Those of one of its samples
+    old_logprobs_T: np.ndarray  # The trainer's, before the update
 
 
 @dataclass(frozen=True)

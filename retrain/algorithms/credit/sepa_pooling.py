@@ -116,7 +116,7 @@ class SepaState:
         """
         state = self
         if self.opened_at is None and correct_rate >= sepa.correct_rate_gate:
-            state = replace(state, opened_at=step + 1)
+            state = replace(state, opened_at=step + 1)  # this step's λ is already in use
         if exec_variance is None:
             return state
         decay = sepa.ema_decay

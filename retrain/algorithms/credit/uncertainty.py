@@ -66,7 +66,7 @@ def _surprisal(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Ma
 def _predictive_variance(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:
     # Rounding can put a log-probability just above 0, hence p(1 − p) below 0.
     p_BT = without_padding("logprob", logprobs_BT, mask_BT).clamp(max=0.0).exp()
-    return p_BT * (1.0 - p_BT)
+    return p_BT * (1.0 - p_BT)  # variance of the indicator of the sampled token
 
 
 def _shannon_entropy(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:

@@ -34,7 +34,7 @@ class DPPO(PolicyLoss):
         now_BT = inputs.logprobs_BT.detach().exp()
         sampler_BT = (inputs.logprobs_BT.detach() - log_ratio_BT).exp()
         if self.divergence == "tv":
-            divergence_BT = (now_BT - sampler_BT).abs()
+            divergence_BT = (now_BT - sampler_BT).abs()  # total variation of the two events
         else:
             # KL(μ ‖ π) of two events, the token and any other: μ·log(μ/π) + (1 − μ)·log((1 − μ)/(1 − π)).
             other_BT = ((1.0 - sampler_BT + LEAST_PROBABILITY) / (1.0 - now_BT + LEAST_PROBABILITY)).log()

@@ -13,8 +13,8 @@ from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 class M2PO(PolicyLoss):
     """−ρA with ρ = π/π_sampler, never clipped: ``kept_tokens`` chooses beforehand which tokens of the step train.
 
-    ``tokens``: ``all``, as the paper's code masks, or ``harmful``, those whose probability has already gone where their
-    advantage leads, by which another implementation of the authors chooses clipping bounds.
+    ``tokens``: ``all``, as in the paper's code, or ``harmful``, those whose probability has already moved in the
+    direction of their advantage, from which another implementation by the authors chooses clipping bounds.
     """
 
     threshold: float = 0.04

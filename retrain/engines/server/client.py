@@ -83,7 +83,7 @@ class ServerClient:
         import httpx
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        # Eight more than completions, so that health checks and adapters never wait for them.
+        # Eight more than completions, so that health checks do not wait for them.
         limits = httpx.Limits(max_connections=self._max_in_flight + 8, max_keepalive_connections=keep_alive)
         return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
 

@@ -23,24 +23,22 @@ class InvalidAnswer(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion. ``model`` is the server's name of the adapter, or of the base; ``base`` is that of the base."""
+    """A request for one completion."""
 
     request: SampleRequest
-    model: str
-    base: str
+    model: str  # The server's name of the adapter, or of the base
+    base: str  # The server's name of the base
     seed: int
     stop_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled completion. ``model`` and ``prompt_ids`` are None if the server does not echo them."""
-
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish: str
-    model: str | None = None
-    prompt_ids: Sequence[int] | None = None
+    model: str | None = None  # None if the server does not echo it
+    prompt_ids: Sequence[int] | None = None  # Likewise
 
 
 class Dialect(Protocol):
@@ -65,11 +63,10 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities (nats) of a prompt's tokens; None for the first, which nothing predicts. ``token_ids`` is None
-    if the server does not echo them."""
+    """Log-probabilities of a prompt's tokens."""
 
-    logprobs: Sequence[float | None]
-    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float | None]  # nats; None for the first token, which nothing predicts
+    token_ids: Sequence[int] | None = None  # None if the server does not echo them
 
 
 class OpenAI:

@@ -71,13 +71,11 @@ class Trial(Protocol):
 
 @dataclass
 class _Call:
-    """One call of ``sample``. ``loading_s``: seconds in which it waited for adapters to be loaded."""
-
     requests: Sequence[SampleRequest]
     used: Mapping[PolicyRef, PublishedAdapter]
     gate: asyncio.Semaphore | None
     at: ServerClient | None
-    loading_s: float = 0.0
+    loading_s: float = 0.0  # Seconds of waiting for servers to load adapters
 
 
 class ServerEngine:

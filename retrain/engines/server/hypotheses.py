@@ -26,11 +26,9 @@ TOP_P = (0.95, 0.9, 0.8)  # Common top-p values in models' generation_config.jso
 
 @dataclass(frozen=True)
 class ServedTokens:
-    """Tokens that a server sampled after a prompt, and its log-probabilities [T] (nats)."""
-
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
-    logprobs_T: np.ndarray
+    logprobs_T: np.ndarray  # The server's, in nats
 
     def sample(self) -> Sample:
         return Sample.single_turn(self.prompt_ids, self.token_ids, self.logprobs_T, np.zeros(len(self.token_ids)))
@@ -38,13 +36,12 @@ class ServedTokens:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A way in which the server may compute log-probabilities: with ``weights`` (None: the base), at ``temperature``,
-    normalised over the nucleus of ``top_p``."""
+    """A way in which the server may compute log-probabilities."""
 
     name: str
-    weights: LoraWeights | None
+    weights: LoraWeights | None  # None: the base
     temperature: float
-    top_p: float = 1.0
+    top_p: float = 1.0  # Normalised over this nucleus
 
 
 def distances(

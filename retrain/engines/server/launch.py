@@ -46,7 +46,6 @@ SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM has the sleep routes o
 
 
 def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]:
-    """Return a server's environment: this process's, vLLM's variables, and CUDA_VISIBLE_DEVICES unless None."""
     environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
     return environment if gpus is None else environment | {"CUDA_VISIBLE_DEVICES": gpus}
 

@@ -34,7 +34,7 @@ def main(command: list[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    # If this process is killed itself, the kernel ends the command in its place.
+    # Runs in the command before exec: if the minder is killed, the kernel ends the command.
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -279,7 +279,7 @@ class Deterministic(TorchDispatchMode):
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     for module in (dense, grid):
-        monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
+        monkeypatch.setattr(module, "needs_exact_sums", lambda device: True)
 
 
 @pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])
