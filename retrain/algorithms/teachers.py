@@ -42,7 +42,7 @@ def teachers_of(
             source = teacher_source(spec.config, folder)
         except ModelError as error:
             raise ModelError(f'[distillation] teacher = "{section.teacher}": {error}') from error
-        key = source, repr((section.url, section.server, section.api_key_env))
+        key = source, repr((section.url, section.server, section.api_key_env))  # runs with equal keys share one
         if key not in made:
             made[key] = _teacher(spec.config, source, base, lanes, load_model)
         teachers[spec.run_id] = made[key]

@@ -33,7 +33,7 @@ class EntropyMask(TokenCreditStep):
         for rollout, kept_row_T in zip(rated, kept_BT.numpy(), strict=True):
             kept_T, advantages_T = kept_row_T[: len(rollout)], rollout.token_advantages_T
             assert advantages_T is not None, "advantages are spread over tokens before they are masked"
-            counted = None if counts_all else int(kept_T.sum())
+            counted = None if counts_all else int(kept_T.sum())  # None: every token counts
             changes.append(
                 {
                     "token_advantages_T": np.where(kept_T, advantages_T, 0.0),

@@ -49,6 +49,7 @@ class GaeAdvantage(CreditStep):
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         scores = context.scores
         assert scores.values is not None, "the critic's values were asked for"
+        # Equal rewards in a group are no reason to discard it: the critic is the baseline, not the group's mean.
         batch = batch.with_discarded(
             None if any(map(_is_rated, group.rollouts)) else "no_reward" for group in batch.groups
         )

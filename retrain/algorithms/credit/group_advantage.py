@@ -105,7 +105,7 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
             alike.setdefault(place, []).append((rollout, turn, value))
     for here in alike.values():
         rollouts, turns, values = (list(part) for part in zip(*here, strict=True))
-        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)
+        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)  # GiGPO's ω
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:

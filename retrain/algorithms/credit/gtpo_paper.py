@@ -100,5 +100,5 @@ def gtpo_paper(
     deviation_B = (per_group(centred_BT.square().sum(1)) / tokens_B).sqrt()
     right_B = per_group(correct_B.to(torch.float64))
     size_B = per_group(torch.ones_like(right_B))
-    trains_B = (right_B > 0) & (right_B < size_B) & (deviation_B >= EQUAL_REWARDS)
+    trains_B = (right_B > 0) & (right_B < size_B) & (deviation_B >= EQUAL_REWARDS)  # both kinds, and a spread
     return torch.where(trains_B[:, None], centred_BT / deviation_B.clamp(min=EQUAL_REWARDS)[:, None], 0.0)

@@ -134,6 +134,7 @@ def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection
     """
     samples = batch.samples
     logprobs = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]
+    # Before the first update π_old is the policy itself: no forward pass is needed.
     if batch.update or len(logprobs) < len(samples):
         scored = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
         assert scored is not None, "a policy gives what it is asked for"

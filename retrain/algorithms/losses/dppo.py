@@ -43,5 +43,5 @@ class DPPO(PolicyLoss):
         # Only tokens that have moved where their advantage leads: a step back towards the sampler stays allowed.
         low_BT = far_BT & (advantages_BT < 0.0) & (now_BT < sampler_BT)
         high_BT = far_BT & (advantages_BT > 0.0) & (now_BT > sampler_BT)
-        weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.exp().clamp(max=self.cap))
+        weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.exp().clamp(max=self.cap))  # constant: detached
         return TokenLoss(-weight_BT * advantages_BT * inputs.logprobs_BT, low_BT, high_BT)
