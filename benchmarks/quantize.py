@@ -37,7 +37,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
     from retrain.algorithms.losses import PPO
     from retrain.config import parse_dict
     from retrain.engines.local import LocalEngine
-    from retrain.policy.base import load_weights, look_at
+    from retrain.policy.base import find_model_files, load_weights
     from retrain.policy.local import LocalPolicy
     from retrain.policy.lora import Lanes
     from retrain.policy.objective import Objective, PolicyTerm
@@ -45,7 +45,7 @@ def measured(model: str, dtype: str, kind: str, threads: int) -> dict[str, Any]:
 
     torch.set_num_threads(threads)
     config = parse_dict({"model": {"model": model, "quantize": kind, "lora_rank": RANK}})
-    files = look_at(config)
+    files = find_model_files(config)
     if kind == "nf4":
         import bitsandbytes.functional  # noqa: F401
     before, begin = psutil.Process().memory_info().rss, time.perf_counter()

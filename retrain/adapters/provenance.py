@@ -11,7 +11,7 @@ from retrain.config.legacy import without_removed
 from retrain.errors import ConfigError, ModelError, UsageError
 from retrain.files import read_json
 from retrain.models.directory import bundled_model_path, bundled_name
-from retrain.policy.base import QUANTIZED_MARK, BaseModel, load_weights, look_at
+from retrain.policy.base import QUANTIZED_MARK, BaseModel, find_model_files, load_weights
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
@@ -40,7 +40,7 @@ class Provenance:
 
     def load(self, devices: str, dtype: str) -> BaseModel:
         """Load the base into memory. Raises as ``load_base``."""
-        return load_weights(look_at(self.config), devices, dtype)
+        return load_weights(find_model_files(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
         """Return the same adapter over its unquantised base."""

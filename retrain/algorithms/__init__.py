@@ -60,6 +60,7 @@ from retrain.tokenizer import Tokenizer
 
 Stream = tuple[int | str, ...]
 
+# Formula of each ``advantage_mode`` that compares the rollouts of a group
 GROUP_ADVANTAGES: dict[str, Formula] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -67,8 +68,8 @@ GROUP_ADVANTAGES: dict[str, Formula] = {
     "maxrl": maxrl,
     "reinforce_pp": dr_grpo,  # whitened over the batch afterwards
 }
-"""Formula of each ``advantage_mode`` that compares the rollouts of a group."""
 
+# Credit steps of each ``transform_mode``, from the configuration and the run's random stream
 TOKEN_CREDIT: dict[str, Callable[[Config, Stream], Sequence[CreditStep]]] = {
     "none": lambda config, stream: [],
     "gtpo": lambda config, stream: [GtpoWeights(config.gtpo.beta)],
@@ -85,13 +86,10 @@ TOKEN_CREDIT: dict[str, Callable[[Config, Stream], Sequence[CreditStep]]] = {
         EntropyMask(config.algorithm.entropy_mask_rho, config.algorithm.entropy_mask_denominator)
     ],
 }
-"""Credit steps of each ``transform_mode``, from the configuration and the run's random stream."""
 
 
 @dataclass(frozen=True)
 class Modes:
-    """Formulas of a run: names of built-in ones, or functions of the user's."""
-
     advantage: Named
     transform: Named
     uncertainty: Named
@@ -112,8 +110,6 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
 
 
 def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
-    """Return the detector of planning tokens that a configuration names, a plug-in loaded from ``base_dir`` or the
-    current directory. Raises PluginError when it cannot be loaded."""
     name = config.planning.detector
     if name == "regex":
         return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))
@@ -128,10 +124,13 @@ def build_algorithm(
     steps = [
         _advantage(config, modes),
         planning_tokens,
+        # Before token credit, which weights the token advantages that this step sets.
         SpreadAdvantage(config.algorithm.keeps_uniform_groups),
         TokenUncertainty(modes.uncertainty),
         *_token_credit(config, modes, stream),
+        # After token credit, which distributes the reward alone.
         *_teacher(config),
+        # Last: M2PO reads the final advantages, and the divisor counts the tokens that still train.
         *_rejection(config),
     ]
     return Algorithm(steps, planning_tokens.mark)
@@ -170,14 +169,12 @@ def _teacher(config: Config) -> Sequence[CreditStep]:
 
 
 def _rejection(config: Config) -> Sequence[CreditStep]:
-    """Return the step that rejects tokens before the update, where the configuration has anything to reject."""
     algorithm = config.algorithm
     rejects = algorithm.rejection != "none" or algorithm.rejection_denominator == "kept" or algorithm.loss == "m2po"
     return [RejectionMask(algorithm, config.training.several_updates)] if rejects else []
 
 
 def objective_of(config: Config, loss: Named) -> Objective:
-    """Return the objective of a configuration; ``loss`` is ``[algorithm] loss``, or the function that it names."""
     algorithm, critic, distillation = config.algorithm, config.critic, config.distillation
     correction = Correction(*algorithm.weight) if algorithm.weight else None
     terms: list[Term] = [PolicyTerm(build_loss(config, loss), correction, logged=algorithm.critic)]

@@ -37,11 +37,8 @@ class StepContext:
 
 
 class CreditStep(Protocol):
-    """One step of credit assignment."""
-
     @property
     def requires(self) -> frozenset[Want]:
-        """Return the kinds of scores that the step reads."""
         return frozenset()
 
     def measure(self, scores: Scores) -> Mapping[str, float]:
@@ -72,9 +69,7 @@ class StatefulStep(Protocol):
 
     name: str
 
-    def state(self) -> dict[str, object]:
-        """Return the state as strict JSON."""
-        ...
+    def state(self) -> dict[str, object]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -91,6 +86,7 @@ class Algorithm:
 
     def credit(self, batch: CreditedBatch, scores: Scores, step: int) -> CreditedBatch:
         """Return the batch with advantages, masks, denominators and discarded groups."""
+        # Before any step can discard a group: these metrics describe all rollouts that were sampled.
         for credit_step in self.steps:
             batch = batch.with_metrics(credit_step.measure(scores))
         if not batch.groups:  # all of them are too stale to train
@@ -133,13 +129,11 @@ def pad(arrays: Sequence[np.ndarray], dtype: type = np.float64) -> torch.Tensor:
 
 
 def pad_if_all(arrays: Sequence[np.ndarray | None], dtype: type = np.float64) -> torch.Tensor | None:
-    """Return the padded table, or None where a row is missing."""
     rows = [array for array in arrays if array is not None]
     return pad(rows, dtype) if len(rows) == len(arrays) else None
 
 
 def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
-    """Return the mask [B, T] of entries that are not padding."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max()))[None] < lengths[:, None]
 
@@ -161,12 +155,11 @@ def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.f
 
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Discard exactly the groups without any token advantage, for token credit that does not use the episode
-    advantage."""
+    """Discard exactly the groups without a token advantage, for credit that replaces the episode's."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
-        has_signal = any(row_T.any() for row_T in rows)
+        has_signal = any(row_T.any() for row_T in rows)  # without credited rollouts the reason stays
         reasons.append(group.discarded if not rows else None if has_signal else "zero_advantage")
     return batch.with_discarded(reasons)
 
@@ -197,6 +190,7 @@ def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
 def join_by_rollout(rows_by_sample: Iterable[np.ndarray], rollouts: Sequence[Rollout]) -> list[np.ndarray]:
     """Return the arrays [T] of the rollouts' samples, joined to one for each rollout."""
     rows = iter(rows_by_sample)
+    # The empty array stands in for a rollout in which the policy never acted; concatenate() of nothing raises.
     return [np.concatenate([np.zeros(0), *islice(rows, rollout.sequences)]) for rollout in rollouts]
 
 
@@ -226,13 +220,12 @@ def _flatten(turns: Sequence[Turn]) -> Sample:
         sample.token_ids[begin:at] = turn.action.token_ids
         sample.action_mask[begin:at] = True
         sample.logprobs[begin:at] = turn.action.logprobs_T
+        # Observation tokens keep version −1: no policy sampled them.
         sample.versions[begin:at] = turn.action.policy_version
     return sample
 
 
 def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sample:
-    """Return the sample with the credit of the rollout's action tokens ``tokens``; credit is 0 at other tokens."""
-
     def placed(values_T: np.ndarray | None) -> np.ndarray | None:
         if values_T is None:
             return None
@@ -259,10 +252,10 @@ def _with_credit(sample: Sample, rollout: CreditedRollout, tokens: slice) -> Sam
 
 
 def _joined_support(parts: Sequence[Support | None]) -> Support | None:
-    """Return the concatenated support of several actions, of which all or none have one."""
     supports = [part for part in parts if part is not None]
     if len(supports) < len(parts) or len(supports) < 2:
         return supports[0] if len(supports) == len(parts) else None
+    # Every part's offsets begin with 0, which only the first one keeps.
     starts = np.cumsum([0, *(len(part.ids) for part in supports)])
     offsets = [part.offsets[bool(i) :] + start for i, (part, start) in enumerate(zip(supports, starts, strict=False))]
     return Support(np.concatenate([part.ids for part in supports]), np.concatenate(offsets))

@@ -40,6 +40,7 @@ class TeacherContext:
 
     def _prompt(self, group: Group, rollout: Rollout) -> tuple[int, ...] | None:
         answer = self._answer(group, rollout)
+        # A rewritten conversation has several prompts, which one prompt of a teacher cannot replace.
         if not answer or not len(rollout) or rollout.sequences != 1:
             return None
         *before, last = group.prompt.messages
@@ -49,7 +50,6 @@ class TeacherContext:
         return ids if len(ids) + len(rollout) <= self.longest else None
 
     def _answer(self, group: Group, rollout: Rollout) -> str:
-        """Return the reference answer, or the first correct answer in the group by another rollout."""
         if self.kind == "answer":
             return group.prompt.problem.answer
         return next((other.text for other in group.rollouts if other is not rollout and other.reward.is_correct), "")
@@ -66,7 +66,7 @@ class Teacher(Protocol):
         ...
 
 
-def taught(
+def teacher_logprobs(
     teacher: Teacher, policy: Policy, groups: Sequence[Group], context: TeacherContext | None = None
 ) -> list[np.ndarray]:
     """Return the teacher's log-probabilities of every rollout's sampled tokens [T]; with a ``context`` after prompts of
@@ -116,8 +116,6 @@ class PolicyTeacher:
 
 
 class BaseTeacher:
-    """The frozen base without any adapter."""
-
     def __init__(self, fingerprint: str):
         self.identity = f"base {fingerprint}"
 

@@ -42,7 +42,7 @@ def teachers_of(
             source = teacher_source(spec.config, folder)
         except ModelError as error:
             raise ModelError(f'[distillation] teacher = "{section.teacher}": {error}') from error
-        key = source, repr((section.url, section.server, section.api_key_env))
+        key = source, repr((section.url, section.server, section.api_key_env))  # runs with equal keys share one
         if key not in made:
             made[key] = _teacher(spec.config, source, base, lanes, load_model)
         teachers[spec.run_id] = made[key]
@@ -106,9 +106,8 @@ def _teacher(config: Config, source: TeacherSource, base: BaseModel, lanes: Lane
 
 
 def _adapter(directory: Path, subject: str, base: BaseModel, lanes: Lanes) -> AdapterTeacher:
-    """Return the adapter as weights of these lanes, with zeros for layers that it lacks. Raises UsageError when it does
-    not fit."""
     fingerprint, dtype = recorded_base(directory)
+    # A fingerprint is of bits: in another number format that of the same weights differs.
     if fingerprint and fingerprint != base.fingerprint and dtype == str(base.dtype).removeprefix("torch."):
         raise UsageError(f"{subject}: it was trained on other weights than those of {base.name}")
     stored = read_adapter(directory)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrain.config import Config
     from retrain.config.tasks import Data
     from retrain.data import Dataset
-    from retrain.data.dataset import Room
+    from retrain.data.dataset import PromptLimit
     from retrain.data.prompts import Tools
     from retrain.types import Problem
 
@@ -106,7 +106,7 @@ def _measured(lengths: list[int], total: int, model: str) -> str:
     return f"{f'{low} tokens' if low == high else counted}, {measured}"
 
 
-def _limits(config: Config, training: Room, heldout: Mapping[str, Room]) -> list[str]:
+def _limits(config: Config, training: PromptLimit, heldout: Mapping[str, PromptLimit]) -> list[str]:
     """Return the limits of prompts: in training, and in held-out sets where they differ."""
     longer = "are left out" if config.data.long_prompts == "skip" else "are an error"
     places = {(training.limit, training.why): ""}

@@ -63,11 +63,13 @@ def serve(
         served = sources(target, adapters or (), base)
         for line in served.notes:
             note(line)
-        from retrain.policy.base import load_weights, look_at
+        from retrain.policy.base import find_model_files, load_weights
         from retrain.serving.app import app_of
         from retrain.serving.service import Service
 
-        loaded = load_weights(look_at(served.config), served.config.backend.device, served.config.inference.dtype)
+        loaded = load_weights(
+            find_model_files(served.config), served.config.backend.device, served.config.inference.dtype
+        )
         service = Service(loaded, served.name, max_queue=max_queue, max_rows=max_rows, timeout_s=timeout, notify=note)
         try:
             for name, directory in served.adapters.items():

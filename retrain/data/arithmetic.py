@@ -27,11 +27,11 @@ Operation = tuple[str, int]
 
 ARITHMETIC_LEVELS = ("easy", "medium", "hard")
 HELDOUT_EXPRESSIONS = 1 / 8
+# Most problems of a level per call; slightly fewer than there are
 LARGEST_COUNTS = {
     "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
     "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
 }
-"""Most problems of a level per call; slightly fewer than there are."""
 
 _SIDE_KEY = b"retrain arithmetic: train or held-out"
 _BLOCK = 4096
@@ -112,7 +112,6 @@ def _arithmetic_stream(split: Split, level: str, seed: int) -> Iterator[Problem]
 
 
 def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
-    """Return one block of random expressions of a level without those that have a negative intermediate result."""
     signs = numbers.integers(0, 2, _BLOCK).tolist()
     if level == "easy":
         columns = (numbers.integers(10, 200, _BLOCK), numbers.integers(10, 100, _BLOCK))

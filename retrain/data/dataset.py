@@ -22,9 +22,9 @@ from retrain.errors import DataError
 from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
+# Prompts with most characters that are rendered to find the longest in tokens: rendering all of a large data set takes
+# minutes
 LONGEST_BY_CHARACTERS = 8
-"""Number of prompts with most characters that are rendered to find the longest in tokens: rendering all of a large data
-set takes minutes."""
 SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
 
 
@@ -115,6 +115,7 @@ def content_hash(*parts: Sequence[Problem]) -> str:
     for part in parts:
         for problem in part:
             digest.update(json.dumps([_plain(problem), problem.answer, list(problem.tags)]).encode() + b"\n")
+        # Ends a part: a problem that moves to the next part changes the hash.
         digest.update(b"\x1e")
     return digest.hexdigest()
 
@@ -166,7 +167,6 @@ def _fraction(problems: list[Problem], data: Data) -> list[Problem]:
 
 
 def _at_most(problems: list[Problem], count: int | None, seed: int, shuffle: bool) -> list[Problem]:
-    """Return at most ``count`` problems in order: the first ones, or a seeded sample of data that is shuffled."""
     if count is None or len(problems) <= count:
         return problems
     if not shuffle:
@@ -181,17 +181,17 @@ def _plain(problem: Problem) -> str | list[dict[str, str]]:
 
 
 def _key(problem: Problem) -> str:
-    """Return the identity of a problem: its prompt with normalised white space."""
     text = problem.prompt if isinstance(problem.prompt, str) else json.dumps(_plain(problem), sort_keys=True)
     return " ".join(text.split())
 
 
 def _position(key: str) -> float:
     digest = hashlib.blake2b(key.encode("utf-8", "backslashreplace"), digest_size=8, key=b"retrain held-out").digest()
+    # A number in [0, 1) that depends on the text alone: adding or reordering problems moves no other one.
     return int.from_bytes(digest, "little") / 2**64
 
 
-class Room(NamedTuple):
+class PromptLimit(NamedTuple):
     """Prompt settings of problems: the [data] ``section`` with prompt keys, the most tokens of a prompt (None: no
     limit), and ``why``, the source of that limit."""
 
@@ -200,7 +200,9 @@ class Room(NamedTuple):
     why: str
 
 
-def fitting(data: Dataset, tokenizer: Any, training: Room, heldout: Mapping[str, Room]) -> Dataset:
+def without_long_prompts(
+    data: Dataset, tokenizer: Any, training: PromptLimit, heldout: Mapping[str, PromptLimit]
+) -> Dataset:
     """Return ``data`` without prompts over the token limit, after rendering one problem of every form; ``training`` and
     ``heldout`` have the limits of each part.
 
@@ -242,7 +244,7 @@ class _Part(NamedTuple):
     name: str
     suffix: str
     problems: Sequence[Problem]
-    room: Room
+    room: PromptLimit
     longer: Mapping[int, int]
 
     @property
@@ -250,8 +252,7 @@ class _Part(NamedTuple):
         return next(problem for problem in self.problems if id(problem) in self.longer)
 
 
-def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[int, int]:
-    """Return the tokens of prompts that are longer than the limit, by the problem's ``id()``. Raises as ``render``."""
+def _too_long(problems: Sequence[Problem], tokenizer: Any, room: PromptLimit) -> dict[int, int]:
     forms = {tuple(message["role"] for message in conversation(p, room.section)): p for p in problems}
     markup = 0  # bytes that the chat template adds to a conversation
     for problem in forms.values():
@@ -268,7 +269,6 @@ def _too_long(problems: Sequence[Problem], tokenizer: Any, room: Room) -> dict[i
 
 
 def _first_too_long(parts: Sequence[_Part]) -> str:
-    """Return a message on the first prompt that is too long, with the fix."""
     part = next(part for part in parts if part.longer)
     more = sum(len(part.longer) for part in parts) - 1
     others = f"; {more} more are too long" if more else ""
@@ -280,7 +280,6 @@ def _first_too_long(parts: Sequence[_Part]) -> str:
 
 
 def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
-    """Yield a note per limit with the number of problems left out of each part."""
     long = [part for part in parts if part.longer]
     for limit in dict.fromkeys(part.room.limit for part in long):
         here = [part for part in long if part.room.limit == limit]
@@ -293,7 +292,6 @@ def _left_out(parts: Sequence[_Part]) -> Iterator[str]:
 
 
 def _bytes(problem: Problem, section: Data) -> int:
-    """Return the bytes of a problem's prompt without chat markup."""
     return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 

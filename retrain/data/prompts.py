@@ -105,7 +105,6 @@ class Renderer:
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
-        """Add a system message about the tools unless the template renders them."""
         if self._shows_tools is None:
             self._shows_tools = self.has_template and self.text(messages, tools) != self.text(messages)
         about = tools_text(tools) if self.tools_prompt is None else self.tools_prompt
@@ -141,10 +140,8 @@ def tools_text(tools: Tools) -> str:
 
 
 class Continuation(NamedTuple):
-    """Tokens that the policy reads next; ``fresh``: they are the full conversation, not only its new part."""
-
     token_ids: tuple[int, ...]
-    fresh: bool
+    fresh: bool  # Whether they are the full conversation, not only its new part
 
 
 class Conversation:
@@ -156,7 +153,6 @@ class Conversation:
         self._begin(prompt.text)
 
     def _begin(self, text: str) -> None:
-        """Begin a new sequence with the full conversation as this text."""
         self._read = [text]  # text that the policy read before each action of the sequence
         self._action_indices: list[int] = []  # indices of the sequence's actions among the messages
 
@@ -193,6 +189,7 @@ class Conversation:
 
     def _rest(self) -> str | None:
         """Return the template's text after the last action; None if its text before differs from what was read."""
+        # Random, so that no completion can contain a mark.
         salt = secrets.token_hex(6)
         marks = [f"@said{index}x{salt}@" for index in range(len(self._action_indices))]
         marked = list(self.messages)
@@ -209,6 +206,7 @@ class Conversation:
             begin = text.find(mark, at)
             if begin < 0 or not text.startswith(read, at):
                 return None
+            # The template has dropped the thinking of this turn, which the policy has read.
             if THINK_END in self.messages[index]["content"] and _thought(mark) not in text[at:begin]:
                 return None
             at = begin + len(mark)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from retrain.config.base import is_plugin
 from retrain.config.tasks import FILE_ENDINGS, Data
@@ -28,8 +28,8 @@ from retrain.util.answers import reference_answer
 Row = tuple[str, Mapping[str, object]]  # Location (`file:line`, also the problem's id) and columns of a row
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
+# Default columns in order of preference. GSM8K has question and answer, MATH problem and solution
 ANSWER_COLUMNS = ("answer", "solution")
-"""Default columns in order of preference. GSM8K has question and answer, MATH problem and solution."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,6 @@ class ProblemColumns:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A data set on the Hugging Face hub: repository, configurations (concatenated) and columns."""
-
     repository: str
     configurations: tuple[str, ...]
     columns: ProblemColumns
@@ -135,6 +133,7 @@ def _texts(path: Path, label: str) -> Iterator[str]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
+                # Some editors begin a file with a byte-order mark.
                 yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}:{number}  is not UTF-8 (byte {error.start + 1} of the line)") from None
@@ -196,7 +195,6 @@ def on_hub(source: str, base_dir: Path | None) -> bool:
 
 
 def directory_of(source: str, base_dir: Path | None) -> Path | None:
-    """Return the directory ``source`` in one of the ``search_folders``, or None."""
     if ":" in source or "\0" in source:
         return None
     folders = [folder / Path(source).expanduser() for folder in search_folders(base_dir)]
@@ -222,6 +220,7 @@ def table_problems(
         import datasets
     except ModuleNotFoundError:
         raise missing(f"data source {source!r}", "datasets") from None
+    # The setting is global: it is put back below.
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -237,8 +236,7 @@ def table_problems(
     return problems_of_rows(rows, columns, f"{source}, split {split!r}")
 
 
-def _table(datasets: Any, location: str, subset: str | None, split: str) -> Any:
-    """Return one split of a repository or directory. Raises NoSplit, or errors of ``datasets``."""
+def _table(datasets: ModuleType, location: str, subset: str | None, split: str) -> Iterable[Mapping[str, object]]:
     tables = None
     if (Path(location) / "dataset_dict.json").is_file():
         tables = datasets.load_from_disk(location)
@@ -348,7 +346,6 @@ def problem_of_row(where: str, row: Mapping[str, object], columns: ProblemColumn
 
 
 def _column(where: str, row: Mapping[str, object], column: str | None, key: str, usual: tuple[str, ...]) -> str:
-    """Return the name of the required ``column``; ``usual`` are the defaults if None. Raises DataError."""
     if column is not None and column in row:
         return column
     missing = f'column "{column}"' if column else f"column {' or '.join(usual)}"

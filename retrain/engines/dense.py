@@ -30,11 +30,11 @@ from retrain.engines.step import (
     Rows,
     SampledTokens,
     StepPlan,
-    adds_in_any_order,
     block_end,
     compiled_decode_steps,
     decode_steps,
     logits,
+    needs_exact_sums,
     product,
     rotated,
 )
@@ -56,7 +56,7 @@ class Projection:
         self.names = tuple(layer.name if isinstance(layer, LaneLinear) else None for layer in layers)
         self.sizes = [int(linear.out_features) for linear in linears]  # pyright: ignore[reportArgumentType]
         self.dtype, self.device, self._linears = base.dtype, base.device, linears
-        self._joined = None if base.passes else _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
+        self._joined = None if base.is_streamed else _fused(base, [linear.weight for linear in linears])  # pyright: ignore[reportArgumentType]
         biases = [linear.bias for linear in linears]
         self.bias: torch.Tensor | None = None
         if any(bias is not None for bias in biases):
@@ -69,9 +69,9 @@ class Projection:
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return the weight; for streamed weights of several layers, a concatenated copy."""
         if self._joined is not None:
             return self._joined
+        # Streamed weights exist only while they are read: several are joined in a copy each time.
         weights: list[Any] = [linear.weight.detach() for linear in self._linears]  # pyright: ignore[reportCallIssue]
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
@@ -92,6 +92,8 @@ class Projection:
         begin = row = 0
         for name, size in zip(self.names, self.sizes, strict=True):
             if name is not None:
+                # Block-diagonal: each layer reads its own r columns of x·A, so that one product serves all. Scaled in
+                # fp32; the assignment rounds once.
                 factor = Lanes.padded([ad.B[name].t() * ad.scale for ad in adapters], rank, 0)
                 b[:, row : row + rank, begin : begin + size] = factor
                 row += rank
@@ -110,8 +112,6 @@ class Projection:
 
 
 class Layer:
-    """The weights of one decoder block, taken from its module."""
-
     def __init__(self, base: BaseModel, module: Any, heads: int, kv_heads: int):
         attention, mlp = module.self_attn, module.mlp
         self.qkv = Projection(base, [attention.q_proj, attention.k_proj, attention.v_proj])
@@ -159,7 +159,6 @@ class StreamedBlocks:
             yield layer.with_adapters(self.merged, True, False) if self.merged else layer.with_factors(added)
 
     def of_lanes(self, select: Callable[[torch.Tensor | None], torch.Tensor | None]) -> StreamedBlocks:
-        """Return the blocks with the lanes that ``select`` takes from a factor of all lanes."""
         added = [[(select(a), select(b)) for a, b in factors] for factors in self.added]
         return StreamedBlocks(self.layers, self.sharded, added, self.merged)
 
@@ -179,11 +178,9 @@ class CachedBatch(NamedTuple):
 
 
 class CachedSequence(NamedTuple):
-    """One sequence: the keys and values of ``token_ids`` are in the first columns of row ``row``."""
-
     batch: CachedBatch
     row: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # Their keys and values are in the row's first columns
 
 
 class KVCache:
@@ -221,7 +218,6 @@ class KVCache:
                 states[rows, :, :columns] = cached[sources, :, :columns]
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill the first T columns of these rows of a layer with states [rows, heads, T, head_dim]."""
         width = keys.shape[2]
         self.keys[layer][rows, :, :width] = keys
         self.values[layer][rows, :, :width] = values
@@ -260,6 +256,7 @@ class SequenceCache:
         if sequence is None:
             return None
         length = len(sequence.token_ids)
+        # At least one token must be new: its logits are what the first draw needs.
         return sequence if length < len(prompt_ids) and tuple(prompt_ids[:length]) == sequence.token_ids else None
 
     def drop(self, ref: PolicyRef, name: SequenceName) -> None:
@@ -274,6 +271,7 @@ class SequenceCache:
     def _pop(self, key: tuple[PolicyRef, SequenceName]) -> CachedSequence | None:
         sequence = self._entries.pop(key, None)
         if sequence is not None:
+            # A batch's tensors are freed with its last sequence; each sequence accounts for an equal share.
             self._bytes -= sequence.batch.bytes // len(sequence.batch.keys[0])
         return sequence
 
@@ -286,12 +284,12 @@ class DenseDecoder:
         body, heads, kv_heads = model.model, config.num_attention_heads, config.num_key_value_heads
         attention = body.layers[0].self_attn
         self.base, self.device, self.dtype, self.rotary = base, base.device, base.dtype, body.rotary_emb
-        self.sharded, self.passes = base.sharded, base.passes
+        self.sharded, self.is_streamed = base.sharded, base.is_streamed
         self._gather_ends()
         self.layers = [Layer(base, module, heads, kv_heads) for module in body.layers]
         # Merging in half precision would round a small ΔW away. Of streamed weights, only one layer is copied.
-        self.merges = (base.copies or base.sharded is not None) and base.device.type == "cpu" and base.dtype in FULL
-        self.packs = base.packs
+        self.merges = (base.fits_copy or base.sharded is not None) and base.device.type == "cpu" and base.dtype in FULL
+        self.packs_weights = base.packs_weights
         none = torch.empty(0, device=self.device, dtype=self.dtype)
         self.frame = Frame(
             embedding=body.embed_tokens.weight,
@@ -314,10 +312,10 @@ class DenseDecoder:
     def blocks(self, adapters: Sequence[LoraWeights]) -> Blocks:
         merge = self.merges and len(adapters) == 1
         with torch.no_grad():
-            if self.passes:
+            if self.is_streamed:
                 added = [[projection.factors(adapters) for projection in layer.projections] for layer in self.layers]
                 return StreamedBlocks(self.layers, self.sharded, added, adapters if merge else ())
-            return [layer.with_adapters(adapters, merge, self.packs) for layer in self.layers]
+            return [layer.with_adapters(adapters, merge, self.packs_weights) for layer in self.layers]
 
     @staticmethod
     def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
@@ -351,6 +349,7 @@ class DenseDecoder:
         """Return the frame with rotary angles of at least ``length`` positions, by the model's rotary embedding."""
         if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
+            # Of its first argument transformers' rotary embedding reads device and dtype only.
             cos, sin = self.rotary(torch.empty(0, device=self.device, dtype=self.dtype), positions)
             half = self.frame.head_dim // 2
             self.frame = self.frame._replace(cos=cos[0], sin=torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1))
@@ -421,6 +420,7 @@ class DenseDecoder:
         from_rows = slice(rows[0], rows[0] + count) if is_contiguous else rows_R  # a slice copies nothing
         step_T = torch.arange(width, device=self.device)
         columns = int((start_R + last_R).max()) + 1
+        # Padding would index beyond the table of angles.
         position_RT = (start_R.unsqueeze(1) + step_T).clamp_(max=columns - 1)
         frame = self.frame_of(columns)
         cos, sin = frame.cos[position_RT].unsqueeze(2), frame.sin[position_RT].unsqueeze(2)
@@ -448,14 +448,14 @@ class DenseDecoder:
         self, blocks: Blocks, rows: Rows, sampled: SampledTokens, kv_cache: KVCache, plan: StepPlan
     ) -> int:
         self._gather_ends()
-        compiled = self.settings.compiled and not self.passes
+        compiled = self.settings.compiled and not self.is_streamed
         run: Callable[..., int] = compiled_decode_steps() if compiled else decode_steps
         frame = self.frame_of(kv_cache.capacity)
-        return run(frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, plan, self.in_any_order)
+        return run(frame, blocks, rows, sampled, kv_cache.keys, kv_cache.values, plan, self.exact_sums)
 
     @property
-    def in_any_order(self) -> bool:
-        return adds_in_any_order(self.device)
+    def exact_sums(self) -> bool:
+        return needs_exact_sums(self.device)
 
 
 def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -20,13 +20,13 @@ import torch
 from retrain.device import is_out_of_memory, lost
 from retrain.errors import RunFailed
 
+# Eager steps of a shape before its capture: a capture costs as much as a few steps, and libraries do their set-up,
+# which is forbidden during a capture, in the first ones
 EAGER_STEPS = 3
-"""Eager steps of a shape before its capture: a capture costs as much as a few steps, and libraries do their set-up,
-which is forbidden during a capture, in the first ones."""
 
+# Records the launches of a step without running it, and returns a function that replays them. Raises EmptyCapture when
+# nothing was recorded, RuntimeError when the step cannot be captured
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
-"""Records the launches of a step without running it, and returns a function that replays them. Raises EmptyCapture when
-nothing was recorded, RuntimeError when the step cannot be captured."""
 
 
 class EmptyCapture(RunFailed):
@@ -67,7 +67,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first error inside a capture; the failure to end the capture follows from it and hides it."""
+    # The failure to end a capture follows from the first error inside it, and hides it.
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return error

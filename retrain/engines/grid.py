@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from retrain.engines.protocol import Finished
 from retrain.engines.slots import IDLE_SHARE, BatchSequences, LaneRequest, SampleIndex
-from retrain.engines.step import adds_in_any_order, draw_tokens, select_rows
+from retrain.engines.step import draw_tokens, needs_exact_sums, select_rows
 from retrain.policy.arithmetic import FULL
 from retrain.policy.backbone import backbone_of
 from retrain.policy.base import BaseModel
@@ -31,7 +31,6 @@ class ReservedLayer(DynamicLayer):
         self.value_buffer: torch.Tensor
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffers on first use, with the states' dtype, device and sizes except the length."""
         self.dtype, self.device = key_states.dtype, key_states.device
         rows, heads, _, size = key_states.shape
         self.key_buffer = key_states.new_empty(rows, heads, self.capacity, size)
@@ -71,6 +70,7 @@ class DecodeCache:
         layers: list[Any] = list(self.cache.layers)
         if not layers:  # the config names no layer types, so transformers would add layers lazily
             layers = [ReservedLayer(capacity) for _ in range(config.num_hidden_layers)]
+        # Subclasses, such as those of sliding windows, manage their length themselves.
         layers = [ReservedLayer(capacity) if type(layer) is DynamicLayer else layer for layer in layers]
         self.cache.layers = layers
         self.plain = all(isinstance(layer, ReservedLayer) for layer in layers)
@@ -105,7 +105,6 @@ class Grid:
         self.mask_RK: torch.Tensor
 
     def run(self, finished: Finished) -> None:
-        """Decode all sequences to their end, then call ``finished`` for each request."""
         logits_RV = self._prefill()
         for step in range(self.max_tokens):
             self._draw(logits_RV)
@@ -117,7 +116,6 @@ class Grid:
             finished(request, self.sequences.actions(request))
 
     def _prefill(self) -> torch.Tensor:
-        """Prefill each distinct (lane, prompt) once and copy its cache to its samples; return logits [R, V]."""
         # A lane with fewer sequences is padded with idle rows, which read the prompt of its first sequence.
         request_of = [
             [self.sequences.indices[i].request for i in [*lane, *[lane[0]] * (self.slots - len(lane))]]
@@ -142,12 +140,12 @@ class Grid:
 
     def _draw(self, logits_RV: torch.Tensor) -> None:
         idle_R = ~self.rows.alive_R
-        self.sequences.make_room(len(idle_R))
-        draw_tokens(self.rows, self.sequences.sampled, logits_RV, adds_in_any_order(self.base.device))
+        self.sequences.reserve_draws(len(idle_R))
+        draw_tokens(self.rows, self.sequences.sampled, logits_RV, needs_exact_sums(self.base.device))
+        # Idle rows stay in the forward pass: any valid token will do.
         self.rows.token_R.masked_fill_(idle_R, self.base.pad_id)
 
     def _compact_or_finished(self, step: int) -> bool:
-        """Return True when all sequences have ended; else remove idle rows once ``IDLE_SHARE`` of the rows are idle."""
         if step % self.calls and step + 1 < self.max_tokens:
             return False
         alive = self.rows.alive_R.view(len(self.lanes), self.slots).cpu()
@@ -170,18 +168,18 @@ class Grid:
         self.sequences.lengths[self.sequence] = self.rows.sampled_R.cpu().numpy() + 1
 
     def _forward(self, step: int) -> torch.Tensor:
-        """Return logits [R, V] after the tokens just drawn."""
         mask_RK = self.mask_RK[:, : self.width + step + 1]
         return self._logits(
             self.rows.token_R.unsqueeze(1),
+            # transformers takes a mask of four dimensions as it is, and otherwise builds one for each kind of layer.
             mask_RK[:, None, None, :] if self.cache.plain else mask_RK,
             (self.rows.position_R + step).unsqueeze(1),
         )
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows, V] of the last column, in half precision by the same output layer as in the update."""
         inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
         inputs |= {"past_key_values": self.cache.cache, "use_cache": True}
+        # In half precision by the update's output layer, whose logits are fp32: both sides round alike.
         if self.backbone is None or self.backbone.head is None or self.backbone.decoder is None:
             return self.base.model(**inputs, logits_to_keep=1).logits[:, -1]
         return self.backbone.head.logits(self.backbone.decoder(**inputs).last_hidden_state[:, -1])

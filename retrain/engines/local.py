@@ -35,19 +35,19 @@ from retrain.types import Action, PolicyRef, SampleRequest
 
 MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}  # Rows of a decode batch from which decoding is compute-bound
 CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
+# Least sequences of a piece of the decode batch: smaller pieces use more cores, but each piece adds a prefill and a
+# step (docs/records/performance.md)
 LEAST_PIECE_ROWS = 32
-"""Least sequences of a piece of the decode batch: smaller pieces use more cores, but each piece adds a prefill and a
-step (docs/records/performance.md)."""
 PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3  # Rows, tokens per row, and how many are decoded one by one
+# Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which a decoder is
+# used. Even in fp64, transformers computes norms and angles in fp32
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
-"""Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which a decoder is
-used. Even in fp64, transformers computes norms and angles in fp32."""
+# The same limit in half precision for one layer; layers round independently, so it grows with the square root of their
+# number. Measured, divided by that root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; at least 0.02
+# with the scaling of attention wrong by 10 %
 PROBE_HALF_LIMIT = 0.006
-"""The same limit in half precision for one layer; layers round independently, so it grows with the square root of their
-number. Measured, divided by that root: 0.0001 to 0.0025 on random models, 0.0006 on the bundled one; at least 0.02 with
-the scaling of attention wrong by 10 %."""
+# Largest difference of a logit from the output layer's product, relative to the largest logit; half precision: 2⁻⁷
 PROBE_HEAD_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
-"""Largest difference of a logit from the output layer's product, relative to the largest logit; half precision: 2⁻⁷."""
 
 
 class LocalEngine:
@@ -77,14 +77,13 @@ class LocalEngine:
         self.begin(MemoryPlan.of(base))
         self._syncs: list[float] = []
         self.graphs: StepGraphs | None = None
-        if base.device.type == "cuda" and not base.passes:
+        if base.device.type == "cuda" and not base.is_streamed:
             self.graphs = StepGraphs(partial(cuda_capture, base.device), notify)
         self.decoder = dense_decoder(base, self.settings) if dense else None
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # found by trial passes, which must run while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
-        self.keeps_blocks = False
-        """Keep the blocks merged with adapters in memory between calls of ``sample``."""
+        self.keeps_blocks = False  # Keep the blocks merged with adapters in memory between calls of ``sample``
         self._blocks: tuple[list[LoraWeights], Blocks] | None = None
 
     @property
@@ -93,7 +92,6 @@ class LocalEngine:
 
     @property
     def sync_seconds(self) -> float:
-        """Seconds in which the last ``sample`` merged or stacked the adapters' weights, over all threads."""
         return sum(self._syncs)
 
     def begin(self, plan: MemoryPlan) -> None:
@@ -170,6 +168,7 @@ class LocalEngine:
             except RuntimeError as error:
                 if not is_out_of_memory(error) or rows <= len(policies):
                     raise
+                # Every lane needs a row: below that the batch cannot shrink.
                 rows = self.fitting = max(len(policies), min(rows, len(indices)) // 2)
                 self.sequence_cache.clear()
                 self.notify(f"out of memory while decoding: continuing with {rows} sequences at once")
@@ -193,8 +192,6 @@ class LocalEngine:
         rows: int,
         keep: Finished,
     ) -> None:
-        """Decode pieces in parallel, each with at most ``rows`` sequences at once; ``lanes`` are the lanes of all
-        pieces."""
         if self.decoder is not None:
             begin = time.perf_counter()
             blocks = self._blocks_of(self.decoder, [weights[lane] for lane in lanes])
@@ -257,7 +254,6 @@ class LocalEngine:
 
 
 def with_lanes(requests: Sequence[SampleRequest]) -> tuple[list[PolicyRef], list[LaneRequest]]:
-    """Return the policies in order of first use, one lane each, and the requests with their lanes."""
     policies = list(dict.fromkeys(request.policy for request in requests))
     return policies, [LaneRequest(**vars(request), lane=policies.index(request.policy)) for request in requests]
 
@@ -308,6 +304,7 @@ def is_supported(base: BaseModel) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope_type = str(rope.get("rope_type", rope.get("type", "default")))
+    # Mistral windows every layer when a window is set; other families name windowed layers in layer_types.
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return (
         config.model_type in DENSE_FAMILIES
@@ -315,6 +312,7 @@ def is_supported(base: BaseModel) -> bool:
         and kinds == {"full_attention"}
         and not (windowed and config.model_type == "mistral")
         and config.hidden_act in ACTIVATIONS
+        # Angles that depend on the length of the sequence do not fit one table.
         and "dynamic" not in rope_type
         and rope_type != "longrope"
         and not getattr(config, "quantization_config", None)
@@ -342,7 +340,7 @@ def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
         for got_NV, index in _probe(decoder, ids_RT):
             want_NV = decoder.output(hidden_RTH[index])
             uniforms_N = torch.from_numpy(noise.random(len(want_NV))).to(device)
-            token_N, want_N, _, _ = draw(want_NV, uniforms_N, in_any_order=decoder.in_any_order)
+            token_N, want_N, _, _ = draw(want_NV, uniforms_N, exact_sums=decoder.exact_sums)
             gaps.append(got_NV.log_softmax(-1).gather(1, token_N.unsqueeze(1)).squeeze(1) - want_N)
             spreads.append(want_NV.var(-1))
         last_gap = (last_RV - decoder.output(hidden_RTH[:, -1])).abs().max() / last_RV.abs().max()

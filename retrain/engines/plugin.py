@@ -13,8 +13,6 @@ from retrain.types import Action, PolicyRef, SampleRequest
 
 
 class PluginEngine:
-    """Samples the prompts of each run with its backend and checks the completions."""
-
     exact = False
     is_concurrent = False
     sync_seconds: float | None = None

@@ -10,11 +10,10 @@ Finished = Callable[[int, list[Action]], None]
 
 
 class EngineState(TypedDict, total=False):
-    """Limits of an engine on this machine: bytes of a decode batch, and the rows that fit after running out of
-    memory."""
+    """Limits of an engine on this machine."""
 
-    decode_bytes: int
-    fitting: int | None
+    decode_bytes: int  # Of a decode batch
+    fitting: int | None  # Rows that fit after running out of memory
 
 
 class Engine(Protocol):

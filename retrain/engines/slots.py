@@ -23,11 +23,11 @@ from retrain.policy.base import BaseModel
 from retrain.rng import uniforms
 from retrain.types import Action, PolicyRef, SampleRequest
 
+# Share of the rows that must be idle before waiting sequences enter: a prefill costs as much as several steps
 REFILL_SHARE = 0.125
-"""Share of the rows that must be idle before waiting sequences enter: a prefill costs as much as several steps."""
+# Steps per call of a small model; the call returns early when a sequence ends. A large model takes one step per call,
+# so that Python handles signals in between
 BURST = 16
-"""Steps per call of a small model; the call returns early when a sequence ends. A large model takes one step per call,
-so that Python handles signals in between."""
 IDLE_SHARE = 0.25  # Least share of the rows that is freed by shrinking the batch, which copies the cache
 
 T = TypeVar("T")
@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LaneRequest(SampleRequest):
-    """A request whose weights are lane ``lane`` of the decode batch."""
-
     lane: int = 0
 
     def uniforms_T(self, sample: int) -> np.ndarray:
@@ -52,8 +50,6 @@ class LaneRequest(SampleRequest):
 
 @dataclass(frozen=True)
 class SampleIndex:
-    """One sequence to sample: sample ``sample`` of request ``request``."""
-
     request: int
     sample: int
 
@@ -108,7 +104,6 @@ class BatchSequences:
         self.greedy = np.array([t == 0 for t in temperatures])
 
     def new_rows(self, sequence_R: np.ndarray) -> Rows:
-        """Return idle rows bound to these sequences."""
         device, count, real = self.base.device, len(sequence_R), self.sampled.logprobs_NT.dtype
         has_temperatures, has_greedy = bool((self.temperatures != 1).any()), bool(self.greedy.any())
         index_R = torch.zeros(count, dtype=torch.long, device=device)
@@ -136,7 +131,7 @@ class BatchSequences:
         if rows.cut_R3 is not None and self.cuts is not None:
             rows.cut_R3.copy_(torch.from_numpy(self.cuts[sequence_R]))
 
-    def make_room(self, draws: int) -> bool:
+    def reserve_draws(self, draws: int) -> bool:
         """Reserve space for the kept sets of ``draws`` more draws; return whether the record was reallocated. Waits for
         the device if sequences are truncated."""
         record = self.sampled.support
@@ -188,11 +183,9 @@ def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | No
 
 
 class PartialPrefill(NamedTuple):
-    """A row whose first ``start`` columns are cached, and the tokens of its prompt after them."""
-
     row: int
-    start: int
-    token_ids: tuple[int, ...]
+    start: int  # Number of columns that are cached
+    token_ids: tuple[int, ...]  # Those of the prompt after them
 
 
 class SlotBatch:
@@ -223,7 +216,7 @@ class SlotBatch:
             self.waiting[request.lane].append(sequence)
         self.missing = Counter(index.request for index in indices)
         self.columns_by = decoder.settings.columns
-        self.steps = BURST if base.small and self.columns_by == 1 else 1
+        self.steps = BURST if base.is_small and self.columns_by == 1 else 1
         capacity = max(len(r.prompt_ids) + r.max_tokens for r in self.sequences.requests)
         self.capacity = -(-capacity // self.columns_by) * self.columns_by
         self.slots = max(1, min(max_rows // len(self.lanes), max(len(q) for q in self.waiting.values())))
@@ -235,8 +228,9 @@ class SlotBatch:
         self.at = np.zeros(rows, dtype=np.int64)  # upper bound of each row's cache position
         self.rows = self.sequences.new_rows(self.sequence)
 
-    def _make_room(self, draws: int) -> None:
-        if self.sequences.make_room(draws) and self.graphs is not None:
+    def _reserve_draws(self, draws: int) -> None:
+        # Graphs replay on addresses: those of the old record are free now.
+        if self.sequences.reserve_draws(draws) and self.graphs is not None:
             self.graphs.forget()
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -246,7 +240,7 @@ class SlotBatch:
         self._admit()
         try:
             while self._reschedule():
-                self._make_room(calls * self.steps * len(self.sequence))
+                self._reserve_draws(calls * self.steps * len(self.sequence))
                 for _ in range(calls):
                     self._step()
         finally:
@@ -254,7 +248,6 @@ class SlotBatch:
                 self.graphs.forget()
 
     def _step(self) -> None:
-        """Decode one token for every row, or several where the decoder takes several steps at once."""
         held = self.sequence != self.sequences.scratch
         columns = int(self.at[held].max()) + 1
         if self.columns_by == 1:
@@ -277,7 +270,6 @@ class SlotBatch:
     # -- which sequence has which row --------------------------------------------------------------------------------
 
     def _reschedule(self) -> bool:
-        """Evict ended sequences, admit waiting ones, compact the batch; return False when all sequences have ended."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
             if self.graphs is not None and self.graphs.in_use:
@@ -294,8 +286,7 @@ class SlotBatch:
                 return True
 
     def _check_progress(self, alive: np.ndarray) -> None:
-        """Raise RunFailed unless rows that are alive have taken every step: a graph that replays nothing would loop
-        forever."""
+        # A graph that replays nothing would loop forever.
         stuck = alive & (self.rows.position_R.cpu().numpy() != self.at)
         if stuck.any():
             raise RunFailed(
@@ -305,6 +296,7 @@ class SlotBatch:
 
     def _evict(self, rows: np.ndarray) -> None:
         complete, index = [], torch.from_numpy(rows).to(self.decoder.device)
+        # sampled_R is the index of the last token, hence + 1.
         self.sequences.lengths[self.sequence[rows]] = self.rows.sampled_R[index].cpu().numpy() + 1
         self._cache_sequences(rows)
         for sequence in self.sequence[rows]:
@@ -319,7 +311,6 @@ class SlotBatch:
             self.finished(request, self.sequences.actions(request))
 
     def _cache_sequences(self, rows: np.ndarray) -> None:
-        """Cache ended sequences that may continue: all tokens but the last, which has no keys and values yet."""
         by_policy: dict[PolicyRef, list[int]] = {}
         for row, sequence in zip(rows.tolist(), self.sequence[rows].tolist(), strict=True):
             request = self.sequences.requests[sequence]
@@ -332,12 +323,12 @@ class SlotBatch:
             named = []
             for sequence, tokens in zip(sequences, sampled, strict=True):
                 request, sample = self.sequences.requests[sequence], self.sequences.indices[sequence].sample
+                # All but the last token, which has no keys and values yet.
                 read = (*request.prompt_ids, *tokens[: self.sequences.lengths[sequence] - 1])
                 named.append((request.sequences[sample], read))
             self.cache.put(policy, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
 
     def _admit(self) -> bool:
-        """Admit waiting sequences to idle rows when it is worth a prefill; True when some were admitted."""
         admitted: list[tuple[int, int]] = []
         for i, lane in enumerate(self.lanes):
             lane_rows = range(i * self.slots, (i + 1) * self.slots)
@@ -353,8 +344,6 @@ class SlotBatch:
         return True
 
     def _prefill(self, admitted: Sequence[tuple[int, int]]) -> None:
-        """Prefill each distinct prompt of the admitted (row, sequence) pairs once, copy its cache to its samples, and
-        draw their first tokens; at most ``prefill_tokens`` at a time."""
         rows_of: list[dict[int, list[int]]] = [{} for _ in self.lanes]  # per lane the rows of each request
         for row, sequence in admitted:
             request = self.sequences.indices[sequence].request
@@ -377,7 +366,6 @@ class SlotBatch:
             self._prefill_part(part)
 
     def _prefill_part(self, part: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """Prefill requests, equally many per lane, each with the rows that begin with its prompt."""
         device, prompts = self.decoder.device, [self.requests[request].prompt_ids for request, _ in part]
         ids = self._padded(prompts)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
@@ -409,7 +397,6 @@ class SlotBatch:
         return continuations
 
     def _extend(self, continuations: list[list[PartialPrefill]]) -> None:
-        """Prefill the new tokens of continued sequences and draw their next ones, in parts as in ``_prefill``."""
         longest = max((len(new.token_ids) for lane in continuations for new in lane), default=0)
         if not longest:
             return
@@ -429,14 +416,12 @@ class SlotBatch:
 
     def _first_token(self, logits_SV: torch.Tensor, rows_S: torch.Tensor) -> None:
         rows, selected = self.rows, select_rows(self.rows, rows_S)
-        self._make_room(len(rows_S))
-        draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.in_any_order)
+        self._reserve_draws(len(rows_S))
+        draw_tokens(selected, self.sequences.sampled, logits_SV, self.decoder.exact_sums)
         rows.token_R[rows_S], rows.sampled_R[rows_S] = selected.token_R, selected.sampled_R
         rows.alive_R[rows_S] = selected.alive_R
 
     def _compact(self, alive: np.ndarray) -> None:
-        """Remove idle rows without waiting sequences and lanes without work, if that frees ``IDLE_SHARE`` of the
-        rows."""
         count = len(self.sequence)
         lane_rows = np.arange(count).reshape(len(self.lanes), self.slots)
         living = {lane: rows[alive[rows]] for lane, rows in zip(self.lanes, lane_rows, strict=True)}

@@ -29,13 +29,12 @@ from retrain.models.layers import GPU_COLUMNS
 from retrain.policy.arithmetic import fp32_product, linear, rms, rotation
 from retrain.types import Support
 
+# Activations of gated MLPs, as configurations name them, that ``activated`` knows
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-"""Activations of gated MLPs, as configurations name them, that ``activated`` knows."""
+# Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
+# large vocabulary is accumulated token by token
 BLOCK = 256
-"""Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
-large vocabulary is accumulated token by token."""
-CHUNK = 1 << 18
-"""Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache."""
+CHUNK = 1 << 18  # Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache
 
 
 class DecodeSettings(NamedTuple):
@@ -139,12 +138,11 @@ class SampledTokens(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One decode call: the cache ``columns`` that its first step reads, whether rows end at different columns
-    (``ragged``), and the most ``steps`` to take."""
+    """One decode call."""
 
-    columns: int
-    ragged: bool
-    steps: int
+    columns: int  # Of the cache, that the first step reads
+    ragged: bool  # Whether rows end at different columns
+    steps: int  # To take at most
 
 
 def product(x: torch.Tensor, linear_layers: FusedLinear) -> torch.Tensor:
@@ -173,14 +171,12 @@ def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
 def rotated(
     frame: Frame, head_norms: torch.Tensor | None, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """Return queries and keys [..., heads + kv_heads, D], normalised where the family does so, and rotated."""
     if head_norms is not None:
         qk = torch.rms_norm(qk, [frame.head_dim], None, frame.eps) * head_norms
     return rotation(qk, cos, sin)
 
 
 def block_end(frame: Frame, block: Block, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Add the output projection of attention, then the MLP, to the block's input."""
     x = x + product(attended, block.out)
     gate, up = product(rms(x, block.norm_mlp, frame.eps), block.gate_up).chunk(2, -1)
     return x + product(activated(gate, frame.activation) * up, block.down)
@@ -239,7 +235,7 @@ def draw(
     uniforms_R: torch.Tensor,
     temperature_R1: torch.Tensor | None = None,
     greedy_R1: torch.Tensor | None = None,
-    in_any_order: bool = False,
+    exact_sums: bool = False,
     cut_R3: torch.Tensor | None = None,
     rank_K: torch.Tensor | None = None,
     chunk: int = CHUNK,
@@ -249,13 +245,13 @@ def draw(
 
     The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): this needs no sort, and a
     sample does not depend on other rows. ``temperature_R1`` None is 1; ``greedy_R1`` rows take the largest logit.
-    ``in_any_order``: see ``cumulated``. Computed in fp32 (fp64 for fp64 logits). NaN logits give any token with
+    ``exact_sums``: see ``cumulated``. Computed in fp32 (fp64 for fp64 logits). NaN logits give any token with
     log-probability NaN.
     """
     count = logits_RV.shape[0]
     rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
     if rows >= count:
-        return _draw(logits_RV, uniforms_R, temperature_R1, greedy_R1, in_any_order, cut_R3, rank_K)
+        return _draw(logits_RV, uniforms_R, temperature_R1, greedy_R1, exact_sums, cut_R3, rank_K)
     tokens: list[torch.Tensor] = []
     logprobs: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
@@ -267,7 +263,7 @@ def draw(
             uniforms_R[begin:end],
             None if temperature_R1 is None else temperature_R1[begin:end],
             None if greedy_R1 is None else greedy_R1[begin:end],
-            in_any_order,
+            exact_sums,
             None if cut_R3 is None else cut_R3[begin:end],
             rank_K,
         )
@@ -289,7 +285,7 @@ def _draw(
     uniforms_R: torch.Tensor,
     temperature_R1: torch.Tensor | None,
     greedy_R1: torch.Tensor | None,
-    in_any_order: bool,
+    exact_sums: bool,
     cut_R3: torch.Tensor | None,
     rank_K: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -302,8 +298,8 @@ def _draw(
     mass_RV = x_RV.exp()
     kept_RK: torch.Tensor | None = None
     if cut_R3 is not None and rank_K is not None:
-        mass_RV, kept_RK = truncated(mass_RV, cut_R3, rank_K, in_any_order)
-    token_R1, total_R1 = inverse(mass_RV, uniforms_R.unsqueeze(1), in_any_order)
+        mass_RV, kept_RK = truncated(mass_RV, cut_R3, rank_K, exact_sums)
+    token_R1, total_R1 = inverse(mass_RV, uniforms_R.unsqueeze(1), exact_sums)
     if greedy_R1 is not None:
         token_R1 = torch.where(greedy_R1, logits_RV.argmax(-1, keepdim=True), token_R1)
     log_total_R = total_R1.squeeze(1).log()
@@ -312,33 +308,33 @@ def _draw(
     return token_R1.squeeze(1), logprob_R, entropy_R, kept_RK
 
 
-def adds_in_any_order(device: torch.device) -> bool:
+def needs_exact_sums(device: torch.device) -> bool:
     """Return whether ``cumulated`` must not depend on the order of a sum: on a GPU that must be deterministic."""
     return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 def inverse(
-    mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, in_any_order: bool, block: int = BLOCK
+    mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, exact_sums: bool, block: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token [R, 1] at which the cumulative mass of a row exceeds the share ``uniforms_R1`` (in [0, 1)), and
     the row's total mass [R, 1]. A token without mass is never returned."""
     size = mass_RV.shape[1]
     if size <= block:
-        below_RV = cumulated(mass_RV, in_any_order)
+        below_RV = cumulated(mass_RV, exact_sums)
         total_R1 = below_RV[:, -1:].contiguous()
         return torch.searchsorted(below_RV, _aim(uniforms_R1, total_R1), right=True).clamp_(max=size - 1), total_R1
     full = size // block * block
     sums_RB = mass_RV[:, :full].unflatten(1, [size // block, block]).sum(-1)
     if full < size:
         sums_RB = torch.cat([sums_RB, mass_RV[:, full:].sum(-1, keepdim=True)], 1)
-    below_RB = cumulated(sums_RB, in_any_order)
+    below_RB = cumulated(sums_RB, exact_sums)
     total_R1 = below_RB[:, -1:].contiguous()
     aim_R1 = _aim(uniforms_R1, total_R1)
     block_R1 = torch.searchsorted(below_RB, aim_R1, right=True).clamp_(max=below_RB.shape[1] - 1)
     before_R1 = below_RB.gather(1, (block_R1 - 1).clamp_(min=0)).masked_fill(block_R1 == 0, 0.0)
     ids_RK = block_R1 * block + torch.arange(block, device=mass_RV.device)
     inside_RK = mass_RV.gather(1, ids_RK.clamp(max=size - 1)).masked_fill(ids_RK >= size, 0.0)
-    reached_RK = cumulated(inside_RK, in_any_order)
+    reached_RK = cumulated(inside_RK, exact_sums)
     # By rounding, the cumulative sum inside the block may stay below the block sum: then take its last token with mass.
     last_R1 = torch.searchsorted(reached_RK, reached_RK[:, -1:].contiguous())
     offset_R1 = torch.searchsorted(reached_RK, aim_R1 - before_R1, right=True)
@@ -346,13 +342,13 @@ def inverse(
 
 
 def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
-    """Return share × total, always below the total in spite of rounding."""
     aim_R1 = (uniforms_R1 * total_R1).to(total_R1.dtype)
+    # Below the total in spite of rounding: else the search could run past the last token with mass.
     return torch.minimum(aim_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
 
 
 def truncated(
-    mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, in_any_order: bool
+    mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, exact_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the masses (largest of a row: 1) with 0 outside the kept set [R, V], and the kept ids [R, K], most
     probable first, padded with −1.
@@ -363,7 +359,7 @@ def truncated(
     most_R1, top_p_R1, min_p_R1 = cut_R3[:, 0:1], cut_R3[:, 1:2], cut_R3[:, 2:3]
     top_RK, ids_RK = mass_RV.topk(rank_K.shape[0], -1)
     kept_RK = (rank_K < most_R1) & (top_RK >= min_p_R1)
-    sums_RK = cumulated(top_RK * kept_RK, in_any_order)
+    sums_RK = cumulated(top_RK * kept_RK, exact_sums)
     before_RK = torch.cat([torch.zeros_like(top_p_R1), sums_RK[:, :-1]], 1)
     kept_RK &= (before_RK < top_p_R1 * sums_RK[:, -1:]) | (top_p_R1 >= 1)
     kept_RK |= (rank_K == 0) & (most_R1 > 0)  # also for NaN logits
@@ -371,13 +367,13 @@ def truncated(
     return torch.where(most_R1 > 0, cut_RV, mass_RV), ids_RK.masked_fill(~kept_RK, -1)
 
 
-def cumulated(mass_RV: torch.Tensor, in_any_order: bool = False) -> torch.Tensor:
+def cumulated(mass_RV: torch.Tensor, exact_sums: bool = False) -> torch.Tensor:
     """Return the sums of the masses (0 to 1) up to each token.
 
-    A GPU adds floats in no fixed order, and raises under ``torch.use_deterministic_algorithms``; ``in_any_order`` adds
+    A GPU adds floats in no fixed order, and raises under ``torch.use_deterministic_algorithms``; ``exact_sums`` adds
     integer multiples of 2⁻⁴⁰ instead, whose sum is exact and fits in int64 for the largest vocabularies.
     """
-    if not in_any_order:
+    if not exact_sums:
         return mass_RV.cumsum(-1)
     grain = 2.0**-40
     return (mass_RV.double() / grain).long().cumsum(-1).double().mul_(grain).to(mass_RV.dtype)
@@ -389,6 +385,7 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
     count_R = kept_RK.sum(1)
     end_R = count_R.cumsum(0) + record.used_1
     kept_N, scratch = kept_RK.view(-1), record.ids_M.shape[0] - 1
+    # Ids that are not kept go to the scratch element: a selection would have a shape that depends on values.
     index_N = (kept_N.cumsum(0) - 1 + record.used_1).masked_fill(~kept_N, scratch)
     record.ids_M.index_copy_(0, index_N, ids_RK.view(-1).to(record.ids_M.dtype))
     record.first_NT.view(-1).index_copy_(0, index_R, end_R - count_R)
@@ -397,7 +394,6 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
 
 
 def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
-    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
     return SupportRecord(
         ids_M=torch.empty(1, dtype=torch.int32, device=device),
         used_1=torch.zeros(1, dtype=torch.long, device=device),
@@ -423,7 +419,7 @@ def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.nd
     return supports
 
 
-def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_any_order: bool) -> torch.Tensor:
+def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, exact_sums: bool) -> torch.Tensor:
     """Draw and record every row's next token, in place; return which rows [R] end with it and fall idle."""
     # Idle rows draw too, because shapes are fixed: their tokens go to the scratch sequence.
     scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
@@ -435,7 +431,7 @@ def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, in_
         uniforms,
         rows.temperature_R1,
         rows.greedy_R1,
-        in_any_order,
+        exact_sums,
         rows.cut_R3,
         None if support is None else support.rank_K,
     )
@@ -460,7 +456,7 @@ def decode_steps(
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
     plan: StepPlan,
-    in_any_order: bool,
+    exact_sums: bool,
 ) -> int:
     """Take at most ``plan.steps`` decode steps in place; return their number.
 
@@ -469,8 +465,9 @@ def decode_steps(
     for done in range(plan.steps):
         columns = plan.columns + done
         logits_RV = forward(frame, blocks, rows.token_R, rows.position_R, keys, values, columns, plan.ragged)
+        # In place: a captured graph reads the same addresses at every replay.
         rows.position_R.add_(rows.alive_R)
-        ended_R = draw_tokens(rows, sampled, logits_RV, in_any_order)
+        ended_R = draw_tokens(rows, sampled, logits_RV, exact_sums)
         if plan.steps > 1 and bool(ended_R.any()):
             return done + 1
     return plan.steps

@@ -10,7 +10,7 @@ from retrain.config import Config
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash, load_data
-from retrain.data.dataset import HeldOutRequest, Room, fitting
+from retrain.data.dataset import HeldOutRequest, PromptLimit, without_long_prompts
 from retrain.data.prompts import conversation
 from retrain.environments.hosted import HostedEnvironment, HostedEpisode
 from retrain.environments.protocol import Environment, Episode, EpisodeLimits, Observation, Range, Step
@@ -145,21 +145,21 @@ def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
     return CompletionLengths(training, heldout)
 
 
-def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Room, dict[str, Room]]:
+def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[PromptLimit, dict[str, PromptLimit]]:
     """Return the longest prompts, in training and in each held-out set: at most ``[data] max_prompt_tokens``, and short
     enough for the longest completion in the model's ``context`` (0: unknown). Raises ModelError if completions leave no
     space."""
     model = f"{config.model.model} has a context of {context} tokens"
 
-    def room(section: Data, completion: int, key: str) -> Room:
+    def room(section: Data, completion: int, key: str) -> PromptLimit:
         limit, remaining = section.max_prompt_tokens, context - completion
         if context and remaining < 1:
             raise ModelError(
                 f"{model}, and max_tokens = {completion} leaves none for a prompt: lower {key} below {context}"
             )
         if context and (limit is None or remaining < limit):
-            return Room(section, remaining, f"{model}, max_tokens = {completion} takes the rest")
-        return Room(section, limit, f"[data] max_prompt_tokens = {limit}")
+            return PromptLimit(section, remaining, f"{model}, max_tokens = {completion} takes the rest")
+        return PromptLimit(section, limit, f"[data] max_prompt_tokens = {limit}")
 
     heldout = {}
     for each in config.held_out:
@@ -170,10 +170,10 @@ def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Roo
 
 def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: Any, context: int) -> Dataset:
     """Return ``data`` without prompts that exceed the ``rooms``. Prompts of a provider's environment are known and
-    measured only when an episode begins. Raises as ``rooms`` and ``fitting``."""
+    measured only when an episode begins. Raises as ``rooms`` and ``without_long_prompts``."""
     if config.environment.provider is not None:
         return data
-    return fitting(data, tokenizer, *rooms(config, longest, context))
+    return without_long_prompts(data, tokenizer, *rooms(config, longest, context))
 
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:

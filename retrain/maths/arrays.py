@@ -1,7 +1,6 @@
 """Types of numpy arrays, as ``shapes`` has them of tensors, and the name of a plug-in. Does not import torch."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float64, Integer, Num
@@ -10,16 +9,16 @@ TokenMask = Bool[np.ndarray, "T"]
 AnyTokenMask = Bool[np.ndarray, "_"]
 OffsetArray = Integer[np.ndarray, "T 2"]
 TokenNumbers = Integer[np.ndarray, "T"]
+# Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]
 Offsets = Sequence[tuple[int, int]] | Integer[np.ndarray, "_ 2"]
-"""Per token its half-open character range in the text: a list of pairs or an integer array [T, 2]."""
 
+# One number per replicate: a seed, a problem, a pair of runs
 Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
-"""One number per replicate: a seed, a problem, a pair of runs."""
 Doubles_S = Float64[np.ndarray, "S"]
 Table = Num[np.ndarray, "..."]  # Array of any shape
 Marks = Bool[np.ndarray, "..."]  # Boolean array of any shape
 
 
-def plugin_name(function: Callable[..., Any]) -> str:
+def plugin_name(function: Callable[..., object]) -> str:
     """Return a user's function as ``module:function`` for error messages."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

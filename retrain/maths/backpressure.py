@@ -20,13 +20,13 @@ STANDARD_ERRORS = 2.0  # How many standard errors κ̂ must lie above 0
 
 @dataclass(frozen=True)
 class UslFit:
-    """Fitted parameters with the standard error of κ̂; ``n_star`` is None when κ̂ = 0 (no peak)."""
+    """Fitted parameters."""
 
     lam: float
     sigma: float
     kappa: float
-    kappa_se: float
-    n_star: float | None
+    kappa_se: float  # Standard error of κ̂
+    n_star: float | None  # None when κ̂ = 0: no peak
 
     @property
     def kappa_is_positive(self) -> bool:
@@ -40,7 +40,6 @@ def usl(n: float | Table, lam: float, sigma: float, kappa: float) -> float | Tab
 
 
 def _jacobian(n: np.ndarray, lam: float, sigma: float, kappa: float) -> np.ndarray:
-    """Return ∂X/∂(λ, σ, κ) [points, 3]."""
     below = 1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0)
     x = lam * n / below
     return np.stack([n / below, -x * (n - 1.0) / below, -x * n * (n - 1.0) / below], axis=1)
@@ -77,9 +76,11 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
         gtol=1e-14,
     )
     scaled, sigma, kappa = (float(value) for value in fit.x)
+    # The solver keeps strictly inside its bounds, so that a κ at the bound 0 comes back as a tiny positive number.
     kappa = 0.0 if kappa < 1e-12 else kappa
     jacobian = _jacobian(n, scaled, sigma, kappa)
     noise = float((residuals(fit.x) ** 2).sum()) / (len(n) - PARAMETERS)
+    # JᵀJ is nearly singular when the measured loads lie close together.
     covariance = noise * np.linalg.pinv(jacobian.T @ jacobian)
     kappa_se = math.sqrt(max(float(covariance[2, 2]), 0.0))
     n_star = math.sqrt((1.0 - sigma) / kappa) if kappa > 0.0 and sigma < 1.0 else None
@@ -149,6 +150,8 @@ class DecodeWork:
     def intensity(self, rows: float, context: float) -> float:
         """Return the floating-point operations per byte read of one step of ``rows`` sequences of ``context``
         tokens."""
+        # A multiplication and an addition per weight and row; weights are read once for all rows, keys and values per
+        # row.
         operations = rows * (2.0 * self.parameters + self.operations_per_position * context)
         return operations / (self.parameters * self.parameter_bytes + rows * context * self.cache_bytes)
 
@@ -191,6 +194,7 @@ def decide(
         "utilization": float(throughputs[-1]) / float(usl(best, fit.lam, fit.sigma, fit.kappa)),
     }
     if not fit.kappa_is_positive or fit.n_star is None:
+        # κ cannot be told from 0 and the largest load was measured: no peak lies within the limits.
         if max(loads) >= limits.max_load:
             return _move("unbounded", roofline or "optimal", load, limits.max_load, **facts)
         return _move("explore", roofline or "warmup", load, min(2 * load, limits.max_load), **facts)
@@ -208,6 +212,8 @@ def _move_to_peak(
 ) -> Decision:
     aim = int(limits.allowed(round(n_star * limits.throttle_margin)))
     regime = "retrograde" if load > n_star else roofline or "optimal"
+    # Hysteresis: between increase_margin·target and n* the load stays, or noise in the fitted n* would move it every
+    # step.
     moves = (load > n_star and aim < load) or load < limits.increase_margin * aim
     return replace(_move("fit", regime, load, aim if moves else load, **facts), n_star=n_star)
 

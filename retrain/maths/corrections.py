@@ -14,8 +14,7 @@ import torch
 from retrain.maths.ratios import MAX_LOG_RATIO, log_ratio
 from retrain.maths.shapes import Floats_BT, Mask_B1, Mask_BT
 
-CAPPED = ("tis", "seq_tis", "decoupled")
-"""Corrections that truncate the weight; the others set it to 0 outside the bounds."""
+CAPPED = ("tis", "seq_tis", "decoupled")  # These truncate the weight; the others set it to 0 outside the bounds
 SEQUENCE = ("seq_tis", "seq_mis")  # Corrections by W
 CORRECTIONS = ("tis", "mis", "icepop", "decoupled", *SEQUENCE)
 REJECTIONS = ("geometric", "k3", "veto")
@@ -44,11 +43,11 @@ class Correction:
         """Return w, or W for every token of its sequence, [B, T]; 1 in the padding."""
         log_BT = log_ratio(old_BT.detach(), sampler_BT, mask_BT)
         if self.kind in SEQUENCE:
+            # W of a long sequence overflows float32, so its logarithm is clamped like a token's.
             log_BT = torch.where(mask_BT, log_BT.sum(1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0)
         return log_BT.exp()
 
     def weights(self, ratio_BT: Floats_BT) -> Floats_BT:
-        """Return the weight of the policy loss for each ratio, [B, T]."""
         if self.kind in CAPPED:
             return ratio_BT.clamp(max=self.high)
         return torch.where((ratio_BT >= self.low) & (ratio_BT <= self.high), ratio_BT, 0.0)
@@ -63,13 +62,16 @@ def kept_sequences(
     ``veto``: no token has w < low. Means are over ``mask_BT``. An empty sequence is kept. Raises ValueError for another
     kind.
     """
+    # float64: the sum of a long sequence is compared with a threshold, which float32 rounding could cross.
     log_BT = log_ratio(old_logprobs_BT.detach(), sampler_logprobs_BT, mask_BT).double()
     count_B_1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
     if kind == "geometric":
         mean_B_1 = (log_BT.sum(1, keepdim=True) / count_B_1).exp()
         return (mean_B_1 >= low) & (mean_B_1 <= high)
     if kind == "k3":
+        # w − 1 − log w is of order (log w)²: computed with w − 1 instead of expm1 it would cancel near w = 1.
         return (torch.expm1(log_BT) - log_BT).sum(1, keepdim=True) / count_B_1 <= high
     if kind == "veto":
+        # The padding has w = 1, which no veto bound exceeds.
         return (log_BT.exp() >= low).all(1, keepdim=True)
     raise ValueError(f"unknown rejection {kind!r}: one of {', '.join(REJECTIONS)}")

@@ -19,9 +19,8 @@ def new_problems_interval(values: Table, level: float = 0.95, resolution: float 
     """Mean of condition 0 less condition 1 with an interval that holds for other seeds on new problems like these.
 
     ``values`` [seeds, problems, 2] are scores of every problem, means over its samples. The variance is at least that
-    over seeds alone and that over problems alone, and what rounding to ``resolution`` leaves unknown
-    (``statistics.difference_error``). Ends are None with fewer than two seeds or problems. Raises
-    ValueError for another shape or values that are not finite.
+    over seeds alone and that over problems alone, and that of rounding scores to ``resolution``. Ends are None with
+    fewer than two seeds or problems. Raises ValueError for another shape or values that are not finite.
     """
     x = np.asarray(values, dtype=np.float64)
     if x.ndim != 3 or x.shape[2] != 2 or not x.size or not np.isfinite(x).all():
@@ -35,9 +34,12 @@ def new_problems_interval(values: Table, level: float = 0.95, resolution: float 
     cell = d - mean - of_seed[:, None] - of_problem[None, :]
     freedom = np.array([seeds - 1, problems - 1, (seeds - 1) * (problems - 1)], dtype=np.float64)
     squares = np.array([problems * (of_seed**2).sum(), seeds * (of_problem**2).sum(), (cell**2).sum()])
+    # Each mean square over S·P: the variance that the mean would have from this source alone.
     parts = squares / freedom / (seeds * problems)
+    # Rounding to a step has the variance step²/12, the difference of two rounded scores twice that.
     parts[0] = max(parts[0], resolution**2 / 6.0 / seeds)
     variance = float(parts[0] + parts[1] - parts[2])
+    # MS_cell is an estimate too: the difference of mean squares may fall below one of them, even below 0.
     larger = int(parts[1] > parts[0])
     used = parts**2 / freedom
     if variance <= parts[larger]:

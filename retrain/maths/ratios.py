@@ -8,10 +8,11 @@ import torch
 
 from retrain.maths.shapes import Floats_BT, Mask_BT, Sum
 
+# |log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32
 MAX_LOG_RATIO = 20.0
-"""|log ρ| is clamped here before exp: e^20 is far outside every trust region and still finite in fp32."""
+# Catalogue keys that compare sampler and trainer on the same tokens, trained or not
 MISMATCH_METRICS = ("kl_sample_train_v1", "kl_sample_train_v2", "kl_divergence_inference")
-"""Catalogue keys that compare sampler and trainer on the same tokens, trained or not."""
+# Catalogue keys that ``loss_metrics`` fills
 RATIO_METRICS = (
     "val/ratio",
     "val/ratio_var",
@@ -24,13 +25,13 @@ RATIO_METRICS = (
     "clip_ratio/region_mean",
     *MISMATCH_METRICS,
 )
-"""Catalogue keys that ``loss_metrics`` fills."""
 
 Sums = dict[str, Sum]
 
 
 def log_ratio(logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Return log ρ = log π_train − log π_sampler within ±20; 0, and without gradient, in the padding."""
+    # where() rather than a product with the mask: padding may hold NaN or infinity, and NaN · 0 is NaN.
     difference_BT = torch.where(mask_BT, logprobs_BT, 0.0) - torch.where(mask_BT, sampler_logprobs_BT, 0.0).detach()
     return difference_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -44,11 +45,13 @@ def sampled_token_kl(
     reverse KL's on policy), ``k3`` = e^−l − 1 + l (for logging only). Only ``logprobs_BT`` carries a gradient.
     """
     l_BT = torch.where(mask_BT, logprobs_BT, 0.0) - torch.where(mask_BT, reference_logprobs_BT, 0.0).detach()
+    # Schulman's estimators (joschu.net/blog/kl-approx.html), with r = reference/π = e^−l.
     if kind == "k1":
         return l_BT
     if kind == "k2":
         return 0.5 * l_BT.square()
     if kind == "k3":
+        # Only the exponent is clamped: l itself stays exact, so that a huge divergence is still visible.
         return torch.expm1(-l_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + l_BT
     raise ValueError(f"unknown KL estimator {kind!r}: one of k1, k2, k3")
 
@@ -65,14 +68,17 @@ def ratio_sums(
     """
     mask_BT = mask_BT.to(torch.bool)
     weight_BT = mask_BT.to(torch.float64)
+    # float64: micro-batches add these sums in any order, and the metric must not depend on the cut.
     d_BT = -log_ratio_BT.detach().to(torch.float64) * weight_BT
     ratio_BT = (-d_BT).exp() * weight_BT
     none_BT = torch.zeros_like(mask_BT)
     low_B = (none_BT if low_BT is None else low_BT & mask_BT).sum(1).double()
     high_B = (none_BT if high_BT is None else high_BT & mask_BT).sum(1).double()
     length_B = weight_BT.sum(1)
+    # ±∞ for sequences without trained tokens: they are never the minimum or the maximum.
     share_low_B = torch.where(length_B > 0, low_B / length_B.clamp(min=1.0), torch.inf)
     share_high_B = torch.where(length_B > 0, high_B / length_B.clamp(min=1.0), -torch.inf)
+    # min() and max() of a tensor without elements raise.
     empty = mask_BT.shape[0] == 0
     return {
         "tokens": length_B.sum(),
@@ -122,6 +128,7 @@ def loss_metrics(sums: Sums) -> dict[str, float | None]:
     clipped = (number["clip_low"] + number["clip_high"]) / tokens
     return {
         "val/ratio": ratio,
+        # Rounding can make E[ρ²] − E[ρ]² slightly negative.
         "val/ratio_var": max(number["ratio_sq"] / tokens - ratio * ratio, 0.0),
         "policy/approxkl_avg": number["moved"] / tokens,
         "policy/clipfrac_avg": clipped,

@@ -3,14 +3,13 @@
 Annotations are checked only in tests (jaxtyping, beartype). ``of_shape`` checks the results of users' functions.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, Shaped
 from torch import Tensor
 
 from retrain.errors import PluginError
 
+# The axis that each letter names, everywhere. A 1 is an axis of one entry.
 DIMENSIONS = {
     "P": "prompts; parts of a held-out set",
     "N": "rollouts of one group, or of a step; texts",
@@ -31,7 +30,6 @@ DIMENSIONS = {
     "in": "inputs of a linear layer",
     "out": "outputs of a linear layer",
 }
-"""The axis that each letter names, everywhere. A 1 is an axis of one entry."""
 
 Floats_BT = Float[Tensor, "B T"]
 Mask_BT = Bool[Tensor, "B T"]
@@ -58,7 +56,7 @@ AnySpectrum = Float[Tensor, "_"]  # Spectrum of any length
 Values = Shaped[Tensor, "..."]  # Values of any shape and type
 
 
-def of_shape(plugin: str, result: Any, like: Values, subject: str, expected: str) -> Values:
+def of_shape(plugin: str, result: object, like: Values, subject: str, expected: str) -> Values:
     """Return ``result`` as a tensor. Raises PluginError unless it has the shape of ``like``."""
     tensor = torch.as_tensor(result)
     if tensor.shape != like.shape:

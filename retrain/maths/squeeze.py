@@ -17,8 +17,8 @@ import torch
 from retrain.errors import UsageError
 from retrain.maths.shapes import AnySpectrum, CutA, CutB, Doubles_K, FactorA, FactorB, Spectrum
 
+# Slack when an energy is compared with a required one, so that 1.0 can be reached in floating point
 ENERGY_TOLERANCE = 1e-9
-"""Slack when an energy is compared with a required one, so that 1.0 can be reached in floating point."""
 
 
 def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
@@ -27,6 +27,7 @@ def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
         raise ValueError(f"expected A [r, in] and B [out, r]: got {tuple(A_r_in.shape)} and {tuple(B_out_r.shape)}")
     dtype = torch.float64 if torch.float64 in (A_r_in.dtype, B_out_r.dtype) else torch.float32
     A_r_in, B_out_r = A_r_in.detach().to(dtype), B_out_r.detach().to(dtype)
+    # NaN and infinity propagate to the sum: no boolean tensor of the factor's size is allocated.
     if not (bool(torch.isfinite(A_r_in.sum())) and bool(torch.isfinite(B_out_r.sum()))):
         raise ValueError("the adapter holds NaN or infinity: there is no spectrum to analyse")
     return A_r_in, B_out_r
@@ -39,6 +40,7 @@ def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
     Raises ValueError for NaN or factors that do not fit each other.
     """
     A_r_in, B_out_r = _factors(A_r_in, B_out_r)
+    # B·A = Q_B·(R_B·R_Aᵀ)·Q_Aᵀ with orthonormal Q_B and Q_A: the r × r core has the singular values of B·A.
     core = torch.linalg.qr(B_out_r, mode="r").R @ torch.linalg.qr(A_r_in.T, mode="r").R.T
     return torch.linalg.svdvals(core).to(torch.float64) * abs(scale)
 
@@ -49,9 +51,10 @@ def energy(singular_values: Spectrum) -> Doubles_K | None:
     total = squares.sum()
     if float(total) == 0.0:
         return None
-    kept = squares.cumsum(0) / total
-    kept[-1] = 1.0
-    return kept.clamp(max=1.0)
+    retained = squares.cumsum(0) / total
+    # cumsum and sum add in different orders, so the last quotient may be 1 ± rounding.
+    retained[-1] = 1.0
+    return retained.clamp(max=1.0)
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[
         key=lambda pair: -pair[0],
     )
     for value, index in remaining:
+        # ``spent`` and ``target`` add the same squares in different orders.
         if spent >= target * (1.0 - ENERGY_TOLERANCE) or value <= 0.0:
             break
         pattern[names[index]] += 1
@@ -194,6 +198,7 @@ def truncate(
     U, S, Vh = torch.linalg.svd(R_B @ R_A.T, full_matrices=False)
     factor = scale / new_scale if new_scale else 1.0
     root = (S[:rank] * abs(factor)).sqrt()
+    # √s needs |scale|; the sign of the quotient of scales goes to B.
     B_out_k = Q_B @ (U[:, :rank] * root) * math.copysign(1.0, factor)
     A_k_in = (root[:, None] * Vh[:rank]) @ Q_A.T
     missing = rank - A_k_in.shape[0]  # ranks above min(in, out) carry nothing

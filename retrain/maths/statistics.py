@@ -15,8 +15,8 @@ import numpy as np
 from retrain.maths.arrays import Doubles_S, Table, Values
 
 MOST_FLIPPED, SAMPLED_FLIPS = 14, 20_000
+# Values whose range is no more than this share of the largest are equal: their difference is rounding
 EQUAL_SHARE = 1e-8
-"""Values whose range is no more than this share of the largest are equal: their difference is rounding."""
 
 
 def _vector(values: Values, name: str) -> Doubles_S:
@@ -39,10 +39,10 @@ def _t_quantile(level: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the ends of its confidence interval; ``low`` and ``high`` are None where none exists."""
+    """An estimate with its confidence interval."""
 
     estimate: float
-    low: float | None
+    low: float | None  # None where no interval exists
     high: float | None
 
 
@@ -58,6 +58,8 @@ def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[
     index = {name: i for i, name in enumerate(dict.fromkeys(clusters))}
     of_cluster = np.array([index[name] for name in clusters])
     mean = float(values.mean())
+    # Samples of one problem are correlated: residuals are added within a cluster before they are squared (Liang and
+    # Zeger 1986).
     residual_sums = np.bincount(of_cluster, weights=values - mean, minlength=len(index))
     count = len(index)
     correction = count / (count - 1) if count > 1 else 1.0
@@ -103,12 +105,12 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
 
 
 def gini(values: Values, lowest: float | None = None) -> float | None:
-    """Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one holds everything (the correction makes that extreme).
+    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one value holds everything; the factor n/(n−1) makes that
+    maximum 1.
 
-    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts, which are counted
-    from 0; where values can be negative, from ``lowest``, the smallest value that there can be, or, if that is not
-    given or not the smallest, from the smallest one there is. None for fewer than two values. Raises ValueError for
-    NaN.
+    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts counted from 0. Values
+    that can be negative are counted from ``lowest``, the smallest possible one, or from the smallest value if that is
+    lower. None for fewer than two values. Raises ValueError for NaN.
     """
     x = np.sort(_vector(values, "values"))
     n = len(x)
@@ -120,6 +122,7 @@ def gini(values: Values, lowest: float | None = None) -> float | None:
     if x[-1] - x[0] <= 0.5 * EQUAL_SHARE * largest:
         return 0.0
     x = x / x[-1]  # keeps the sum finite
+    # Σ_ij |x_i − x_j| = 2·Σ_i (2i − n − 1)·x_(i) over ascending values: no table of n² differences.
     pair_sum = 2.0 * float(((2.0 * np.arange(1, n + 1) - n - 1.0) * x).sum())
     return min(max(pair_sum / (2.0 * n * float(x.sum())) * n / (n - 1), 0.0), 1.0)
 
@@ -148,6 +151,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n: got n={n}, c={c}, k={k}")
     if n - c < k:
         return 1.0
+    # Chen et al.'s product: the binomial coefficients of many samples overflow.
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
@@ -289,11 +293,15 @@ def _flip_p(differences: tuple[float, ...]) -> float:
     if not count:
         return 1.0
     if count <= MOST_FLIPPED:
+        # Row i holds the bits of i as signs: row 0, all +1, is the observed pattern.
         signs = 1.0 - 2.0 * (np.arange(2**count)[:, None] >> np.arange(count)[None, :] & 1)
     else:
+        # A fixed seed: the same differences always have the same p.
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(SAMPLED_FLIPS, count))
+        # The observed pattern is among the sampled ones, so that p is never 0.
         signs[0] = 1.0
     sums = signs @ np.array(differences)
+    # Patterns with equal sums differ by rounding: each sum adds in another order.
     return float(np.mean(sums <= sums[0] + EQUAL_SHARE))
 
 
@@ -302,6 +310,8 @@ def holm(p: Values) -> list[float]:
     x = _vector(p, "p")
     order = np.argsort(x, kind="stable")
     adjusted = np.empty(len(x))
+    # Step-down: the i-th smallest p is multiplied by the number of those not smaller, and adjusted values never
+    # decrease.
     adjusted[order] = np.minimum(np.maximum.accumulate(x[order] * np.arange(len(x), 0, -1)), 1.0)
     return adjusted.tolist()
 

@@ -33,8 +33,6 @@ Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, 
 
 @dataclass(frozen=True)
 class Factors:
-    """Keys and shapes of the two factors of one module."""
-
     a_key: str
     b_key: str
     a_shape: tuple[int, ...]
@@ -46,12 +44,10 @@ class Factors:
         return self.a_shape[0]
 
     def at(self, rank: int) -> Factors:
-        """Return the shapes for another rank."""
         return replace(self, a_shape=(rank, *self.a_shape[1:]), b_shape=(*self.b_shape[:-1], rank))
 
 
 def padded(pair: Pair, rank: int) -> Pair:
-    """Pad A and B with zeros to ``rank``."""
     a, b = pair
     missing = rank - a.shape[0]
     pad = torch.nn.functional.pad
@@ -73,6 +69,7 @@ class AdapterFile:
             raise ModelError(f"{directory} holds no PEFT adapter: {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG} must be there")
         self.directory, self.config = directory, read_json(config_path)
         try:
+            # Entered by hand: the file stays open as long as this object, whose own ``with`` closes it.
             self._file = safe_open(weights, "pt").__enter__()
         except SafetensorError as error:
             raise ModelError(f"{weights} is no safetensors file: {error}") from error
@@ -194,7 +191,6 @@ def peft_config(weights: LoraWeights, base_name: str, revision: str | None, drop
 
 
 def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, object]) -> None:
-    """Write (A, B) by module path and the given adapter_config.json. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a

@@ -35,6 +35,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight, as in transformers."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return torch.rms_norm(x, [x.shape[-1]], weight, eps)
+    # Without a weight: transformers rounds the normalised values before it multiplies, and one kernel would not.
     return torch.rms_norm(x, [x.shape[-1]], None, eps) * weight
 
 
@@ -50,7 +51,7 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen_R1TK: Tensor | None = None) -> Tensor:
     """Compute attention [R, heads, T, D], with grouped heads allowed; causal unless ``seen_R1TK`` is the mask."""
     grouped = q.shape[1] != k.shape[1]
-    if grouped and wants_every_head(q.device.type, q.dtype):
+    if grouped and expands_grouped_heads(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
         k, v, grouped = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), False
     if seen_R1TK is None:
@@ -58,7 +59,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen_
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen_R1TK, scale=scale, enable_gqa=grouped)
 
 
-def wants_every_head(device: str, dtype: torch.dtype) -> bool:
+def expands_grouped_heads(device: str, dtype: torch.dtype) -> bool:
     # On a GPU in fp32, grouped heads would take the kernel that holds all scores [T, T].
     return device == "cuda" and dtype in FULL
 
@@ -78,6 +79,8 @@ def packs(device: str, dtype: torch.dtype) -> bool:
     """Return whether weights can be ``packed``: on CPUs for which oneDNN has kernels of this dtype."""
     if device != "cpu" or not HAS_PACKED or dtype not in (torch.float32, torch.bfloat16):
         return False
+    # A trial product, because an op that exists may lack a kernel for this processor. Tolerance of bfloat16: sums in
+    # another order differ by rounding to eight bits.
     x, weight = (torch.linspace(-1, 1, rows * 64).view(rows, 64).to(dtype) for rows in (4, 96))
     try:
         return torch.allclose(linear(x, packed(weight), None), F.linear(x, weight), rtol=0.02, atol=1e-4)
@@ -163,8 +166,7 @@ class Context(FunctionCtx):
     dtype: torch.dtype
 
 
-Gradients = tuple[Tensor | None, ...]
-"""Gradients by argument of ``forward``; None for one without gradient."""
+Gradients = tuple[Tensor | None, ...]  # Gradients by argument of ``forward``; None for one without gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -185,6 +187,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, inverse = ctx.saved_tensors
+        # With r = 1/√(mean(x²) + eps) and g the gradient times the weight: ∂x = r·g − x·r³·⟨g, x⟩/D.
         wide, scaled = x.to(inverse.dtype), grad.to(inverse.dtype) * weight
         share = torch.linalg.vecdot(scaled, wide).unsqueeze(-1).mul_(inverse * inverse).div_(-x.shape[-1])
         return scaled.addcmul_(wide, share).mul_(inverse).to(x.dtype), None, None
@@ -214,7 +217,6 @@ class _HalfAttention(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute ``silu(gate) · up``, keeping the two inputs only."""
     return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
 
 
@@ -227,6 +229,7 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> Gradients:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
+        # silu(gate) is computed a second time: keeping it would cost one more activation per layer.
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
@@ -254,21 +257,23 @@ def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        # ``last`` would keep the last layer's input in memory.
         _mode.enabled, _mode.last = before, None
 
 
-def left_narrow() -> AbstractContextManager[None]:
+def bfloat16_results() -> AbstractContextManager[None]:
     """Leave the results of products in bfloat16, for products that read nothing else."""
     return thread_values(_mode, narrow=True)
 
 
-def rounds(weight: Tensor) -> bool:
+def is_rounded(weight: Tensor) -> bool:
     """Return whether this thread multiplies this weight in bfloat16."""
     return _mode.enabled and weight.dtype == torch.float32
 
 
-def rounded(weight: Tensor) -> Tensor:
+def bfloat16_copy(weight: Tensor) -> Tensor:
     """Return a frozen weight in bfloat16, rounded at the first call."""
+    # Threads that update several runs of a cohort share one copy.
     with _lock:
         if weight not in _copies:
             _copies[weight] = weight.detach().to(NARROW)
@@ -276,7 +281,6 @@ def rounded(weight: Tensor) -> Tensor:
 
 
 def copied_bytes(model: nn.Module) -> int:
-    """Return the bytes of rounded copies of this model's weights."""
     with _lock:
         return sum(_copies[weight].nbytes for weight in model.parameters() if weight in _copies)
 
@@ -302,6 +306,7 @@ def _input(x: Tensor) -> Tensor:
     if x.dtype == NARROW:
         return x.reshape(-1, x.shape[-1])
     last = _mode.last
+    # _version counts in-place changes, after which the same tensor has other values.
     if last is None or last[0] is not x or last[1] != x._version:
         last = _mode.last = x, x._version, x.reshape(-1, x.shape[-1]).to(NARROW)
     return last[2]
@@ -322,7 +327,7 @@ class _RoundedProduct(torch.autograd.Function):
         narrow: bool,
     ) -> Tensor:
         ctx.scale, ctx.shape, ctx.dtype = scale, x.shape, x.dtype
-        x_ND, weight_OD = _input(x), rounded(weight)
+        x_ND, weight_OD = _input(x), bfloat16_copy(weight)
         out_NO = x_ND @ weight_OD.t()
         if a is not None and b is not None:
             a_RD, b_OR = a.to(NARROW), (b * scale).to(NARROW)
@@ -344,6 +349,7 @@ class _RoundedProduct(torch.autograd.Function):
         grad_a = grad_b = None
         if adapter:
             x_ND, a_RD, b_OR, low_NR = adapter
+            # b_OR contains the scale, so that only ∂B is multiplied by it again.
             low_grad_NR = grad_NO @ b_OR
             if grad_x is not None:
                 grad_x.addmm_(low_grad_NR, a_RD)
@@ -360,7 +366,7 @@ def adapted_linear(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, scale: floa
     A and B may be of another precision than x. Dropout and layers other than ``nn.Linear`` (a quantised one) take the
     plain formula.
     """
-    if type(base) is nn.Linear and rounds(base.weight):
+    if type(base) is nn.Linear and is_rounded(base.weight):
         return rounded_linear(base, x, a, b, scale, dropout)
     if dropout == 0 and type(base) is nn.Linear and base.weight.dtype == x.dtype:
         return _LoraLinear.apply(x, base.weight, base.bias, a, b, scale)  # pyright: ignore[reportReturnType]
@@ -380,6 +386,7 @@ class _LoraLinear(torch.autograd.Function):
         ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
         ctx.scale = scale
+        # The sum W + ΔW is made again in the backward pass: kept, it would be a second copy of the base's weights.
         ctx.save_for_backward(x, weight, a, b)
         if weight.dtype in FULL:
             return F.linear(x, _merged(weight, a, b, scale), bias)

@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrain.errors import ModelError
-from retrain.policy.arithmetic import NARROW, left_narrow, rms_norm, rounded, rounded_linear, rounds, swiglu
+from retrain.policy.arithmetic import (
+    NARROW,
+    bfloat16_copy,
+    bfloat16_results,
+    is_rounded,
+    rms_norm,
+    rounded_linear,
+    swiglu,
+)
 from retrain.policy.base import BaseModel
 from retrain.policy.head import Head, Lap, ValueHead, no_lap, split_head
 from retrain.policy.lora import Lanes, LoraWeights
@@ -95,6 +103,7 @@ def whole_logits(base: BaseModel, layout: Layout) -> Tensor:
 
 def backbone_of(base: BaseModel) -> Backbone:
     """Return what this base allows, examined at the first call."""
+    # Worker threads ask too, and the trial passes must run once.
     with _lock:
         if not isinstance(base.backbone, Backbone):
             base.backbone = _examine(base)
@@ -119,7 +128,7 @@ def _examine(base: BaseModel) -> Backbone:
             f"{type(base.model).__name__} does not take packed sequences: the update pads them and computes the prompt "
             "of a group once per completion"
         )
-    window = getattr(config, "sliding_window", None) or 1 << 30
+    window = getattr(config, "sliding_window", None) or 1 << 30  # No window: any length
     if decoder is not None:
         _offer_checkpointing(base, decoder)
         _offer_rounded_products(base, decoder)
@@ -129,7 +138,6 @@ def _examine(base: BaseModel) -> Backbone:
 
 
 def _try_packing(base: BaseModel, decoder: nn.Module, config: Any) -> bool:
-    """Return whether sequences that share a prompt have the same hidden states packed and padded."""
     if getattr(base.model.config, "_attn_implementation", None) not in ("sdpa", NAME):
         return False
     if not set(getattr(config, "layer_types", None) or PLAIN_LAYERS) <= PLAIN_LAYERS:
@@ -139,8 +147,10 @@ def _try_packing(base: BaseModel, decoder: nn.Module, config: Any) -> bool:
     register_attention()
     before = base.model.config._attn_implementation
     base.model.set_attn_implementation(NAME)
+    # transformers only warns when a model cannot take another implementation, and keeps the old one.
     if base.model.config._attn_implementation != NAME:
         return False
+    # A named stream: whether a model packs must not differ between processes.
     noise = generator("probe of packed sequences")
     most = min(PROBE_LENGTH, base.context_length, getattr(config, "sliding_window", None) or PROBE_LENGTH)
     prompts = [noise.integers(0, base.vocab_size, length).tolist() for length in (most // 2, most // 4)]
@@ -209,8 +219,11 @@ def token_logprobs(
     backbone, layout = backbone_of(base), batch.layout
     if backbone.head is not None:
         head, hidden_MH = backbone.head, backbone.hidden(layout) if hidden_MH is None else hidden_MH
-        if rounds(head.weight_VH):  # its logits keep sixteen bits, as those of a bfloat16 base
-            head, hidden_MH = replace(head, weight_VH=rounded(head.weight_VH), product_VH=None), hidden_MH.to(NARROW)
+        if is_rounded(head.weight_VH):  # its logits keep sixteen bits, as those of a bfloat16 base
+            head, hidden_MH = (
+                replace(head, weight_VH=bfloat16_copy(head.weight_VH), product_VH=None),
+                hidden_MH.to(NARROW),
+            )
         chosen_M, entropy_M = head.logprobs(
             hidden_MH,
             batch.targets_M,
@@ -236,7 +249,7 @@ def token_logprobs(
             entropy_M = -(probs_MV * logprobs_MV).sum(-1)
             entropy_M = entropy_M if entropy_gradient else entropy_M.detach()
             lap("compute_entropy")
-    return by_place(chosen_M, batch), None if entropy_M is None else by_place(entropy_M, batch)
+    return as_table(chosen_M, batch), None if entropy_M is None else as_table(entropy_M, batch)
 
 
 def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
@@ -251,8 +264,9 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
     return backbone.hidden(batch.layout)
 
 
-def by_place(values_M: Tensor, batch: MicroBatch) -> Tensor:
+def as_table(values_M: Tensor, batch: MicroBatch) -> Tensor:
     """Return the values of the action tokens as a table [B, T], 0 in the padding."""
+    # masked_scatter fills the mask row by row, which is the order of the action tokens in values_M.
     return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
 
 
@@ -261,8 +275,8 @@ def per_sample(values_BT: Tensor, batch: MicroBatch) -> list[np.ndarray]:
     return [row_T[action_T] for row_T, action_T in rows]
 
 
+# Per micro-batch and kind of score, each sample's array over its sampled tokens [T]
 Scored = list[dict[Want, list[np.ndarray]]]
-"""Per micro-batch and kind of score, each sample's array over its sampled tokens [T]."""
 
 
 def in_microbatches(
@@ -273,7 +287,7 @@ def in_microbatches(
     return budget.fit(samples, lambda: split_microbatches(samples, budget.tokens, packed=packed), compute)
 
 
-def scored(
+def score_microbatches(
     lanes: Lanes,
     parts: Iterable[Sequence[Sample]],
     want: frozenset[Want],
@@ -298,7 +312,7 @@ def scored(
             if Want.VALUES in want and critic is not None:
                 value_adapter, head = critic
                 with lanes.single(value_adapter):
-                    tables[Want.VALUES] = by_place(head(hidden_states(lanes.base, batch)), batch)
+                    tables[Want.VALUES] = as_table(head(hidden_states(lanes.base, batch)), batch)
         scores.append({kind: per_sample(table, batch) for kind in want if (table := tables[kind]) is not None})
     return scores
 
@@ -308,6 +322,7 @@ def scored(
 
 def _replace_forward(base: BaseModel, module: nn.Module, forward: Callable[..., object]) -> None:
     """Give ``module`` another forward pass until the base is released."""
+    # An attribute of the instance shadows the class's method. There may be one already, from another replacement.
     before = module.__dict__.get("forward")
 
     def restore() -> None:
@@ -334,15 +349,16 @@ def _offer_fused_norms(base: BaseModel) -> None:
             continue
         x = torch.linspace(-1, 3, 2 * len(weight), dtype=base.dtype, device=weight.device).view(1, 2, -1)
         with torch.no_grad():
+            # The name proves nothing: Gemma's RMSNorm multiplies by 1 + weight. Compare results.
             fits = _same_norm(module(x), rms_norm(x, weight, eps))
         if fits:
             _replace_forward(base, module, _in_update(module.forward, partial(rms_norm, weight=weight, eps=eps)))
 
 
 def _same_norm(first: Tensor, second: Tensor) -> bool:
-    """Return whether two norms are equal: bit for bit in half precision, except where the order of a sum shows."""
     if first.dtype == torch.float32:
         return torch.allclose(first, second, rtol=1e-5, atol=1e-6)
+    # Bit for bit in half precision, except where the order of a sum shows.
     return first.dtype == second.dtype and float((first != second).float().mean()) < 0.05
 
 
@@ -353,19 +369,19 @@ def _offer_fused_mlps(base: BaseModel) -> None:
         width = module.gate_proj.weight.shape[-1]
         x = torch.linspace(-1, 3, 2 * width, dtype=base.dtype, device=base.device).view(1, 2, -1)
         with torch.no_grad():
+            # The projections' names leave the activation open: only results show that it is SiLU.
             if torch.equal(module(x), _gated(module, x)):
                 _replace_forward(base, module, _in_update(module.forward, partial(_gated, module)))
 
 
 def _gated(mlp: nn.Module, x: Tensor) -> Tensor:
     gate, up, down = (mlp.get_submodule(name) for name in PROJECTIONS)  # each time, because lanes replace them
-    with left_narrow():
+    with bfloat16_results():
         narrow = gate(x), up(x)
     return down(swiglu(*narrow))
 
 
 def _offer_rounded_products(base: BaseModel, decoder: nn.Module) -> None:
-    """Let linear layers of an fp32 base multiply in bfloat16 where the update asks for it (``policy.arithmetic``)."""
     if base.dtype == torch.float32:
         for module in decoder.modules():
             if type(module) is nn.Linear:
@@ -373,7 +389,7 @@ def _offer_rounded_products(base: BaseModel, decoder: nn.Module) -> None:
 
 
 def _rounded_forward(forward: Layer, module: nn.Linear) -> Layer:
-    return lambda x: rounded_linear(module, x) if rounds(module.weight) else forward(x)
+    return lambda x: rounded_linear(module, x) if is_rounded(module.weight) else forward(x)
 
 
 def checkpointed(recompute_context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
@@ -397,6 +413,8 @@ def _checkpointed_forward(forward: Callable[P, T]) -> Callable[P, T]:
         context = mode.recompute_context
         if context is None or not torch.is_grad_enabled():
             return forward(*args, **options)
+        # Non-reentrant, because only that takes a context_fn: active lanes and layouts are thread-local, and autograd
+        # may recompute in another thread.
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), context()), **options)
 
     return layer

@@ -73,35 +73,32 @@ class BaseModel:
 
     @cached_property
     def context_length(self) -> int:
-        """Return the longest prompt + completion that the model's positions allow."""
         return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
 
     @cached_property
-    def small(self) -> bool:
+    def is_small(self) -> bool:
         """Return whether the weights fit a CPU core's cache, so that one task per core is fastest."""
         return self.device.type == "cpu" and self.weight_bytes <= layers.SMALL_MODEL_BYTES
 
     @cached_property
-    def copies(self) -> bool:
-        """Return whether memory holds a second copy of the weights."""
-        return not self.passes and self.weight_bytes <= layers.COPY_SHARE * total_memory(self.device)
+    def fits_copy(self) -> bool:
+        return not self.is_streamed and self.weight_bytes <= layers.COPY_SHARE * total_memory(self.device)
 
     @property
-    def passes(self) -> bool:
+    def is_streamed(self) -> bool:
         """Return whether decoder weights exist as matrices only while they are used: gathered from several ranks, or
         dequantised."""
         return self.sharded is not None or self.quantized is not None
 
     @cached_property
-    def packs(self) -> bool:
-        """Return whether products of few rows read a packed copy of their weights (``arithmetic.packed``)."""
-        return packs(self.device.type, self.dtype) and not self.small and self.copies
+    def packs_weights(self) -> bool:
+        return packs(self.device.type, self.dtype) and not self.is_small and self.fits_copy
 
     @cached_property
     def head_weight(self) -> Tensor:
         """Return the output layer's weight as ``fp32_product`` reads it fastest."""
         weight = self.model.get_output_embeddings().weight.detach()
-        return packed(weight) if self.packs else weight
+        return packed(weight) if self.packs_weights else weight
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -130,6 +127,7 @@ class BaseModel:
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     ends: set[int] = set()
+    # Chat models often end turns with a token that only generation_config names; stop at any of them.
     for source in (model.generation_config, model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
@@ -148,8 +146,6 @@ def _part_of_fingerprint(name: str, tensor: Tensor) -> bytes:
 
 
 class LoadOptions(TypedDict, total=False):
-    """Arguments of ``from_pretrained`` that say where files come from."""
-
     revision: str | None
     local_files_only: bool
     trust_remote_code: bool
@@ -157,13 +153,13 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Arguments of ``from_pretrained`` for a model, its tokenizer, and its context length in tokens (0: unknown)."""
+    """A model that was found, and the arguments of ``from_pretrained`` that load it."""
 
     name: str
     source: str
     options: LoadOptions
     tokenizer: Any
-    context: int
+    context: int  # Context length in tokens; 0: unknown
     stored: str = ""  # Quantisation of the model's files, if any
     quantize: str = "none"
 
@@ -180,7 +176,7 @@ def load_base(
 
     ``dtype`` as in [inference], or "stored": that of the model's files. Raises ModelError, chained to the cause.
     """
-    return load_weights(_look(name, None, local_files_only, trust_remote_code), devices, dtype)
+    return load_weights(_find_files(name, None, local_files_only, trust_remote_code), devices, dtype)
 
 
 def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup | None = None) -> BaseModel:
@@ -202,6 +198,7 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
         if ranks is None:
             model = AutoModelForCausalLM.from_pretrained(files.source, dtype=torch_dtype or "auto", **files.options)
             model.eval().requires_grad_(False)
+            # Lazily, unless quantisation is about to replace the weights.
             parts: Iterable[bytes] = (_part_of_fingerprint(*named) for named in model.state_dict().items())
             if files.quantize != "none":
                 parts = list(parts)
@@ -216,12 +213,13 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
         raise
     except ModelError as error:
         raise ModelError(f"cannot load model {name!r}: {error}") from error
-    except Exception as error:  # as in _look
+    except Exception as error:  # as in _find_files
         raise _cannot_load(name, error) from error
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums of products in fp32
     eos_ids = _end_ids(model, tokenizer)
     if not eos_ids:
         raise ModelError(f"model {name!r} names no end-of-sequence token: set eos_token_id in its generation_config")
+    # Any valid id will do: no token attends to padding.
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_ids[0]
     fingerprint = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
     if quantized is not None:
@@ -231,11 +229,11 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
     )
 
 
-def look_at(config: Config) -> ModelFiles:
+def find_model_files(config: Config) -> ModelFiles:
     """Find the model of a configuration, without loading weights. Raises ModelError as ``load_base``, MissingExtra
     for a quantisation whose package is not installed."""
     model = config.model
-    files = _look(model.model, model.revision, model.local_files_only, model.trust_remote_code)
+    files = _find_files(model.model, model.revision, model.local_files_only, model.trust_remote_code)
     if files.stored and model.quantized:
         raise ModelError(
             f"cannot load model {model.model!r}: its files are quantised already ({files.stored}): give the "
@@ -246,7 +244,7 @@ def look_at(config: Config) -> ModelFiles:
     return replace(files, quantize=model.quantize)
 
 
-def _look(name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool) -> ModelFiles:
+def _find_files(name: str, revision: str | None, local_files_only: bool, trust_remote_code: bool) -> ModelFiles:
     from transformers import AutoConfig, AutoTokenizer
 
     if fault := model_fault(name, trust_remote_code=trust_remote_code):
@@ -278,19 +276,20 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
 def workers_for(base: BaseModel) -> Workers:
     """Return one worker per core, with torch at one thread, for a small model on one rank; else one worker."""
     cores = torch.get_num_threads()
-    if not base.small or cores == 1 or base.sharded is not None:
+    if not base.is_small or cores == 1 or base.sharded is not None:
         return Workers(1)
+    # One product of a small model is too short to split: threads then take whole micro-batches instead.
     torch.set_num_threads(1)
     return Workers(cores, threads_after=cores)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
 
+# Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
+# states, fragmentation, and on a CPU for other programs.
 SAMPLING_SHARE = {"cpu": 0.25, "cuda": layers.GPU_SAMPLING_SHARE}
-"""Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
-states, fragmentation, and on a CPU for other programs."""
+# Share of free memory up to which the sizes of a checkpoint from a larger device are kept on this one
 LARGEST_SHARE = 0.95
-"""Share of free memory up to which the sizes of a checkpoint from a larger device are kept on this one."""
 
 
 def architecture_of(base: BaseModel) -> layers.Architecture:
@@ -316,17 +315,15 @@ def kept_bytes(base: BaseModel) -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes for the runs of a cohort on this device. In bytes: ``room`` is the memory beside base and lanes,
-    ``decode_bytes`` a decode batch's share of it, ``kept_bytes`` the activations of a token in training."""
+    """Sizes for the runs of a cohort on this device, in bytes and tokens."""
 
-    room: int
-    decode_bytes: int
+    room: int  # Memory beside base and lanes
+    decode_bytes: int  # A decode batch's share of it
     micro_batch_tokens: int
-    kept_bytes: int
+    kept_bytes: int  # Activations of one token in training
 
     @classmethod
     def of(cls, base: BaseModel, lane_bytes: int = 0) -> MemoryPlan:
-        """Plan for lanes that take ``lane_bytes`` in total."""
         kind = base.device.type
         room, per_token = max(0, total_memory(base.device) - base.held_bytes - lane_bytes), kept_bytes(base)
         if kind == "cpu":

@@ -33,6 +33,7 @@ class Critic:
             rank = critic.lora_rank or config.model.lora_rank
             self.adapter = lanes.new_adapter(rank, config.lora.alpha).initialise(*stream, "critic")
         self.lr = critic.lr or training.lr
+        # A ratio, so that the schedule of the policy's learning rate applies to both.
         self.scale = self.lr / training.lr
         self.warmup_steps = critic.warmup_steps
         betas = (optimizer.beta1, optimizer.beta2)
@@ -47,7 +48,6 @@ class Critic:
         return dict(zip(("head", "adapter"), self.weights, strict=False))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy the weights to the host."""
         return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 
     def load(self, directory: Path) -> None:
@@ -91,7 +91,6 @@ def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1
 
 
 def _accumulate_critic(update: PendingUpdate, critic: Critic) -> None:
-    """Accumulate the critic's gradient; of its value head alone where it reads the policy's adapter."""
     samples, objective = update.batch.samples, update.objective.only(ValueTerm)
     if samples:
         adapter, frozen = critic.adapter or update.adapter, critic.adapter is None

@@ -21,8 +21,8 @@ from retrain.policy.arithmetic import FULL, Context, Gradients, fp32_product
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed
 CHUNK_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Logits of one chunk: what a CPU's caches keep; on a GPU enough for matrix products at full speed."""
 Lap = Callable[[str], None]  # Called with the name of the timed section that ends here
 
 
@@ -31,12 +31,11 @@ def no_lap(part: str) -> None: ...
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens that each of M rows was sampled from (``engines.step``): ``ids_K[k]`` in row ``rows_K[k]``.
-    Entries ``offsets[m]`` to ``offsets[m + 1]`` are of row m."""
+    """The tokens that each of M rows was sampled from (``engines.step``)."""
 
-    rows_K: Tensor
-    ids_K: Tensor
-    offsets: list[int]
+    rows_K: Tensor  # Row of each entry, ascending
+    ids_K: Tensor  # Token id of each entry
+    offsets: list[int]  # [M + 1]: entries offsets[m] to offsets[m + 1] are of row m
 
     def to(self, device: torch.device) -> Supports:
         return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
@@ -45,6 +44,7 @@ class Supports:
         """Return the logits [R, V] of the rows from ``start`` on, −inf outside a row's support."""
         part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
         index = (self.rows_K[part] - start, self.ids_K[part])
+        # Renormalises over the support: softmax gives −inf a probability of 0.
         return torch.full_like(z_RV, -math.inf).index_put(index, z_RV[index])
 
 
@@ -138,9 +138,11 @@ class _Logprobs(torch.autograd.Function):
             chosen_N[part] = logprobs_RV.gather(1, target_R1).squeeze(1)
             if not needs_gradient and not entropy:
                 continue
+            # In the logits' memory, which nothing reads any more: one table [R, V] less.
             probs_RV = torch.exp(logprobs_RV, out=z_RV)
             scale: float | Tensor = head.multiplier / temperature
             if tanh_RV is not None:
+                # The derivative of the cap, 1 − tanh².
                 scale = tanh_RV.square_().neg_().add_(1.0).mul_(scale)
             if entropy:
                 lap("forward")
@@ -152,6 +154,7 @@ class _Logprobs(torch.autograd.Function):
             if entropy:
                 lap("compute_entropy")
             if needs_gradient:
+                # ∂ log π(target)/∂z = onehot − π.
                 slope_RV = probs_RV.neg_()
                 slope_RV.scatter_(1, target_R1, slope_RV.gather(1, target_R1).add_(1.0))
                 slopes[0][part] = slope_RV.mul_(scale).to(weight_VH.dtype) @ weight_VH
@@ -236,7 +239,6 @@ class ValueHead:
         self.flat.grad = torch.zeros_like(self.flat)
 
     def __call__(self, hidden_MH: Tensor) -> Tensor:
-        """Return the values [M] of hidden states [M, H], fp32 (fp64 for fp64 states)."""
         real = torch.float64 if hidden_MH.dtype == torch.float64 else torch.float32
         weights = self.flat.to(real)
         return hidden_MH.to(real) @ weights[:-1] + weights[-1]
@@ -260,6 +262,7 @@ def split_head(model: PreTrainedModel) -> tuple[nn.Module, Head] | None:
         hidden = getattr(hidden, "last_hidden_state", None)
         if hidden is None or len(seen) != 1 or seen[0].shape != hidden.shape or not torch.equal(seen[0], hidden):
             return None
+        # Far beyond usual caps (Gemma 2: 30), so that a cap shows; the range of numbers tells a cap from a factor.
         numbers_V = torch.linspace(-90.0, 90.0, linear.out_features, device=ids_BL.device).to(linear.weight.dtype)
         given_BLV = numbers_V.expand(2, 3, -1).contiguous()
         with linear.register_forward_hook(lambda *_: given_BLV.clone()):

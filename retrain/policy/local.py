@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +19,13 @@ from retrain.files import write_bytes
 from retrain.models.layers import LEAST_ROWS, TRAINED_BYTES, USABLE_SHARE, adapter_bytes, fitting_lanes, update_copy
 from retrain.policy.adapter_io import StoredAdapter, peft_config, read_adapter, write_peft
 from retrain.policy.arithmetic import copied_bytes, products_in_bfloat16
-from retrain.policy.backbone import Scored, in_microbatches, scored
+from retrain.policy.backbone import Scored, in_microbatches, score_microbatches
 from retrain.policy.base import BaseModel, MemoryPlan, cache_bytes, kept_bytes, workers_for
 from retrain.policy.critic import MOMENTS, WEIGHTS, Critic, critic_step
 from retrain.policy.lora import Adapter, Lanes, LoraWeights, load_moments, moments, new_optimizer
 from retrain.policy.objective import Objective
 from retrain.policy.packing import Budget
-from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.policy.protocol import Policy, PolicySnapshot, PolicyState
 from retrain.policy.update import DistributionTeacher, PendingUpdate, UpdateContext, batch_gradient, policy_step
 from retrain.ranks import RankGroup
 from retrain.threads import Workers
@@ -39,15 +38,12 @@ KL_SECONDS = "timing_compute_kl_total"
 
 @dataclass(frozen=True)
 class LocalSnapshot(PolicySnapshot):
-    """A copy of an adapter; if resumable, also of AdamW's moments and of the critic (by file name).
-
-    ``peft_config`` makes the adapter's PEFT configuration when it is written, since peft takes long to import.
-    """
+    """A copy of an adapter; if resumable, also of AdamW's moments and of the critic."""
 
     weights: LoraWeights
-    peft_config: Callable[[], Mapping[str, object]] = dict
+    peft_config: Callable[[], Mapping[str, object]] = dict  # Called when it is written: peft imports slowly
     optimizer: Mapping[str, Tensor] | None = None
-    critic: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    critic: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # By file name
 
     def write(self, directory: Path) -> None:
         assert self.optimizer is not None, "only a resumable snapshot is a checkpoint"
@@ -118,6 +114,7 @@ class LocalPolicy(Policy):
     ) -> Scores:
         batches = [[samples[i] for i in part] for part in parts]
         scores = {kind: [np.zeros(0)] * len(samples) for kind in want}
+        # The base's passes apart from the others: they are timed as the KL's.
         for kinds in filter(None, (want & {Want.REFERENCE}, want - {Want.REFERENCE})):
             begin = time.perf_counter()
             results = self._score_microbatches(batches, partial(self._compute_scores, kinds, adapter))
@@ -140,7 +137,7 @@ class LocalPolicy(Policy):
     def _compute_scores(self, want: frozenset[Want], adapter: LoraWeights, batches: Sequence[list[Sample]]) -> Scored:
         critic = None if self.critic is None else (self.critic.adapter or self.adapter, self.critic.head)
         with products_in_bfloat16(self.bfloat16):
-            return scored(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
+            return score_microbatches(self.lanes, batches, want, adapter, self.config.training.temperature, critic)
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
         clip_norm = self.config.optimizer.grad_clip_norm
@@ -151,6 +148,7 @@ class LocalPolicy(Policy):
             else:
                 result = critic_step(update, self.critic, clip_norm)
         finally:
+            # Also after an error: the version must never name two different weights.
             self.version += update.is_applied
         kl_seconds, self._reference_s = self._reference_s, 0.0
         if not kl_seconds:
@@ -215,16 +213,18 @@ class LocalPolicy(Policy):
             if stage == step and self.adapter.live_rank > rank:
                 lines.append(f"step {step}: the adapter goes on with rank {rank} of {self.adapter.live_rank}")
                 self.adapter.lower(rank)
+                # Truncation rotates the remaining rows: moments of the old ones belong to no weight.
                 self.optimizer.state.clear()
                 self.version += 1
         return lines
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PolicyState:
         return {"version": self.version, "budget": self.budget.state()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: PolicyState) -> None:
         self.version = state["version"]
-        self.budget.restore(state["budget"])
+        if "budget" in state:
+            self.budget.restore(state["budget"])
 
     def notes(self) -> list[str]:
         return self.budget.take_notes()
@@ -244,7 +244,6 @@ def _weights_of(snapshot: PolicySnapshot) -> LoraWeights:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the moments and the step count of an optimizer with one weight to the host."""
     return {key.removeprefix("0."): tensor for key, tensor in moments(optimizer).items()}
 
 

@@ -29,14 +29,12 @@ from retrain.rng import torch_seed
 from retrain.threads import thread_values
 
 FUSED = ("cuda",)  # Devices on which AdamW is one kernel
+# By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B
 Stacks = dict[str, tuple[Tensor, Tensor]]
-"""By layer: A of every lane [L, in, r] and B of every lane [L, r, out], the scale folded into B."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One target linear layer: module path and feature counts."""
-
     name: str
     in_features: int
     out_features: int
@@ -89,6 +87,7 @@ class Adapter(LoraWeights):
     def _view(self, position: slice, shape: tuple[int, int]) -> nn.Parameter:
         assert self.flat.grad is not None
         view = nn.Parameter(self.flat.data[position].view(shape))
+        # Autograd adds to a .grad that exists in place, hence to the one buffer.
         view.grad = self.flat.grad[position].view(shape)
         return view
 
@@ -97,6 +96,7 @@ class Adapter(LoraWeights):
         with torch.no_grad():
             for shape in self.shapes:
                 stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))
+                # peft's Kaiming uniform with a = √5 has this bound.
                 bound = 1.0 / math.sqrt(shape.in_features)
                 weights = torch.empty(self.rank, shape.in_features).uniform_(-bound, bound, generator=stream)
                 self.A[shape.name].copy_(weights)
@@ -150,8 +150,6 @@ class LaneMode(threading.local):
 
 
 class LaneLinear(nn.Module):
-    """A frozen linear layer plus what the active lanes add to it."""
-
     lanes: Lanes
 
     def __init__(self, base: nn.Module, lanes: Lanes, name: str):
@@ -217,7 +215,6 @@ class Lanes:
                 setattr(parent, leaf, layer.base)
 
     def new_adapter(self, rank: int, alpha: float) -> Adapter:
-        """Return an adapter of zeros for these layers, to ``initialise`` or ``load``."""
         return Adapter(self.shapes, rank, alpha, self.base.device)
 
     def single(self, adapter: LoraWeights, dropout: float = 0.0) -> AbstractContextManager[None]:
@@ -230,6 +227,7 @@ class Lanes:
         with torch.no_grad():
             for shape in self.shapes:
                 a = self.padded([adapter.A[shape.name].t() for adapter in adapters], rank, 1)
+                # Scaled in fp32 and rounded once, as in the update (arithmetic._scaled).
                 b = self.padded([adapter.B[shape.name].t() * adapter.scale for adapter in adapters], rank, 0)
                 stacks[shape.name] = (a.to(dtype), b.to(dtype))
         return stacks
@@ -256,7 +254,6 @@ class Lanes:
 def new_optimizer(
     weights: Sequence[nn.Parameter], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> torch.optim.AdamW:
-    """Return AdamW over flat master weights."""
     # On a GPU one kernel, which needs no memory besides the moments and therefore changes all or nothing.
     fused = weights[0].device.type in FUSED
     return torch.optim.AdamW(
@@ -283,9 +280,9 @@ def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    """Return how often each weight and moment has been changed in place."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values()]
+    # torch counts the in-place changes of each tensor in _version.
     return {tensor: tensor._version for tensor in (*weights, *moments) if isinstance(tensor, Tensor)}
 
 
@@ -329,6 +326,7 @@ class OptimizerStep:
         clipped = clip_norm > 0 and self.norm > clip_norm
         if clipped:
             for gradient in self.gradients:
+                # As in torch.nn.utils.clip_grad_norm_, the 1e-6 included.
                 gradient.mul_(clip_norm / (self.norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr

@@ -71,6 +71,7 @@ class Objective:
             elif per_token_BT is not None:
                 total_BT = per_token_BT if total_BT is None else total_BT + per_token_BT
             lap(term.timed_as)
+        # The loss mask selects what the policy trains on; the critic trains on all action tokens.
         value = None if value_BT is None else value_BT.sum() / denominators.action_tokens
         if total_BT is None:
             assert value is not None, "an objective has a term that is not only logged"
@@ -129,18 +130,14 @@ def token_weights(
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them.
-
-    All but ``reference_BT`` (of the frozen base) carry gradients. ``divergence_BT`` is from a teacher, where
-    ``taught_BT``.
-    """
+    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them."""
 
     logprobs_BT: Tensor | None = None
     entropy_BT: Tensor | None = None
-    reference_BT: Tensor | None = None
+    reference_BT: Tensor | None = None  # Of the frozen base: the only one without a gradient
     values_BT: Tensor | None = None
-    divergence_BT: Tensor | None = None
-    taught_BT: Tensor | None = None
+    divergence_BT: Tensor | None = None  # From a teacher
+    taught_BT: Tensor | None = None  # bool: where there is one
 
 
 class Term(Protocol):
@@ -163,25 +160,20 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a policy loss, [B, T] with one row per sequence.
+    """Inputs of a policy loss, [B, T] with one row per sequence; 0 outside the mask, but for ``old_logprobs_BT``."""
 
-    ``logprobs_BT`` is log π; ``log_ratio_BT`` is log ρ = log π − log π_old within ±20, where π_old is the sampler, or
-    the trainer before the first of several updates. Both carry gradients; they and ``advantages_BT`` are 0 where
-    ``mask_BT`` is false. ``old_logprobs_BT`` may hold any value there.
-    """
-
-    logprobs_BT: Tensor
-    old_logprobs_BT: Tensor
-    log_ratio_BT: Tensor
+    logprobs_BT: Tensor  # log π, with gradient
+    old_logprobs_BT: Tensor  # log π_old: of the sampler, or of the trainer before the first of several updates
+    log_ratio_BT: Tensor  # log ρ = log π − log π_old within ±20, with gradient
     advantages_BT: Tensor
     mask_BT: Tensor
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of every token [B, T], any value in the padding, and masks of the tokens whose ratio was clipped."""
+    """Loss of every token [B, T], and masks of the tokens whose ratio was clipped."""
 
-    loss_BT: Tensor
+    loss_BT: Tensor  # Any value in the padding
     clipped_low_BT: Tensor | None = None
     clipped_high_BT: Tensor | None = None
 
@@ -189,10 +181,9 @@ class TokenLoss:
 class PolicyLoss(Protocol):
     """A policy loss with its parameters as dataclass fields (``retrain.algorithms.losses``)."""
 
-    from_sampler: ClassVar[bool] = False
-    """Use the sampler as π_old even with several updates per batch."""
+    from_sampler: ClassVar[bool] = False  # Use the sampler as π_old even with several updates per batch
+    # True for user code, which may have a gradient at advantage 0, and which every rank loads itself
     is_plugin: ClassVar[bool] = False
-    """True for user code, which may have a gradient at advantage 0, and which every rank loads itself."""
 
     def per_token(self, inputs: LossInputs) -> TokenLoss: ...
 
@@ -376,6 +367,7 @@ def value_loss(
     old_BT = old_values_BT.detach()
     clipped_BT = torch.clamp(values_BT, old_BT - clip, old_BT + clip)
     clipped_error_BT = torch.where(mask_BT, clipped_BT - targets_BT.detach(), 0.0).square()
+    # The larger error, as in OpenAI Baselines' ppo2: clipping never makes the loss smaller.
     return 0.5 * torch.maximum(error_BT, clipped_error_BT), (clipped_error_BT > error_BT).detach()
 
 

@@ -38,24 +38,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Consecutive sequences [first, last) with one prefix, whose tokens stand at [start, start + width)."""
+    """Consecutive sequences [first, last) with the same prefix."""
 
     first: int
     last: int
-    start: int
+    start: int  # Of its tokens, ``width`` in number
     width: int
 
 
 @dataclass
 class Layout:
-    """Token ids [rows, columns], their positions, and flat indices into them.
-
-    ``rows_M``: index of the hidden state that predicts each action token, sequence after sequence.
-    """
+    """Token ids [rows, columns], their positions, and indices into them, flattened."""
 
     ids_BL: Tensor
     positions_BL: Tensor
-    rows_M: Tensor
+    rows_M: Tensor  # Of the hidden state that predicts each action token, sequence after sequence
 
     def to(self, device: torch.device) -> Layout:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -64,12 +61,11 @@ class Layout:
 
 @dataclass
 class PackedLayout(Layout):
-    """A layout of one row. ``spread_SL``: index of every token of every sequence (padding: any); ``home_N``: for every
-    index one slot of ``spread_SL`` that reads it; ``first_S``: where in ``rows_M`` each sequence begins."""
+    """A layout of one row, N tokens, for S sequences."""
 
-    spread_SL: Tensor
-    home_N: Tensor
-    first_S: Tensor
+    spread_SL: Tensor  # Index of every token of every sequence (padding: any)
+    home_N: Tensor  # For every index one position of ``spread_SL``, flattened, that reads it
+    first_S: Tensor  # Where in ``rows_M`` each sequence begins
     shared: list[SharedPrefix]
 
 
@@ -124,6 +120,7 @@ def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool =
         spread[i, :width] = groups[-1].start + np.arange(width)
         spread[i, width:end] = placed + np.arange(end - width)
         placed += end - width
+        # The hidden state of the token before predicts an action token.
         rows.append(spread[i, np.flatnonzero(sample.action_mask) - 1])
     return PackedLayout(
         ids_BL=torch.from_numpy(np.concatenate(ids)).to(device)[None],
@@ -195,6 +192,7 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
         shared = packed and batches and keys[i] == keys[batches[-1][-1]]
         grown = used + length + (0 if shared else width)
         if not packed and batches:
+            # Padding makes every row as long as the longest prefix plus the longest rest.
             grown = (len(batches[-1]) + 1) * (max(prefix, width) + max(rest, length))
         if batches and grown <= token_budget:
             batches[-1].append(i)
@@ -206,7 +204,6 @@ def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: 
 
 
 def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]:
-    """Return indices group by group, each group's samples and the groups' longest samples in ascending length."""
     groups: dict[bytes, list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
@@ -215,7 +212,6 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
 
 
 def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> Tensor | None:
-    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
     arrays = [getattr(sample, name) for sample in samples]
     if any(array is None for array in arrays):
         return None
@@ -248,16 +244,13 @@ class BudgetState(TypedDict):
 
 @dataclass
 class Budget:
-    """``tokens`` of a micro-batch, and whether layers are computed twice (``checkpointing``).
+    """The size of micro-batches, which shrinks when memory runs out."""
 
-    ``plan`` is None where the user has set the tokens; ``notes`` are lines for the run's log.
-    """
-
-    tokens: int
-    checkpointing: bool = False
-    learnt: bool = False
-    plan: MemoryPlan | None = None
-    notes: list[str] = field(default_factory=list)
+    tokens: int  # Of a micro-batch
+    checkpointing: bool = False  # Whether layers are computed again in the backward pass
+    learnt: bool = False  # Whether memory has run out
+    plan: MemoryPlan | None = None  # None where the user has set the tokens
+    notes: list[str] = field(default_factory=list)  # New lines for the run's log
     noted: set[str] = field(default_factory=set)
 
     def note(self, *lines: str) -> None:
@@ -293,8 +286,9 @@ class Budget:
             self.shrink(sizes, [len(sample) for sample in samples], reason)
 
     def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
-        """Reduce the memory of a step whose micro-batches of ``sizes`` sequences did not fit; ``lengths`` are all
-        sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        """Halve the tokens, or else checkpoint layers, after micro-batches of ``sizes`` sequences did not fit;
+        ``lengths`` are all sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        # CUDA's messages have paragraphs of advice.
         summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         if max(sizes) > 1:
             self.tokens = max(1, min(self.tokens, sum(lengths)) // 2)
@@ -323,6 +317,8 @@ class Budget:
         """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
         stays."""
         before = state["tokens"]
+        # Another budget cuts micro-batches elsewhere, which rounds differently: a resumed run keeps the old one if it
+        # fits.
         if self.plan is not None and state["planned"]:
             self.tokens = self.plan.kept_micro_batch_tokens(before)
             if self.tokens != before:
@@ -402,6 +398,7 @@ class _Spread(torch.autograd.Function):
         grad_NHD = grad_SLHD.flatten(0, 1).index_select(0, layout.home_N)
         for group in layout.shared:
             copies = grad_SLHD[group.first : group.last, : group.width]
+            # Not index_add_, whose atomic additions on a GPU come in any order and round differently every time.
             torch.sum(copies, 0, out=grad_NHD[group.start : group.start + group.width])
         return grad_NHD, None
 
@@ -425,6 +422,8 @@ class _RowSelection(torch.autograd.Function):
         grad_NH = grad_MH.new_zeros(ctx.shape)
         grad_NH.index_copy_(0, layout.rows_M, grad_MH)
         if isinstance(layout, PackedLayout):
+            # Samples of a group share the row that predicts their first token: index_copy_ has kept one of their
+            # gradients.
             for group in layout.shared:
                 copies = grad_MH.index_select(0, layout.first_S[group.first : group.last])
                 wide = copies.to(torch.promote_types(copies.dtype, torch.float32))

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -21,13 +21,13 @@ from retrain.files import aside_of
 from retrain.maths.ratios import RATIO_METRICS
 from retrain.plugins import check_backend_class, load_function
 from retrain.policy.objective import Objective
-from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.policy.protocol import Policy, PolicySnapshot, PolicyState
 from retrain.records.catalogue import BY_KEY, SECTIONS
 from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, StepBatch, Support, UpdateResult, Want
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
+# Keys of the catalogue that a backend may report; the others are measured here
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
-"""Keys of the catalogue that a backend may report; the others are measured here."""
 FILES = "backend"  # Directory inside a checkpoint with the files of a backend
 
 
@@ -163,7 +163,6 @@ class PluginPolicy(Policy):
         raise PluginError(f"backend {self.plugin} holds one version of its weights at a time")
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
-        """Take one optimizer step of the backend."""
         sequences = [TrainSequence.of(sample) for sample in batch.samples]
         self.version += bool(sequences)  # before the step, because the weights are unknown if it fails
         stream = (*batch.stream, "update", batch.step)
@@ -192,10 +191,10 @@ class PluginPolicy(Policy):
         """Raise UsageError: a backend loads checkpoints only."""
         raise UsageError(f"{directory} holds no checkpoint of backend {self.plugin}")
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PolicyState:
         return {"version": self.version}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: PolicyState) -> None:
         self.version = state["version"]
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import NotRequired, Protocol, TypedDict
 
 from retrain.policy.objective import Objective
+from retrain.policy.packing import BudgetState
 from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
+
+
+class PolicyState(TypedDict):
+    version: int
+    budget: NotRequired[BudgetState]  # Of policies whose micro-batches are chosen here
 
 
 class PolicySnapshot(Protocol):
@@ -67,11 +73,11 @@ class Policy(Protocol):
         """Apply changes that are due before ``step``, such as a lower rank, and return log lines about them."""
         return []
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PolicyState:
         """Return the state besides the weights, as strict JSON."""
         ...
 
-    def restore(self, state: Mapping[str, Any]) -> None: ...
+    def restore(self, state: PolicyState) -> None: ...
 
     def notes(self) -> list[str]:
         """Return the log lines since the last call."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 INT8_LEVELS = 127
+# Prompts for measuring the effect of quantisation
 QUESTIONS = (
     "What is the capital of France, and what is it known for?",
     "Add 17 and 25, then say whether the result is even.",
@@ -37,7 +38,6 @@ QUESTIONS = (
     "Translate to French: the weather is nice today.",
     "Which is larger, 3/4 or 5/7? Show why.",
 )
-"""Prompts for measuring the effect of quantisation."""
 ANSWER_TOKENS = 32  # Maximum tokens of an answer
 
 
@@ -65,7 +65,6 @@ class QuantizedLinear(nn.Module):
         return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] → [..., out], with a gradient for x only."""
         return _QuantizedProduct.apply(x, self)  # pyright: ignore[reportReturnType]
 
 
@@ -175,6 +174,7 @@ def quantise(
     """
     before = weight_bytes(model)
     head = model.get_output_embeddings()
+    # type() is exact: a subclass may multiply in its own way.
     linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
     if not linears:
         raise ModelError(
@@ -200,9 +200,9 @@ def _measured(
     ends: Sequence[int],
     device: torch.device,
 ) -> tuple[float, float, int]:
-    """Return the means of k3 and of the KL divergence, and the number of their tokens."""
     prompts = [_encoded(tokenizer, question) for question in QUESTIONS]
     width = max(map(len, prompts))
+    # Padded on the left: the last column is every row's newest token.
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     real = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     with torch.no_grad():
@@ -245,6 +245,7 @@ def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[
             input_ids=fresh, attention_mask=real, position_ids=positions, use_cache=True, past_key_values=cache
         )
         cache = made.past_key_values
+        # Drawn on the host, whose generator gives the same numbers whatever the device.
         mass = made.logits[:, -1].float().softmax(-1).cpu()
         fresh = torch.multinomial(mass, 1, generator=noise).to(ids.device)
         ids, real = torch.cat([ids, fresh], 1), torch.cat([real, alive.unsqueeze(1).to(real.dtype)], 1)
@@ -255,6 +256,5 @@ def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[
 
 
 def _logprobs(model: PreTrainedModel, ids: Tensor, begin: int) -> Tensor:
-    """Return the fp32 log-probabilities [T, V] at the positions from ``begin`` on of one sequence."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, begin - 1 : -1]
     return logits.float().log_softmax(-1)

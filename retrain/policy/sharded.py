@@ -44,8 +44,6 @@ class _Holder(nn.Module):
 
 
 class FsdpUnit:
-    """Modules whose matrices are sharded and gathered together."""
-
     def __init__(self, modules: Sequence[nn.Module], ranks: RankGroup, device: torch.device):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
@@ -62,6 +60,7 @@ class FsdpUnit:
     def require_memory(self) -> None:
         """Allocate and free the memory of a gather. Raises an out-of-memory error before any rank communicates."""
         if self.device.type == "cuda":
+            # Twice the unit: FSDP2 gathers into one buffer and copies from it into the parameters.
             torch.empty(2 * self.nbytes, dtype=torch.uint8, device=self.device)
 
     def gather(self) -> None:
@@ -83,7 +82,6 @@ class ShardedWeights:
 
     @property
     def held_bytes(self) -> int:
-        """Return the peak bytes of weights on this device."""
         return self.shard_bytes + self.gathered_bytes
 
     @contextmanager
@@ -128,8 +126,8 @@ class ShardedWeights:
             pass
 
     def _gather_with_others(self, needed: int) -> bool:
-        """Gather the units that the ranks need, in order; return whether any rank needed one."""
         try:
+            # On the host, in a group of its own: the device's collectives would wait for its queue.
             needs = [torch.empty(1, dtype=torch.int64) for _ in range(self.ranks.count)]
             dist.all_gather(needs, torch.tensor([needed]), group=self.ranks.needs_group)
             units = {int(need) for need in needs} - {NOTHING}
@@ -151,12 +149,11 @@ class ShardedWeights:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds a shard. ``parts``: bytes of every tensor of its state for the fingerprint, in
-    the order of the names."""
+    """A model of which this rank holds a shard."""
 
     model: PreTrainedModel
     weights: ShardedWeights
-    parts: list[bytes]
+    parts: list[bytes]  # Of the fingerprint, one for each tensor of the state, in the order of the names
 
 
 def load_sharded(
@@ -219,7 +216,6 @@ def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers. Raises ModelError when the model has no list of layers."""
     decoder = getattr(model, "get_decoder", lambda: None)()
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
@@ -229,8 +225,6 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class _Files:
-    """The file of every tensor of a model."""
-
     places: Mapping[str, str]
 
     @classmethod
@@ -273,8 +267,6 @@ class _Reader:
             self._names.setdefault(id(weight), []).append(name)
 
     def fill(self, module: nn.Module) -> None:
-        """Fill the module's parameters that are still on the meta device. Raises ModelError for one that no file
-        has."""
         for weight in list(module.parameters()):
             if weight.is_meta:
                 self._fill(weight, self._names[id(weight)])
@@ -322,10 +314,9 @@ def _before_forward(gather: Callable[[], None]) -> Callable[[nn.Module, object],
 
 
 def _before_backward(gather: Callable[[], None]) -> Callable[[nn.Module, object, object], None]:
-    """Return a forward hook that gathers the weights again when the gradient of the module's output arrives."""
-
     def hook(module: nn.Module, args: object, output: object) -> None:
         for tensor in _tensors(output):
+            # When the gradient of the output arrives, the backward pass of this module is next.
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: gather())
 

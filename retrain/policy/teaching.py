@@ -20,11 +20,10 @@ BASE = "base"  # Teacher name that stands for the frozen base model
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """The source of a teacher. ``name``: directory of an adapter or model, hub name, or the server's name of the
-    model."""
+    """The source of a teacher."""
 
     kind: Literal["base", "policy", "adapter", "model", "server"]
-    name: str
+    name: str  # Directory of an adapter or model, hub name, or the server's name of the model
 
 
 def teacher_source(config: Config, folder: Path) -> TeacherSource:
@@ -89,6 +88,7 @@ def teacher_fault(config: Config, folder: Path) -> str:
 
 def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], name: str) -> str:
     """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``; "" if it does not."""
+    # The teacher may have more tokens than the student, which never samples them.
     wrong = [token for token, number in student.items() if teacher.get(token) != number]
     if not wrong:
         return ""

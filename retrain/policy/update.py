@@ -17,8 +17,8 @@ from retrain.errors import NonFinite
 from retrain.maths.ratios import MISMATCH_METRICS, RATIO_METRICS, Sums, add_sums, loss_metrics
 from retrain.policy.arithmetic import products_in_bfloat16
 from retrain.policy.backbone import (
+    as_table,
     backbone_of,
-    by_place,
     checkpointed,
     collate,
     hidden_states,
@@ -40,17 +40,17 @@ UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"
 MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
 BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
+# Metrics of the policy where no token is in its loss
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
-"""Metrics of the policy where no token is in its loss."""
+# Metrics that are means over the trained tokens, and their sums, which only some objectives have
 MEANS = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
-"""Metrics that are means over the trained tokens, and their sums, which only some objectives have."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """Samples that pass through the model together. ``index``, its number in the update, seeds dropout."""
+    """Samples that pass through the model together."""
 
-    index: int
+    index: int  # Its number in the update, which seeds dropout
     samples: list[Sample]
     needs_gradient: bool
 
@@ -60,14 +60,13 @@ class MicroBatchSpec:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """A micro-batch's loss and statistics; ``gradients`` are empty if they were added to the accumulator's buffers, and
-    ``logprobs`` unless the batch keeps them."""
+    """A micro-batch's loss and statistics."""
 
     loss: Tensor
     sums: Sums
     timer: PhaseTimer
-    gradients: list[Tensor]
-    logprobs: list[np.ndarray]
+    gradients: list[Tensor]  # Empty if they were added to the accumulator's buffers
+    logprobs: list[np.ndarray]  # Empty unless the batch keeps them
 
 
 def _on_host(result: MicroBatchResult) -> MicroBatchResult:
@@ -95,24 +94,18 @@ class DistributionTeacher(Protocol):
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Resources and precision of a run's forward and backward passes.
-
-    ``workers`` compute micro-batches in parallel, which changes no bit of the result. ``bfloat16`` rounds an fp32
-    base's products (``policy.arithmetic``). ``ranks`` compute a share each. ``teacher`` provides the
-    distributions for a ``TeacherTerm``.
-    """
+    """Resources and precision of a run's forward and backward passes."""
 
     lanes: Lanes
     budget: Budget
-    workers: Workers = field(default_factory=Workers)
+    workers: Workers = field(default_factory=Workers)  # Threads; their number changes no bit of the result
     dropout: float = 0.0
-    bfloat16: bool = False
-    ranks: RankGroup | None = None
-    teacher: DistributionTeacher | None = None
+    bfloat16: bool = False  # Round an fp32 base's products (``policy.arithmetic``)
+    ranks: RankGroup | None = None  # Each computes a share of the micro-batches
+    teacher: DistributionTeacher | None = None  # For a ``TeacherTerm``
 
     @property
     def parallelism(self) -> int:
-        """Return the number of micro-batches that are computed at the same time."""
         return self.workers.count * (1 if self.ranks is None else self.ranks.count)
 
     @property
@@ -176,7 +169,6 @@ class GradientAccumulator:
         return AccumulationResult(loss, sums or {}, timer, logprobs)
 
     def _split(self, samples: Sequence[Sample]) -> list[MicroBatchSpec]:
-        """Return micro-batches within the token budget, smaller ones if some rank would have none."""
         ranks, tokens = self.context.ranks, self.context.budget.tokens
         options = {"packed": backbone_of(self.base).packs, "every_sequence": self.objective.every_sequence}
         specs = list(iter_microbatches(samples, tokens, **options))
@@ -191,6 +183,7 @@ class GradientAccumulator:
             buffer.zero_()
         if ranks is None:
             return specs, self._add_gradients(specs)
+        # In forward passes' worth of tokens, so that ranks finish together.
         sizes = [sum(map(len, spec.samples)) * (BACKWARD_COST if spec.needs_gradient else 1) for spec in specs]
         results = ranks.share(
             "micro-batches",
@@ -201,7 +194,6 @@ class GradientAccumulator:
         return specs, results
 
     def _add_gradients(self, specs: Sequence[MicroBatchSpec]) -> list[MicroBatchResult]:
-        """Add the gradients of these micro-batches to ``buffers``; return the results."""
         separate = self.context.workers.count > 1 and len(specs) > 1
         results = self.compute(specs, self.context.budget.checkpointing, separate)
         for result in results:  # in a fixed order, so that the sum has the same bits
@@ -217,11 +209,13 @@ class GradientAccumulator:
     def _compute(self, spec: MicroBatchSpec, recompute: bool, separate: bool) -> MicroBatchResult:
         context, timer, gradients = self.context, PhaseTimer(self.base.device, microbatches=1), []
         with products_in_bfloat16(context.bfloat16):
+            # With dropout every sequence draws a mask for its own copy of the prompt.
             batch = collate(spec.samples, self.base, share=context.dropout == 0)
             timer.lap("prepare_tensors")
             batch = batch.to(self.base.device)
             timer.lap("data_to_device")
             if context.dropout > 0:
+                # By the micro-batch's number: whichever thread or rank computes it, its masks are the same.
                 torch.manual_seed(torch_seed(*self._dropout_stream, spec.index))
             reference_BT = self._reference_logprobs(batch, timer)
             teacher = self._teacher_states(spec.samples, timer)
@@ -233,6 +227,7 @@ class GradientAccumulator:
                 timer.lap("forward")
                 loss, sums = self.objective.loss(batch, scores, self.batch.denominators, timer.lap)
                 timer.lap("loss_computation")
+                # Threads must not add to the same .grad: additions in any order would change bits of the sum.
                 if spec.needs_gradient and separate:
                     gradients = self._gradients(loss)
                 elif spec.needs_gradient:
@@ -275,14 +270,15 @@ class GradientAccumulator:
         needs = self.objective.needs
         hidden_MH, values_BT, divergence_BT, taught_BT = None, None, None, None
         if self.head is not None and Want.VALUES in needs:
+            # A value head alone needs no graph through the base.
             with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
                 hidden_MH = hidden_states(self.base, batch)
-            values_BT = by_place(self.head(hidden_MH), batch)
+            values_BT = as_table(self.head(hidden_MH), batch)
         if Want.LOGPROBS not in needs:
             return TokenScores(values_BT=values_BT)
         if teacher is not None:
             hidden_MH = hidden_states(self.base, batch) if hidden_MH is None else hidden_MH
-            divergence_BT = by_place(self._divergence(hidden_MH, *teacher), batch)
+            divergence_BT = as_table(self._divergence(hidden_MH, *teacher), batch)
             has_teacher_B1 = torch.tensor([[sample.teacher_prompt is not None] for sample in samples])
             taught_BT = batch.action_BT & has_teacher_B1.to(self.base.device)
         logprobs_BT, entropy_BT = token_logprobs(
@@ -372,7 +368,6 @@ class PendingUpdate:
         self.logprobs: dict[Sample, np.ndarray] = {}
 
     def accumulate_policy(self) -> None:
-        """Accumulate the policy's gradient over the samples with a token in the loss."""
         trained = [sample for sample in self.batch.samples if sample.loss_mask.any()]
         if not trained:
             self.compare_with_sampler(self.batch.probe)
@@ -422,7 +417,6 @@ class PendingUpdate:
         return result
 
     def add_policy(self, result: AccumulationResult) -> None:
-        """Add the policy's step, whose gradient ``result`` describes."""
         self.metrics |= policy_metrics(result.sums, self.objective.kl_coef, len(self.batch.samples))
         self.metrics |= {"loss": result.loss, "reported_loss": result.loss}
         self.steps.append(OptimizerStep(self.optimizer, [self.adapter.flat], self.lr, result.loss))
@@ -461,6 +455,7 @@ def batch_gradient(
         return torch.zeros_like(adapter.flat.grad)
     device = context.base.device
     try:
+        # Dropout seeds torch's global stream; the caller's is put back.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             GradientAccumulator(context, batch, adapter, objective, head).accumulate(samples)
     except NotFiniteError as error:
@@ -481,7 +476,6 @@ def policy_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, floa
 
 
 def kl_metrics(sums: Sums, kl_coef: float, sequences: int) -> dict[str, float]:
-    """Return the KL divergence to the base per token and per sequence, and its penalty on a completion's reward."""
     if "kl" not in sums or sums["tokens"] == 0:
         return {}
     kl = float(sums["kl"])

@@ -43,8 +43,8 @@ def prompt_text(problem: Problem) -> str:
     return "\n\n".join(message["content"] for message in problem.prompt)
 
 
+# Larger rewards are mistakes: the square of this one fits in a float64, its advantage in a float32
 LARGEST_REWARD = 1e30
-"""Largest reward: larger ones are mistakes. Its square fits in a float64, its advantage in a float32."""
 
 
 class Reward:
@@ -52,8 +52,8 @@ class Reward:
 
     name: str = "reward"
     names: tuple[str, ...] = ()  # Components that every result has; empty where ``name`` is the only one
+    # For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics
     ranges: Mapping[str, Mapping[str, float | bool]] = {}
-    """For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics."""
     columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:

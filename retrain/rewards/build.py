@@ -97,7 +97,6 @@ class WeightedReward(Reward):
         }
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Grade the whole batch with one component after the other."""
         columns = [
             [(part.reward.name, part.weight, part.offset, result) for result in part.reward.grade_all(items)]
             for part in self.components

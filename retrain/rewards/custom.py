@@ -182,7 +182,6 @@ class Scorer:
 
 
 def _read_functions(loaded: ModuleType, names: Sequence[str]) -> list[RewardFunction]:
-    """Return the module's functions of these names. Raises PluginError."""
     named = [found for name in names for found in _named(loaded, name)]
     functions = []
     for name, function in named:
@@ -257,7 +256,6 @@ def _completion_form(function: RewardFunction, required: Sequence[inspect.Parame
 
 
 def _ranges(functions: Sequence[RewardFunction], loaded: ModuleType) -> dict[str, dict[str, float | bool]]:
-    """Return the chart ranges that the functions or their module declare; the sum of several has none."""
     ranges: dict[str, dict[str, float | bool]] = {}
     for function in functions:
         declared = declared_ranges(function.call, loaded)

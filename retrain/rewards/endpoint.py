@@ -33,10 +33,8 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """A reply of the model; without one, ``fault`` says why and ``text`` is empty."""
-
     text: str = ""
-    fault: str = ""
+    fault: str = ""  # Why there is no text
 
 
 class JudgeUnavailable(Exception):
@@ -84,6 +82,7 @@ class JudgeEndpoint:
 
         async def answer(question: Messages) -> JudgeAnswer:
             async with slots:
+                # An endpoint that is down would cost every question of the batch all attempts and pauses.
                 if len(failures) >= FAILURES_IN_A_ROW:
                     return JudgeAnswer(fault=f"not tried after {FAILURES_IN_A_ROW} failures in a row: {failures[-1]}")
                 try:
@@ -100,7 +99,6 @@ class JudgeEndpoint:
             return list(await asyncio.gather(*map(answer, questions)))
 
     async def _reply(self, client: httpx.AsyncClient, messages: Messages) -> str:
-        """Return the text of the reply. Raises JudgeUnavailable after the last attempt, ValueError for a refusal."""
         import httpx
 
         body = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS}

@@ -3,8 +3,8 @@
 The conversation is the problem's messages and the completion, written by the reward model's own chat template (without
 one: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
 
-Which rows are scored together shows in the last bits of their scores. So it must not depend on which groups happen to
-arrive together: a batch holds answers to one problem only.
+The rows of a batch affect the last bits of each other's scores. So that scores do not depend on which groups arrive
+together, a batch holds answers to one problem only.
 """
 
 import sys
@@ -23,16 +23,16 @@ from retrain.plugins import described
 from retrain.rewards.base import Item, Reward, checked, failed, prompt_text
 from retrain.types import Problem, RewardResult
 
+# Files to download from the hub: no code and no pickles
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""Patterns of the files to download from the hub, without code and pickles."""
 
 
 class RewardModelReward(Reward):
     """Scores with the model in the directory, or of the hub's name, ``model``; looked up in ``base_dir`` (the TOML's
     folder), then in the current directory.
 
-    ``batch`` rows are read at once, on ``device`` as torch names it. Files, number of labels and tokenizer are looked
-    at here, the weights are loaded when the first completion is graded. Raises ModelError.
+    ``batch`` rows are scored at once on the torch ``device``. Files, number of labels and tokenizer are checked at
+    construction; the weights are loaded when the first completion is graded. Raises ModelError.
     """
 
     name = "reward_model"
@@ -41,7 +41,7 @@ class RewardModelReward(Reward):
         from transformers import AutoConfig, AutoTokenizer
 
         self.batch, self.device = batch, device
-        self.directory = located(model, base_dir)
+        self.directory = find_reward_model(model, base_dir)
         self._weights: RewardModelWeights | None = None
         try:
             config = AutoConfig.from_pretrained(self.directory, local_files_only=True)
@@ -54,7 +54,6 @@ class RewardModelReward(Reward):
         self.vocabulary = int(text.vocab_size)
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
-        """Return scores in order; a conversation that cannot be scored whole has the reason."""
         results: dict[int, RewardResult] = {}
         rows: dict[int, list[int]] = {}
         for index, (problem, completion) in enumerate(items):
@@ -71,7 +70,8 @@ class RewardModelReward(Reward):
         return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """Let the weights go; they stay until another model is wanted, as cohorts may follow each other."""
+        """Release the weights. They stay cached until another model is loaded, because the next cohort may need
+        them."""
         self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
@@ -93,13 +93,13 @@ class RewardModelReward(Reward):
         return list(ids)
 
     def _scored(self, rows: Sequence[list[int]]) -> list[RewardResult]:
-        """Return one result for each row; where they fail together, each is scored by itself."""
         try:
             if self._weights is None:
-                self._weights = take(self.directory, self.device)
+                self._weights = cached_weights(self.directory, self.device)
             return [checked(score) for score in self._weights.scores(rows)]
         except Exception as error:  # out of memory, files that are gone: never the run
             if len(rows) > 1 and self._weights is not None:
+                # One bad row, or memory for too many: score each by itself.
                 return [result for row in rows for result in self._scored([row])]
             reason = first_line(error) if isinstance(error, ModelError | OSError) else described(error)
             return [failed(f"the reward model failed: {reason}") for _ in rows]
@@ -111,9 +111,9 @@ def conversation(problem: Problem, completion: str) -> list[dict[str, str]]:
     return [*messages, {"role": "assistant", "content": _encodable(completion)}]
 
 
-def located(model: str, base_dir: Path | None) -> Path:
-    """Return the directory of a reward model whose files are all there; one of the hub's is downloaded unless it is in
-    the cache. Raises ModelError, which says what to type."""
+def find_reward_model(model: str, base_dir: Path | None) -> Path:
+    """Return the directory of a reward model with all its files, downloaded from the hub if it is not in the cache.
+    Raises ModelError with the fix."""
     folders = search_folders(base_dir)
     if fault := reward_model_fault(model, *folders):
         raise _refused(model, fault)
@@ -134,8 +134,8 @@ def located(model: str, base_dir: Path | None) -> Path:
 
 @dataclass(eq=False)
 class RewardModelWeights:
-    """A model in memory, for all graders of this process that name it. ``pad`` is its own padding token, None where it
-    has none."""
+    """A model in memory, shared by all graders of this process that name it. ``pad`` is its own padding token, or
+    None."""
 
     model: Any
     pad: int | None
@@ -165,7 +165,7 @@ _LATEST: list[RewardModelWeights] = []
 _LOCK = threading.Lock()
 
 
-def take(directory: Path, device: str) -> RewardModelWeights:
+def cached_weights(directory: Path, device: str) -> RewardModelWeights:
     """Return the weights of these files, cached in this process. Raises ModelError and errors of transformers."""
     with _LOCK:
         key = (str(directory), device, files_digest(directory))
@@ -178,7 +178,6 @@ def take(directory: Path, device: str) -> RewardModelWeights:
 
 
 def _load(directory: Path, device: str) -> RewardModelWeights:
-    """Load in float32 on a CPU, in the dtype of the files on a GPU."""
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
@@ -188,6 +187,7 @@ def _load(directory: Path, device: str) -> RewardModelWeights:
     with torch.random.fork_rng(devices=[]):  # whatever is drawn while a model is made
         model, info = AutoModelForSequenceClassification.from_pretrained(
             directory,
+            # On a CPU half precision is slow, or lacks kernels.
             dtype=torch.float32 if device == "cpu" else "auto",
             local_files_only=True,
             trust_remote_code=False,

@@ -35,7 +35,7 @@ from retrain.plugins import described
 
 LENGTH = struct.Struct("!i")  # Header of a frame: its length in bytes
 LIMIT = struct.Struct(">d")  # Header of a job: its time limit in seconds
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
 BAD_LENGTH = "bad message length"
@@ -49,10 +49,8 @@ _BOOT = (
 
 @dataclass
 class Reply:
-    """Result of a job: the returned ``value``, or the message ``error`` with its ``kind``."""
-
-    value: Any = None
-    error: str | None = None
+    value: Any = None  # What the job returned
+    error: str | None = None  # Why it did not
     kind: Literal["raised", "timeout", "died", "flooded"] | None = None
 
 
@@ -214,7 +212,6 @@ class WorkerPool:
         return Reply(reply.get("value"), None if error is None else str(error), kind)
 
     def _ready_worker(self) -> _Worker:
-        """Return an idle worker or start one. Raises PluginError when the batch was given up."""
         while True:
             with self._starting:
                 if self._fatal is not None:
@@ -272,7 +269,7 @@ def serve(descriptor: int) -> None:
     Replies: ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON), then
     ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
     """
-    _leave_the_end_to_the_trainer()
+    _ignore_termination_signals()
     connection = Connection(descriptor)
     first = _receive(connection)
     if not first:  # the trainer ended meanwhile
@@ -286,7 +283,7 @@ def serve(descriptor: int) -> None:
         _send(connection, {"fatal": _reason(error)})
         return
     _send(connection, {"ready": True, "facts": getattr(grade, "facts", {})})
-    _ignore_endings()  # again: a module that was imported may have put its own handlers there
+    _install_empty_handlers()  # again: a module that was imported may have put its own handlers there
     # If the trainer is killed while a job hangs, the alarm's default action kills this process.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while frame := _receive(connection):
@@ -298,29 +295,29 @@ def serve(descriptor: int) -> None:
             return
 
 
-def _leave_the_end_to_the_trainer() -> None:
+def _ignore_termination_signals() -> None:
     """Ignore SIGTERM, SIGINT and SIGHUP in this process.
 
     Schedulers (Slurm, systemd) send them to all processes of a job; the trainer finishes its step, for which it needs
-    the answers that are under way. What this process starts is ended by them as ever.
+    the pending answers. Programs started from this process keep the default actions.
     """
-    _ignore_endings()
+    _install_empty_handlers()
 
     def in_child() -> None:
-        for number in ENDINGS:
+        for number in TERMINATION_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS)
 
     # A signal that reaches a fork before its handlers are the default ones waits until they are.
     os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ENDINGS),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDINGS),
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, TERMINATION_SIGNALS),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINATION_SIGNALS),
         after_in_child=in_child,
     )
 
 
-def _ignore_endings() -> None:
-    for number in ENDINGS:
+def _install_empty_handlers() -> None:
+    for number in TERMINATION_SIGNALS:
         signal.signal(number, lambda number, frame: None)  # not SIG_IGN, which programs started from here would inherit
 
 
@@ -340,7 +337,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _limit(memory_bytes: int) -> None:
-    """Bound this process's memory, and leave no core dumps."""
     for kind, wanted in ((resource.RLIMIT_DATA, memory_bytes), (resource.RLIMIT_CORE, 0)):
         _, hard = resource.getrlimit(kind)
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

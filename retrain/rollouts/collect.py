@@ -45,9 +45,7 @@ NO_LIMITS = EpisodeLimits()
 
 @dataclass(frozen=True)
 class Weights:
-    """A run's weights before ``step``."""
-
-    step: int
+    step: int  # The step before which they were published
     ref: PolicyRef
     snapshot: PolicySnapshot
 
@@ -62,8 +60,7 @@ class RecentWeights:
 
     bound: int
     remembers: bool = False
-    published: set[PolicyRef] = field(default_factory=set)
-    """Policy refs currently loaded in the engine."""
+    published: set[PolicyRef] = field(default_factory=set)  # Currently loaded in the engine
     _dropped: Weights | None = None
     _weights: list[Weights] = field(default_factory=list)
     _replaced: list[Weights] = field(default_factory=list)
@@ -109,7 +106,6 @@ class RecentWeights:
         return (old_enough[-1] if old_enough else self._weights[0]).ref
 
     def newest(self) -> PolicyRef:
-        """Return the present weights."""
         return self._weights[-1].ref
 
     def snapshots(self) -> dict[int, PolicySnapshot]:
@@ -117,7 +113,7 @@ class RecentWeights:
         known = [*([self._dropped] if self._dropped else []), *self._weights]
         return {each.ref.version: each.snapshot for each in known}
 
-    def age(self, version: int, step: int) -> int:
+    def staleness(self, version: int, step: int) -> int:
         """Return the staleness of a version at ``step``: the steps since it was the newest one."""
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
@@ -165,7 +161,7 @@ class _Trajectory:
                 close()
 
 
-class _OpenGroup:
+class _PendingGroup:
     """A group in progress. ``begin`` is called once, then ``step`` for every action."""
 
     def __init__(self, request: RolloutRequest):
@@ -174,12 +170,13 @@ class _OpenGroup:
         self.prompt = Prompt(request.problem, "", ())
         self.trajectories = [_Trajectory() for _ in range(request.samples)]
         self.rewards: list[RewardResult] | None = None
-        self.alike = True  # Whether all rollouts begin with the same prompt
+        self.shares_prompt = True  # Whether all rollouts begin with the same prompt
 
     def start(self, sample: int) -> None:
         request, trajectory = self.request, self.trajectories[sample]
         try:
             trajectory.episode = request.environment.start(request.problem, torch_seed(*request.stream, "episode"))
+        # SystemExit is no Exception: an environment that calls exit() must end its episode, not this thread.
         except (Exception, SystemExit) as error:
             trajectory.fail(_exception(error))
 
@@ -198,12 +195,12 @@ class _OpenGroup:
             prompt = self.prompt
             if observed != first:
                 prompt = request.renderer.prompt(request.problem, observed.messages, observed.tools)
-                self.alike = first is None
+                self.shares_prompt = first is None
             if first is None:
                 first, self.prompt = observed, prompt
             trajectory.conversation = Conversation(request.renderer, prompt, observed.tools)
             trajectory.next_ids, trajectory.next_messages = prompt.token_ids, prompt.messages
-            self._go_on(trajectory, len(prompt.token_ids))
+            self._set_length(trajectory, len(prompt.token_ids))
 
     def step(self, sample: int, action: Action) -> None:
         """Step the episode with the policy's action. Raises errors of the chat template."""
@@ -232,9 +229,9 @@ class _OpenGroup:
             read = trajectory.conversation.replace(step.conversation)
         trajectory.next_ids, trajectory.fresh = read
         trajectory.next_messages = tuple(trajectory.conversation.messages if read.fresh else step.messages)
-        self._go_on(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
+        self._set_length(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
-    def _go_on(self, trajectory: _Trajectory, length: int) -> None:
+    def _set_length(self, trajectory: _Trajectory, length: int) -> None:
         """Set the sequence's length; end the episode if no further token fits."""
         trajectory.length = length
         limit = self.request.limits.tokens
@@ -288,13 +285,11 @@ class _OpenGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """The graded group of every request, or the error of its environment, chat template or grader; ``spans``
-    ("rollout" | "score", start, end) in seconds since the epoch; and the seconds in which the engine loaded weights
-    (None: unknown)."""
+    """The graded group of every request, or the error of its environment, chat template or grader."""
 
     groups: list[Group | Exception]
-    spans: list[tuple[str, float, float]]
-    sync_seconds: float | None = None
+    spans: list[tuple[str, float, float]]  # ("rollout" | "score", start, end) in seconds since the epoch
+    sync_seconds: float | None = None  # Seconds in which the engine loaded weights; None if unknown
 
 
 def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
@@ -309,8 +304,6 @@ def require_graded(results: Sequence[Group | Exception]) -> list[Group]:
 
 
 class Collector(Protocol):
-    """``collect``, or its equivalent for several ranks."""
-
     def __call__(
         self, engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | None = None
     ) -> CollectResult: ...
@@ -320,7 +313,7 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     """Sample, step and grade all rollouts; ``max_rows`` limits the sequences that are decoded at once."""
     spans: list[tuple[str, float, float]] = []
     syncs: list[float] = []
-    groups = [_OpenGroup(request) for request in requests]
+    groups = [_PendingGroup(request) for request in requests]
     with _EpisodeThread(requests) as episodes:
         pending = episodes.begin(groups)
         for turn in count():
@@ -328,6 +321,7 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
             engine.sample(
                 [group.sample_request(turn, sample) for group, sample in pending],
                 max_rows=max_rows,
+                # A default argument binds this turn's list; the name is assigned again for the next turn.
                 finished=lambda i, actions, pending=pending: episodes.add(*pending[i], actions),
             )
             sampled = timestamp()
@@ -341,8 +335,8 @@ def collect(engine: Engine, requests: Sequence[RolloutRequest], max_rows: int | 
     return CollectResult(ended, spans, sum(syncs) if syncs else None)
 
 
-_Pending = tuple[_OpenGroup, int | None]  # A group, and which of its rollouts acts; None: all of them, alike so far
-_Actions = tuple[_OpenGroup, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
+_Pending = tuple[_PendingGroup, int | None]  # A group, and which of its rollouts acts; None: all, from one prompt
+_Actions = tuple[_PendingGroup, Sequence[int], list[Action]]  # A group, which of its rollouts act, and their actions
 
 
 class _EpisodeThread:
@@ -366,7 +360,7 @@ class _EpisodeThread:
         if self._side_by_side is not None:
             self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
 
-    def begin(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
+    def begin(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:
         """Start all episodes; a group whose episodes all fail is finished."""
         jobs = [(group, sample) for group in groups for sample in range(len(group.trajectories))]
         self._for_each(lambda group, sample: group.start(sample), jobs)
@@ -378,16 +372,16 @@ class _EpisodeThread:
                 group.error = error
                 continue
             living = group.living
-            whole = group.alike and len(living) == len(group.trajectories)
+            whole = group.shares_prompt and len(living) == len(group.trajectories)
             pending += [(group, None)] if whole else [(group, sample) for sample in living]
         self._grade([group for group in groups if group.error is None and not group.living])
         return pending
 
-    def add(self, group: _OpenGroup, sample: int | None, actions: list[Action]) -> None:
+    def add(self, group: _PendingGroup, sample: int | None, actions: list[Action]) -> None:
         """Step one episode of a group, or all of them (None); thread-safe."""
         self._queue.put((group, range(len(actions)) if sample is None else [sample], actions))
 
-    def living(self, groups: Sequence[_OpenGroup]) -> list[_Pending]:
+    def living(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:
         """Wait until all actions so far are processed; return the live episodes."""
         taken = threading.Event()
         self._queue.put(taken)
@@ -407,7 +401,6 @@ class _EpisodeThread:
                 return
 
     def _take(self, steps: Sequence[_Actions]) -> None:
-        """Step the episodes, then grade the finished groups in one call per environment."""
         acts = {
             (group, sample): action
             for group, samples, actions in steps
@@ -416,10 +409,8 @@ class _EpisodeThread:
         self._for_each(lambda group, sample: group.step(sample, acts[group, sample]), list(acts))
         self._grade([group for group in dict.fromkeys(group for group, *_ in steps) if not group.living])
 
-    def _for_each(self, act: Callable[[_OpenGroup, int], None], jobs: Sequence[tuple[_OpenGroup, int]]) -> None:
-        """Process each of these rollouts of groups; an exception fails the group's run."""
-
-        def act_on(group: _OpenGroup, sample: int) -> None:
+    def _for_each(self, act: Callable[[_PendingGroup, int], None], jobs: Sequence[tuple[_PendingGroup, int]]) -> None:
+        def act_on(group: _PendingGroup, sample: int) -> None:
             try:
                 act(group, sample)
             except (Exception, SystemExit) as error:
@@ -431,9 +422,8 @@ class _EpisodeThread:
         else:
             list(self._side_by_side.map(lambda job: act_on(*job), jobs))
 
-    def _grade(self, groups: Sequence[_OpenGroup]) -> None:
-        """Grade the finished groups, without failed episodes."""
-        over: dict[Environment, list[_OpenGroup]] = {}
+    def _grade(self, groups: Sequence[_PendingGroup]) -> None:
+        over: dict[Environment, list[_PendingGroup]] = {}
         for group in groups:
             if group.error is None:
                 over.setdefault(group.request.environment, []).append(group)
@@ -450,10 +440,8 @@ class _EpisodeThread:
 
 
 def _exception(error: Exception | SystemExit) -> Exception:
-    """Return the exception of an environment's or grader's code; SystemExit becomes an error of its run."""
     return error if isinstance(error, Exception) else RuntimeError(f"it called exit({error.code!r})")
 
 
 def _without_secrets(reward: RewardResult) -> RewardResult:
-    """Return the reward with no key or token of the process's environment in its error."""
     return replace(reward, error=without_keys(reward.error)) if reward.error else reward

@@ -4,8 +4,7 @@ Only speed and memory depend on it, never what is sampled beyond rounding. Decis
 throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from retrain.config.evaluation import Backpressure
 from retrain.errors import ModelError
@@ -16,7 +15,7 @@ from retrain.policy.base import BaseModel, architecture_of
 def decode_work(base: BaseModel) -> DecodeWork | None:
     """Return the costs of a decoding step of this model; None for mixtures of experts, where each token uses only some
     weights, and for models whose configuration lacks the sizes."""
-    model: Any = base.model
+    model = base.model
     if model is None:
         return None
     try:
@@ -33,6 +32,12 @@ def decode_work(base: BaseModel) -> DecodeWork | None:
         operations_per_position=4 * sizes.layers * sizes.heads * sizes.head_dim,  # query with key, weight with value
         cache_bytes=sizes.cache_bytes(base.dtype.itemsize),
     )
+
+
+class PressureState(TypedDict):
+    load: int
+    loads: list[int]
+    throughputs: list[float]
 
 
 class Pressure:
@@ -57,7 +62,6 @@ class Pressure:
 
     @property
     def max_rows(self) -> int:
-        """Return the limit of sequences that are decoded at once."""
         return self.load * self.samples
 
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
@@ -70,7 +74,6 @@ class Pressure:
         self.load = self.decision.load
 
     def metrics(self) -> dict[str, float | str | None]:
-        """Return the catalogue's bp_* keys after the latest observation."""
         decision = self.decision
         if decision is None:
             return {}
@@ -85,9 +88,9 @@ class Pressure:
             "bp_warmup": decision.basis == "warmup",
         }
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> PressureState:
         return {"load": self.load, "loads": list(self.loads), "throughputs": list(self.throughputs)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: PressureState) -> None:
         self.load = min(max(state["load"], self.limits.min_load), self.limits.max_load)
         self.loads, self.throughputs = list(state["loads"]), list(state["throughputs"])

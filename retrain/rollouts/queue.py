@@ -24,8 +24,7 @@ from retrain.types import Group
 
 CLOSING_S = 5.0  # Seconds that the end of a queue waits for its thread, which may be grading
 Owner = TypeVar("Owner")
-Span = tuple[str, float, float]
-"""Name of a part of a step, and its begin and end in seconds since the epoch."""
+Span = tuple[str, float, float]  # Name of a part of a step, its begin and end in seconds since the epoch
 
 
 @dataclass(eq=False)
@@ -66,9 +65,8 @@ def collect_rounds(
 
 @dataclass(frozen=True)
 class SampledStep(Generic[Owner]):
-    """The groups of every owner, in the order of its requests; ``spans`` ("rollout" | "score", start, end) in seconds
-    since the epoch, or, sampled in a thread, ("ahead", …) and the wait for it ("rollout", …); the seconds in which the
-    engine loaded weights (None: unknown); and the number of later steps that are sampled."""
+    """The groups of every owner, in the order of its requests. ``spans`` as in ``CollectResult``, or, sampled in a
+    thread, ("ahead", …) and the wait for it ("rollout", …). ``depth``: number of later steps that are sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -117,6 +115,7 @@ class RolloutQueue(Generic[Owner]):
         with self._changed:
             sampled = {owner: self._offers.pop((owner, step)) for owner, step in due.items()}
             depth = len({offer.step for offer in self._offers.values() if offer.rounds})
+        # Owners that were sampled in one batch share its rounds, which count once.
         rounds = list(dict.fromkeys(collected for rollouts in sampled.values() for collected in rollouts.rounds))
         spans = [span for collected in rounds for span in collected.spans]
         if self.ahead:
@@ -165,7 +164,6 @@ class RolloutQueue(Generic[Owner]):
             offer.rounds = rounds
 
     def _wait(self, due: Sequence[tuple[Owner, int]]) -> None:
-        """Wait until these steps are sampled. Raises the error that ended the thread."""
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._sample_offers, name="rollouts ahead", daemon=True)
@@ -176,7 +174,6 @@ class RolloutQueue(Generic[Owner]):
                 self._changed.wait()
 
     def _sample_offers(self) -> None:
-        """Sample offered requests until the queue is closed."""
         while True:
             with self._changed:
                 while not self._closed and not self._waiting():
@@ -200,17 +197,16 @@ class RolloutQueue(Generic[Owner]):
 
 
 def _sync_seconds(rounds: Sequence[CollectResult]) -> float | None:
-    """Return the seconds in which the engine loaded weights; None if unknown."""
     seconds = [collected.sync_seconds for collected in rounds if collected.sync_seconds is not None]
     return sum(seconds) if seconds else None
 
 
 def _observe(pressure: Pressure, collected: CollectResult) -> None:
-    """Report sampled tokens, seconds of decoding, and the mean number of tokens before a sampled one."""
     groups = [group for group in collected.groups if isinstance(group, Group)]
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.turns]
     if not rollouts:
         return
     sampled, read = sum(map(len, rollouts)), sum(rollout.observation_tokens for rollout in rollouts)
     seconds = sum(end - start for name, start, end in collected.spans if name == "rollout")
+    # Before a sampled token there is on average half of the completion.
     pressure.observe(sampled, seconds, read / len(rollouts) + sampled / (2 * len(rollouts)))

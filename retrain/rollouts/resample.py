@@ -20,17 +20,15 @@ from retrain.rollouts.collect import RolloutRequest
 from retrain.types import Group, Problem
 
 Drawn = Sequence[Group | Exception]
+# Maps (step, its requests so far, their results) to further requests; [] when the step is complete
 Resample = Callable[[int, Sequence[RolloutRequest], Drawn], Sequence[RolloutRequest]]
-"""Maps (step, its requests so far, their results) to further requests; [] when the step is complete."""
+# Reasons why a group has no signal: all answers right, all wrong, otherwise equal rewards, or no reward
 REASONS = ("all_right", "all_wrong", "alike", "ungraded")
-"""Reasons why a group has no signal: all answers right, all wrong, otherwise equal rewards, or no reward."""
 
 
 @dataclass(frozen=True)
 class SelectedGroups:
-    """The groups of a step's batch, in sampling order, the ``dropped`` ones, and ``metrics`` of the step."""
-
-    groups: list[Group]
+    groups: list[Group]  # The step's batch, in sampling order
     dropped: list[Group]
     metrics: dict[str, int | float | None]
 
@@ -51,11 +49,12 @@ class Resampler:
         groups = [group for group in drawn if isinstance(group, Group)]
         if len(groups) < len(drawn) or self._rounds(groups) >= self.rounds:
             return []
-        missing = self.batch - sum(why_alike(group) is None for group in groups)
+        missing = self.batch - sum(no_signal_reason(group) is None for group in groups)
         first, seen = requests[0], {request.problem.id for request in requests}
         problems = list[Problem]()
+        # Where all rounds of earlier steps would end, needed or not: a step depends on no state of others.
         start = step * self.batch * self.rounds
-        for offset in range(2 * self.problems):  # in so many each stands, wherever an epoch ends
+        for offset in range(2 * self.problems):  # they hold every problem, wherever an epoch ends
             if len(problems) == missing:
                 break
             (problem,) = self.upcoming(start + offset, 1)
@@ -69,7 +68,7 @@ class Resampler:
 
     def select(self, groups: Sequence[Group]) -> SelectedGroups:
         """Return the groups with signal, padded to a batch with the first of the others."""
-        reasons = [why_alike(group) for group in groups]
+        reasons = [no_signal_reason(group) for group in groups]
         with_signal = [i for i, reason in enumerate(reasons) if reason is None]
         others = [i for i, reason in enumerate(reasons) if reason is not None]
         selected = {*with_signal, *others[: max(0, self.batch - len(with_signal))]}
@@ -80,7 +79,7 @@ class Resampler:
     def _metrics(
         self, groups: Sequence[Group], dropped: Sequence[Group], unfilled: int
     ) -> dict[str, int | float | None]:
-        counts = Counter(map(why_alike, dropped))
+        counts = Counter(map(no_signal_reason, dropped))
         first = [rollout.reward.is_correct for group in groups[: self.batch] for rollout in group.rollouts]
         read = sum(rollout.observation_tokens + len(rollout) for group in dropped for rollout in group.rollouts)
         return {
@@ -93,8 +92,7 @@ class Resampler:
         }
 
     def _rounds(self, groups: Sequence[Group]) -> int:
-        """Return the number of resampling rounds that these groups, in sampling order, needed."""
-        with_signal = [why_alike(group) is None for group in groups]
+        with_signal = [no_signal_reason(group) is None for group in groups]
         drawn, rounds = self.batch, 0
         while drawn < len(groups):
             drawn += self.batch - sum(with_signal[:drawn])
@@ -102,7 +100,7 @@ class Resampler:
         return rounds
 
 
-def why_alike(group: Group) -> str | None:
+def no_signal_reason(group: Group) -> str | None:
     """Return one of ``REASONS``, or None for a group whose rewards differ."""
     known_N = ~np.isnan(group.rewards_N)
     if not known_N.any():

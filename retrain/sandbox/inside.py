@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import types
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypedDict
 
 HEADER = struct.Struct(">I")
 LOOK_MS = 25  # how often memory is measured
@@ -36,6 +36,16 @@ FILES = 256  # open at once in one process
 WRITABLE = ("/tmp", "/dev/shm")
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+
+
+class Setup(TypedDict):  # The first frame; but for these two, the fields of ``SandboxLimits``
+    keep_state: bool
+    uids: list[int]  # Users that the code may become, the first that exists; none: stay
+    timeout_s: float
+    memory_mb: int
+    output_characters: int
+    processes: int
+    file_mb: int
 
 
 def main() -> None:
@@ -66,7 +76,7 @@ def main() -> None:
         send(replies, reply)
 
 
-def confine(setup: dict[str, Any]) -> None:
+def confine(setup: Setup) -> None:
     """Drop root's privileges and set the resource limits of this process and its forks."""
     if (os.getpid(), os.getppid()) != (1, 0):
         raise PermissionError("this is not a process namespace of its own")  # end() would kill foreign processes
@@ -97,8 +107,8 @@ def confine(setup: dict[str, Any]) -> None:
 
 
 def become(uids: list[int]) -> None:
-    """Become the first of these users that exists here. Each sandbox has its own: the limit of processes counts by
-    user."""
+    """Become the first of these users that exists here."""
+    # Each sandbox has a user of its own, because the limit of processes counts by user.
     for number, uid in enumerate(uids, start=1):
         try:
             os.setgroups([])
@@ -135,17 +145,19 @@ class Interpreter:
             serve(orders, done, keep_state)
         for descriptor in (theirs, orders, done):
             os.close(descriptor)
+        # Readable for poll() once the process has ended.
         self.process = os.pidfd_open(self.pid)
         os.set_blocking(self.output, False)
 
     def order(self, code: str) -> None:
         """Run ``code`` in the fork; processes that were stopped after an earlier call continue."""
         with contextlib.suppress(ProcessLookupError):
+            # −1 is every process of the namespace but this one (kill(2)).
             os.kill(-1, signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # it was killed meanwhile: watch() sees that
             send(self.orders, code)
 
-    def watch(self, deadline: float, setup: dict[str, Any], calls: int) -> dict[str, Any]:
+    def watch(self, deadline: float, setup: Setup, calls: int) -> dict[str, object]:
         """Return the reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
 
         Ends this process, and with it the sandbox, when the other end of ``calls`` is closed.
@@ -217,7 +229,6 @@ class Interpreter:
 
 
 def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
-    """Run the calls, in the fork."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     number, pid = 0, os.getpid()
@@ -250,9 +261,8 @@ def flush() -> None:
             stream.flush()
 
 
-def execute(code: str, namespace: dict[str, Any], name: str) -> int:
-    """Run ``code`` and return the exit status. A last expression is printed as at Python's prompt, and so are
-    errors."""
+def execute(code: str, namespace: dict[str, object], name: str) -> int:
+    """Run ``code`` as at Python's prompt, which prints a last expression and errors; return the exit status."""
     try:
         try:
             tree = ast.parse(code, name)
@@ -294,6 +304,7 @@ class Excerpt:
         self.tail_size = characters - self.head_size
         self.head = self.tail = ""
         self.length = 0
+        # Incremental: a read may end inside a character.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, descriptor: int) -> bool:
@@ -309,7 +320,7 @@ class Excerpt:
         self.tail = (self.tail + text[missing:])[-self.tail_size :]
         return bool(data)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {"head": self.head, "tail": self.tail, "left_out": self.length - len(self.head) - len(self.tail)}
 
 
@@ -338,7 +349,7 @@ def receive(stream: BinaryIO) -> Any:
     return json.loads(payload) if size and len(payload) == size else None
 
 
-def send(descriptor: int, value: Any) -> None:
+def send(descriptor: int, value: object) -> None:
     payload = json.dumps(value).encode()
     data = memoryview(HEADER.pack(len(payload)) + payload)
     while data:

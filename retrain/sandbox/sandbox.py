@@ -1,15 +1,15 @@
 """A sandbox for code that a policy writes: bubblewrap around a Python with its standard library.
 
-Inside there is no network, no process, no file and no environment variable of the host: only the system's libraries
-and programs, and the Python installation that runs retrain, all read-only, and two small directories in memory. The
-code is a user without capabilities whose system calls are filtered (``syscalls``). ``inside.py`` runs there and holds
-the limits; from here the whole sandbox is killed when it does not answer, and the kernel kills it with this process.
+The code sees no network, process, file or environment variable of the host, except, read-only, the system's libraries
+and programs and the Python installation that runs retrain. It writes to two small directories in memory. It runs as a
+user without capabilities, with filtered system calls (``syscalls``). ``inside.py`` enforces the limits from within;
+this module kills a sandbox that does not answer, and the kernel kills it when this process ends.
 
-Root starts bubblewrap as root, which leaves it for a user number of its own inside, because the limit of processes
-does not bind root. All others, and root where that is refused, start it in a user namespace.
+Root starts bubblewrap as root, which changes to a user id of its own inside, because the limit of processes does not
+bind root. Other users, and root where that is refused, start it in a user namespace.
 
-What is not bounded: memory of several processes together, other than by looking at it every 25 ms (each alone is
-bounded by the kernel); the kernel's own memory for sockets and pipes; processor time within the time limit.
+Not bounded: the memory of several processes together between two measurements, 25 ms apart (the kernel bounds each
+alone); the kernel's own memory for sockets and pipes; processor time within the time limit.
 """
 
 import contextlib
@@ -65,22 +65,19 @@ class SandboxLimits(BaseModel):
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """Result of a call. ``output`` is shortened in the middle if too long. ``ended``: ``exit`` or ``done`` (by itself),
-    ``time``, ``memory``, ``output`` (stopped at that limit) or ``lost`` (the sandbox has ended). ``status``: exit
-    status, negative for a signal. ``fresh``: no state of earlier calls was left."""
+    """Result of a call."""
 
-    output: str
-    ended: str
-    status: int
-    fresh: bool
+    output: str  # Shortened in the middle if too long
+    ended: str  # ``exit``, ``done`` (by itself), ``time``, ``memory``, ``output`` (its limit), ``lost``
+    status: int  # Exit status, negative for a signal
+    fresh: bool  # No state of earlier calls was left
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap: the program, and the ``user``: ``root`` (dropped inside), ``nobody`` or the present
-    one."""
+    """A way to start bubblewrap."""
 
-    bwrap: str
-    user: str
+    bwrap: str  # Its program
+    user: str  # ``root`` (dropped inside), ``nobody`` or ``self``, the present user
 
 
 class SandboxFailed(RetrainError):
@@ -134,8 +131,6 @@ def _programs() -> list[str]:
 
 
 def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]:
-    """Return bubblewrap's command line: the mounted files and the Python that runs ``inside.py``. ``calls_filter`` is
-    the descriptor of the system-call filter."""
     program = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     prefix = os.path.realpath(sys.base_prefix)
     size = str(limits.file_mb << 20)
@@ -183,7 +178,7 @@ class Sandbox:
     def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
         self.limits, self.keep_state = limits, keep_state
         self.way = launch() if way is None else way
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, code: str) -> SandboxOutcome:
@@ -211,13 +206,10 @@ class Sandbox:
         self._process = self._finalizer = None
 
     def _start(self) -> None:
-        """Start bubblewrap and wait for the Python inside. Raises SandboxFailed with their error output."""
         readable, writable = os.pipe()
         with open(writable, "wb") as file:
             file.write(seccomp_program(platform.machine()))
-        nobody: dict[str, Any] = (
-            {"user": NOBODY, "group": NOBODY, "extra_groups": []} if self.way.user == "nobody" else {}
-        )
+        uid = NOBODY if self.way.user == "nobody" else None
         try:
             process = subprocess.Popen(
                 _command(self.way, self.limits, readable),
@@ -228,7 +220,9 @@ class Sandbox:
                 env={},  # it has no need of ours
                 cwd="/",
                 start_new_session=True,
-                **nobody,
+                user=uid,
+                group=uid,
+                extra_groups=None if uid is None else [],
             )
         except OSError as error:
             raise SandboxFailed(f"a sandbox does not start: {error}") from error
@@ -244,7 +238,7 @@ class Sandbox:
             reason = (output.strip().splitlines() or [f"it was not ready after {START_SECONDS:g} s"])[-1]
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
-    def _ask(self, value: Any, seconds: float) -> Any:
+    def _ask(self, value: object, seconds: float) -> Any:
         """Send a frame and return the reply, or None after the timeout."""
         assert self._process is not None
         assert self._process.stdin is not None
@@ -255,7 +249,6 @@ class Sandbox:
         return self._receive(seconds)
 
     def _receive(self, seconds: float) -> Any:
-        """Return the next frame; None when it does not come in time, is too long or no JSON."""
         assert self._process is not None
         assert self._process.stdout is not None
         descriptor, received = self._process.stdout.fileno(), bytearray()
@@ -279,8 +272,8 @@ class Sandbox:
             return None
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kill bubblewrap; the kernel then kills the first process inside, and with it the namespace."""
+def _end(process: subprocess.Popen[bytes]) -> None:
+    # The kernel then kills the first process inside, and with it the namespace.
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout, process.stderr):

@@ -2,8 +2,10 @@
 
 import struct
 
+# Supported machines, with the kernel's number of each (AUDIT_ARCH_…)
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machines whose system calls are known here, with the kernel's number for each (AUDIT_ARCH_…)."""
+# System calls that are refused with EPERM, with their numbers on ``MACHINES``: they reach into other processes or the
+# kernel, or allocate memory that no limit counts
 REFUSED = {
     "acct": (163, 89),
     "add_key": (248, 217),
@@ -49,8 +51,6 @@ REFUSED = {
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
 }
-"""System calls that answer "not permitted", with their numbers on ``MACHINES``: they reach into other processes, into
-the kernel, or for memory that no limit counts."""
 CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
 FAMILIES = (1, 2, 10)  # of sockets: Unix and the two of an internet that is not there; others may reach the host
 NEW_NAMESPACES = 0x7E020000  # the flags of clone() that ask for one

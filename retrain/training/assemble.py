@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -57,7 +56,6 @@ class ServerEvents:
         self._runs: Sequence[Run] | None = None
 
     def message(self, text: str, level: str = "info") -> None:
-        """Show and record a message; ``level`` is info, warning or error."""
         self._observer.message(text, level)
         self.record(text, level)
 
@@ -76,15 +74,12 @@ class ServerEvents:
             self.record(*message)
 
     def detach(self) -> None:
-        """Stop recording, because the runs have ended."""
         with self._lock:
             self._runs = ()
 
 
-Teachers = Mapping[str, Teacher]
-"""The teachers of a cohort, by the ids of the runs that have one."""
-Graders = Mapping[str, Grader]
-"""The graders of a cohort, by the ``grading`` of the sections [reward] that they are built from."""
+Teachers = Mapping[str, Teacher]  # By the ids of the runs that have one
+Graders = Mapping[str, Grader]  # By the ``grading`` of the sections [reward] that they are built from
 
 
 def assemble(
@@ -177,7 +172,6 @@ def use_deterministic(enabled: bool) -> None:
 
 
 def build_graders(specs: Sequence[RunSpec], folder: Path, stack: ExitStack) -> Graders:
-    """Return one grader for each distinct [reward] section."""
     config = specs[0].config
     rewards = {spec.config.reward.grading: spec.config.reward for spec in specs}
     device = partial(resolve_device, config.backend.device)
@@ -226,6 +220,7 @@ def load_model(
         bases.load(config, observer.message)
     base, lanes, engine, workers, teachers, plan = bases.agreed("preparing the model", prepare)
     if ranks is not None:
+        # Ranks share micro-batches by their index, so all must cut the batch alike: by the smallest plan.
         plan = min(ranks.gather("planning memory", lambda: plan), key=lambda each: each.room)
     return local_model(base, lanes, engine, workers, plan, ranks, teachers)
 
@@ -249,7 +244,6 @@ def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server
 
 
 def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) -> Iterator[str]:
-    """Yield a message for each server and kind of trained adapter."""
     base, lanes = bases.with_lanes(specs[0].config)
     kinds = []
     for spec in specs:
@@ -260,10 +254,9 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
 
 
 def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
-    """Restore the engine from the newest loaded checkpoint."""
     loaded = [run.checkpoints.loaded for run in runs if run.checkpoints.loaded is not None]
-    if with_engine := [state for state in loaded if state.shared.get("engine")]:
-        model.engine.restore(max(with_engine, key=lambda state: state.step).shared["engine"])
+    if saved := {state.step: engine for state in loaded if (engine := state.shared.get("engine"))}:
+        model.engine.restore(saved[max(saved)])
 
 
 def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None) -> Evaluator:
@@ -278,7 +271,6 @@ def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: Rank
 
 
 def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
-    """Return the restored back-pressure controller of the shared decode batch; None unless a run enables it."""
     asking = [run for run in runs if run.config.backpressure.enabled]
     if not asking:
         return None
@@ -293,7 +285,7 @@ def pressure_of(runs: Sequence[Run], model: CohortModel) -> Pressure | None:
     return pressure
 
 
-def memory_facts(cohort: Cohort) -> dict[str, Any]:
+def memory_facts(cohort: Cohort) -> dict[str, object]:
     """Return the manifest's ``memory`` by run id: the bytes of a decode batch and the tokens of a micro-batch."""
     return {
         run.run_id: {

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet
 from retrain.errors import ModelError
 from retrain.policy.backbone import backbone_of
-from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, load_base, load_weights, look_at
+from retrain.policy.base import BaseModel, MemoryPlan, ModelFiles, find_model_files, load_base, load_weights
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.plugin import PluginPolicy, load_backend
@@ -50,14 +50,12 @@ class CohortModel:
     tokenizer: Tokenizer
     engine: Engine
     workers: Workers
-    policy: Callable[[RunSpec, Path], Policy]
-    """Builds a run's untrained policy from its spec and directory."""
-    built: dict[str, Any]  # Facts for `built` in `config.json`
+    policy: Callable[[RunSpec, Path], Policy]  # Builds a run's untrained policy from its spec and directory
+    built: dict[str, object]  # Facts for `built` in `config.json`
     context: int | None = None  # Context length in tokens, if known
     watch: Callable[[Config], Watch] | None = None  # Compares an external sampler with a run's trainer
     notes: Sequence[str] = ()  # Notes for the user
-    teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    """Teachers by run id."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)  # By run id
 
 
 def local_model(
@@ -137,8 +135,8 @@ def plugin_model(specs: Sequence[RunSpec], folder: Path) -> CohortModel:
 
 
 def _built(
-    model: str, tokenizer: Any, engine: Engine, dtype: str, device: str, workers: Workers, optimizer: str | None
-) -> dict[str, Any]:
+    model: str, tokenizer: object, engine: Engine, dtype: str, device: str, workers: Workers, optimizer: str | None
+) -> dict[str, object]:
     return {
         "model": model,
         "tokenizer": type(tokenizer).__name__,
@@ -194,7 +192,7 @@ class Bases:
         ))  # fmt: skip
         if self._files is None or key != self._key:
             self.release()
-            self._files, self._key = look_at(config), key
+            self._files, self._key = find_model_files(config), key
         return self._files
 
     def with_engine(
@@ -235,7 +233,7 @@ class Bases:
         files = self.model_files(config)
         if self._base is None:
             self._base = self._load_weights(files, config)
-            larger = self._base.device.type == "cpu" and not self._base.small
+            larger = self._base.device.type == "cpu" and not self._base.is_small
             if larger and (advice := bfloat16_advice(config.inference.dtype)):
                 notify(advice)
         if self._base.device.type == "cpu" and (advice := update_advice(config.training.update_dtype)):
@@ -268,7 +266,6 @@ class Bases:
         return self._others[name]
 
     def _load_weights(self, files: ModelFiles, config: Config) -> BaseModel:
-        """Load the base on all ranks together. Raises ModelError when the ranks' weights differ."""
         device, dtype, ranks = config.backend.device, config.inference.dtype, self.ranks
         if ranks is None:
             return load_weights(files, device, dtype)
@@ -291,7 +288,6 @@ class Bases:
             self._server[1].forget()
 
     def forget_sequences(self) -> None:
-        """Drop the sequences cached by an engine in this process."""
         if self._engine is not None:
             self._engine.sequence_cache.clear()
 

@@ -26,22 +26,21 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a run at ``step``: its policy, its ``RunState`` as JSON, by step those earlier weights that rollouts
-    of later steps are drawn by, and how many training problems it has taken from its data."""
+    """A copy of a run at ``step``."""
 
     step: int
     policy: PolicySnapshot
-    state: str
-    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)
-    cursor: int = 0
+    state: str  # Its ``RunState`` as JSON
+    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)  # Older weights that still sample, by step
+    cursor: int = 0  # Training problems taken from its data
 
 
 def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None] = lambda: None) -> None:
-    """Write the snapshot as one directory that is there whole or not at all.
+    """Write the snapshot as one directory, atomically.
 
-    ``guard`` is called before the directory gets its name; what it raises prevents that. Raises StorageError when the
-    file system refuses, NotOurs when somebody else's files have these names, and CheckpointError when the policy wrote
-    a link; what had been written aside is removed.
+    ``guard`` is called before the directory gets its name; an exception from it prevents that. Raises StorageError when
+    the file system refuses, NotOurs when files of another owner have these names, and CheckpointError when the policy
+    wrote a link; partial files are removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
@@ -50,7 +49,7 @@ def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None]
             aside.mkdir(parents=True)
         saved.policy.write(aside)
         for step, weights in saved.earlier.items():
-            target = earlier_directory(aside, step)
+            target = earlier_weights_directory(aside, step)
             target.mkdir(parents=True)
             weights.export(target, aside)
         write_bytes(aside / STATE, saved.state.encode())
@@ -104,8 +103,7 @@ def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
     return read_json(directory / STATE)
 
 
-def earlier_directory(checkpoint: Path, step: int) -> Path:
-    """Return where a checkpoint has the weights as they were before an earlier step."""
+def earlier_weights_directory(checkpoint: Path, step: int) -> Path:
     return checkpoint / "earlier" / f"step_{step:06d}"
 
 
@@ -114,9 +112,10 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Return the checkpoints that the run has written, by step, oldest first (whole or not).
+    """Return the checkpoints that the run has written, by step, oldest first, complete or not.
 
-    Those that others have put there are left out, except in a directory without a mark, where nothing is ever removed.
+    Those that others have put there are left out, except in a directory without an owner mark, where nothing is ever
+    removed.
     """
     folder = run_directory / SAVED
     try:
@@ -131,7 +130,6 @@ def checkpoint_directories(run_directory: Path) -> list[Path]:
 
 
 def _owner(directory: Path) -> Owner | None:
-    """Return the owner of a checkpoint at this path: the run around it."""
     run = owner_of(directory.parent.parent)
     return run and run.at(f"checkpoints/{directory.name}")
 
@@ -141,10 +139,10 @@ def checkpoint_step(directory: Path) -> int:
 
 
 def missing_rows(run_directory: Path, step: int) -> list[str]:
-    """Return one sentence for each record that lacks rows which were there when the checkpoint of ``step`` was written.
+    """Return one sentence for each record that lacks rows which existed when the checkpoint of ``step`` was written.
 
-    The checkpoint holds the number of rows of each file. One of an earlier version holds none: then the last row of
-    each file is compared with the step. Of a damaged record nothing is returned: reading it for the resume names it.
+    The checkpoint holds the number of rows of each file. For one of an earlier version, which does not, the last row of
+    each file is compared with the step. Damaged records are skipped: reading them for the resume reports the damage.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
     expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
@@ -166,13 +164,13 @@ def count_rows(run_directory: Path, name: str, step: int) -> int:
 
 @dataclass(frozen=True)
 class CommonStep:
-    """A step at which the runs of a cohort can continue, and for each run the rows that its records lack there."""
+    """A step at which the runs of a cohort can continue."""
 
     step: int
-    missing_rows: list[list[str]]
+    missing_rows: list[list[str]]  # Of each run: what its records lack there
 
 
-def newest_whole(run_directory: Path, report: list[str]) -> Path | None:
+def newest_undamaged(run_directory: Path, report: list[str]) -> Path | None:
     """Return the newest undamaged checkpoint, or None; what is wrong with newer ones is appended to ``report``."""
     checkpoints = _VerifiedCheckpoints(run_directory, report)
     step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
@@ -200,7 +198,6 @@ def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) 
 
 
 def _whole_steps(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> Iterator[CommonStep]:
-    """Yield the steps above 0 at which every run has an undamaged checkpoint, newest first."""
     of_runs = [_VerifiedCheckpoints(directory, report) for (directory, _), report in zip(runs, reports, strict=True)]
     steps = {step for checkpoints in of_runs for step in checkpoints.steps}
     for step in sorted(steps - {0}, reverse=True):
@@ -219,7 +216,6 @@ class _VerifiedCheckpoints:
         self._undamaged: dict[int, bool] = {}
 
     def is_undamaged(self, step: int) -> bool:
-        """Return whether every file of the checkpoint is as it was written; why not is reported once."""
         if step not in self._undamaged:
             try:
                 verify_checkpoint(checkpoint_directory(self.run_directory, step))
@@ -230,8 +226,7 @@ class _VerifiedCheckpoints:
         return self._undamaged[step]
 
 
-def forget_after(run_directory: Path, step: int) -> None:
-    """Delete the run's own checkpoints of later steps, which will be made anew."""
+def delete_checkpoints_after(run_directory: Path, step: int) -> None:
     for directory in checkpoint_directories(run_directory):
         if checkpoint_step(directory) > step:
             remove(directory, _owner(directory))
@@ -308,9 +303,8 @@ class Checkpoints:
         return state
 
     def discard_after(self, step: int) -> None:
-        """Remove the rows and the checkpoints of later steps, which will be made anew."""
         self.recorder.truncate(step)
-        forget_after(self.directory, step)
+        delete_checkpoints_after(self.directory, step)
 
     def record_restored(self, step: int, cursor: int) -> None:
         """Record the checkpoint that the run is restored from, if it was killed between the rename and the record."""
@@ -318,13 +312,12 @@ class Checkpoints:
         self._record_save(f"{step:06d}", step, directory, directory, cursor)
 
     def _owner(self, name: str) -> Owner | None:
-        """Return the owner mark of a directory that the run writes."""
         run = owner_of(self.directory)
         return run and run.at(name)
 
     def _record_save(self, name: str, step: int, state_path: Path, sampler_path: Path, cursor: int) -> None:
-        """Append the record of a complete save; saving the same step again does not repeat it."""
         rows = RunReader(self.directory).checkpoints()
+        # A save that was interrupted is made again at the same step.
         if any(row["name"] == name and row["batch"] == step for row in rows):
             return
         self.recorder.record_checkpoint(

@@ -28,14 +28,14 @@ from retrain.models.layers import (
 
 ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured, which takes the data and the tokenizer
 
+# Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows
 ASSUMED_MICRO_BATCH_TOKENS = 4096
-"""Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows."""
 
+# Largest chunk of vocabulary logits that is computed at a time; a few copies of it exist together
 LOGITS_BYTES = {"cpu": 8 << 20, "gpu": 256 << 20}
-"""Largest chunk of vocabulary logits that is computed at a time; a few copies of it exist together."""
 
+# Memory of Python, torch and transformers, measured after a first matrix product; none of it is on the GPU
 PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
-"""Memory of Python, torch and transformers, measured after a first matrix product; none of it is on the GPU."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,8 @@ def sampled_evaluations(configs: Sequence[Config], sizes: Sequence[RunSize]) -> 
 
 @dataclass(frozen=True)
 class Device:
-    """A process's device. ``memory``: bytes of the GPU (0: unknown), or of the machine for a CPU."""
-
     kind: Literal["cpu", "gpu"]
-    memory: int = 0
+    memory: int = 0  # Bytes of the GPU (0: unknown), or of the machine for a CPU
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,8 @@ def verified_ranks(config: Config) -> int:
 
 
 def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
-    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not."""
+    """Return the bytes of the base's weights, ``width`` per number that is not quantised. Fused experts are not
+    quantised."""
     unquantized = architecture.parameters() * width
     if not (config.model.quantized and architecture.dense):
         return unquantized
@@ -274,6 +273,5 @@ def base_bytes(config: Config, architecture: Architecture, width: int) -> int:
 
 
 def number_bytes(config: Config, device: Device) -> int:
-    """Return the bytes of one number of the base."""
     automatic = 4 if device.kind == "cpu" else 2
     return {"float64": 8, "float32": 4, "bfloat16": 2}.get(config.inference.dtype, automatic)

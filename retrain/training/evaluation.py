@@ -28,13 +28,12 @@ from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A policy to evaluate: weights by name after ``step`` updates, the environment of each held-out set, and the
-    prefix of the random streams."""
+    """A policy to evaluate."""
 
     policy: PolicyRef
-    environments: Mapping[str, Environment]
-    stream: tuple[int | str, ...]
-    step: int
+    environments: Mapping[str, Environment]  # By held-out set
+    stream: tuple[int | str, ...]  # Prefix of the random streams
+    step: int  # Updates so far
 
 
 class Evaluator:
@@ -58,8 +57,8 @@ class Evaluator:
         self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
-        """Return the set's answers by each of the subjects, from one decode batch. The answer to a problem of a set's
-        part is the first one that the whole set would have had of it."""
+        """Return the set's answers by each of the subjects, from one decode batch. The answers of a set's part equal
+        the first samples that the full set would draw for these problems."""
         begin, sampling = time.monotonic(), held_out.sampling.requested
         set_stream = () if held_out.name == HELDOUT else (held_out.name,)
         problems_by_subject = [
@@ -138,7 +137,6 @@ class CohortEvaluator:
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
 
     def trained(self, extents: Mapping[Run, Extent]) -> None:
-        """Evaluate these runs now, each on full sets or on their parts."""
         for held_out in self.evaluator.sets:
             for extent, problems in (("whole", held_out), ("part", held_out.part)):
                 due = [run for run, wanted in extents.items() if run.error is None and wanted == extent]
@@ -202,12 +200,10 @@ class CohortEvaluator:
 
 
 def equals_base(run: Run) -> bool:
-    """Return whether the run is still the base model, so that one evaluation serves all such runs."""
     return run.step == 0 and run.policy.starts_as_base and not run.config.resume.from_
 
 
 def first_evaluations(run: Run) -> list[Row]:
-    """Return the first recorded evaluation of each held-out set, as its row."""
     first: dict[str, Row] = {}
     if run.step == 0:  # records of an earlier process without a checkpoint are discarded
         return []
@@ -217,6 +213,6 @@ def first_evaluations(run: Run) -> list[Row]:
 
 
 def _subject(run: Run) -> EvaluatedPolicy:
-    """Return the run's present policy; untrained runs share their random stream."""
+    # Untrained runs share a random stream, and with it their answers: one evaluation serves all.
     stream = (run.config.campaign.seed, "base") if run.step == 0 else run.requests.stream
     return EvaluatedPolicy(run.policy_ref, run.environments, stream, run.step)

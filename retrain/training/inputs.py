@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retrain.config.root import flat
 from retrain.config.runs import RunSpec
@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 BASE_WEIGHTS = "weights of the base model"
 
 
+# Returns, for a run's directory, the check to call before each write; it raises LeaseLost once another process may
+# write there
 Guard = Callable[[Path], Callable[[], None]]
-"""Returns, for a run's directory, the check to call before each write; it raises LeaseLost once another process may
-write there."""
 
 
 def allow_all(directory: Path) -> Callable[[], None]:
-    """Return a check that always passes, for a directory with a single writer."""
     return lambda: None
 
 
@@ -46,12 +45,12 @@ class CohortJob:
     accepted: list[str] = field(default_factory=list)
 
 
-def change_line(name: str, old: Any, new: Any) -> str:
+def change_line(name: str, old: object, new: object) -> str:
     texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in (old, new)]
     return f"{name}: {' → '.join(texts)}"
 
 
-def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def world_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the differences in weights and tokenizer of the base, the teacher and the data from a run's record.
 
     ``now`` is nested as in config.json.
@@ -60,7 +59,7 @@ def world_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return _differences(facts, now, names | {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data"})
 
 
-def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def machine_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return the differences that affect only rounding: device and drivers, dtype, threads. They need no acceptance;
     the index of a GPU does not count."""
     names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
@@ -68,7 +67,7 @@ def machine_changes(facts: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})
 
 
-def _differences(facts: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+def _differences(facts: Mapping[str, object], now: Mapping[str, object], names: Mapping[str, str]) -> list[str]:
     before, after = dict(flat(facts)), dict(flat(now))
     return [
         change_line(name, before[key], after[key])

@@ -21,7 +21,7 @@ from retrain.training.by_ranks import ServedQueue
 from retrain.training.evaluation import CohortEvaluator, Evaluator, first_evaluations
 from retrain.training.recovery import Failures, Saver
 from retrain.training.run import Run
-from retrain.training.state import RollbackPoint
+from retrain.training.state import RollbackPoint, SharedState
 from retrain.types import CreditedBatch, Group
 
 Selections = Mapping[Run, SelectedGroups]
@@ -29,14 +29,11 @@ Selections = Mapping[Run, SelectedGroups]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One run's step: its groups with their credit, and the metrics of its optimizer steps."""
-
     batch: CreditedBatch
     update: Mapping[str, object]
 
 
 def learn(run: Run, selected: SelectedGroups) -> StepResult:
-    """Train one run on the groups of its step: assign credit by its algorithm, then take its optimizer steps."""
     with run.timer("credit"):
         credited = run.credit([run.with_staleness(group) for group in selected.groups])
     with run.timer("update"):
@@ -71,7 +68,7 @@ class Cohort:
         self.saver = Saver(self.failures, self._shared_state)
         self.evaluations = CohortEvaluator(evaluator, observer, self.saver, self.failures)
 
-    def _shared_state(self) -> dict[str, object]:
+    def _shared_state(self) -> SharedState:
         return {"pressure": self.pressure and self.pressure.state(), "engine": self.engine.state()}
 
     def train(self) -> Generator[None, None, None]:
@@ -118,11 +115,11 @@ class Cohort:
         for run in active:
             with self.failures.isolated(run):
                 run.begin_step(self.engine)
+            # After begin_step, which may have changed the weights: roll_back compares their version.
             points[run] = run.rollback_point()
         return points
 
     def _sample(self, runs: Sequence[Run]) -> tuple[Selections, SampledStep[Run]]:
-        """Sample and grade one step for every run; a run whose prompts or graders fail leaves."""
         for run in runs:
             with self.failures.isolated(run):
                 requests = run.requests
@@ -138,7 +135,6 @@ class Cohort:
         return selections, sampled
 
     def _learn(self, runs: Sequence[Run], selections: Selections) -> dict[Run, StepResult]:
-        """Credit and update every run, several at once where that is faster; the error of one ends that run alone."""
         begin, results, ends = timestamp(), dict[Run, StepResult](), dict[Run, float]()
 
         def learn_one(run: Run) -> None:
@@ -179,7 +175,6 @@ class Cohort:
             self.observer.run_finished(run.spec, "done")
 
     def _start(self) -> Iterator[None]:
-        """Announce the runs and evaluate the untrained ones."""
         untrained = []
         for run in _alive(self.runs):
             self.observer.run_started(run.spec, run.step, run.config.training.max_steps)

@@ -19,9 +19,9 @@ from retrain.ranks import RankGroup
 from retrain.records.observer import Observer
 from retrain.records.schema.layout import STATE
 from retrain.rollouts.queue import RolloutQueue
-from retrain.training.checkpoints import Snapshot, checkpoint_directory, newest_whole
+from retrain.training.checkpoints import Snapshot, checkpoint_directory, newest_undamaged
 from retrain.training.run import Run
-from retrain.training.state import RollbackPoint
+from retrain.training.state import RollbackPoint, SharedState
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Saver:
     """Saves a cohort. ``shared`` returns the state that its runs have in common, for every checkpoint."""
 
     failures: Failures
-    shared: Callable[[], Mapping[str, object]]
+    shared: Callable[[], SharedState]
     _pool: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="save"))
     _pending: list[tuple[Run, Future[None]]] = field(default_factory=list)
 
@@ -155,13 +155,11 @@ class Saver:
 
 
 def _is_due(run: Run) -> bool:
-    """Return whether ``save_every`` asks for a checkpoint after the run's present number of updates."""
     every = run.config.training.save_every
     return every > 0 and run.step % every == 0
 
 
 def _rolled_back(runs: Iterable[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
-    """Roll the runs back to their points; return those whose weights have not changed since."""
     return [run for run in runs if run.roll_back(points[run])]
 
 
@@ -191,7 +189,7 @@ def continue_from(run: Run, directory: Path) -> list[str]:
     Raises UsageError when nothing is left to train or the adapter is scaled differently.
     """
     lines: list[str] = []
-    checkpoint = directory if (directory / STATE).is_file() else newest_whole(directory, lines)
+    checkpoint = directory if (directory / STATE).is_file() else newest_undamaged(directory, lines)
     if checkpoint is None:
         run.policy.begin_with(directory)
         return [*lines, f"starts at step 0 with the weights of {directory}"]

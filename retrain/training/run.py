@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from retrain.algorithms.algorithm import Algorithm, samples_of, scores_by_rollout
-from retrain.algorithms.distillation import Teacher, TeacherContext, taught, teacher_prompts
+from retrain.algorithms.distillation import Teacher, TeacherContext, teacher_logprobs, teacher_prompts
 from retrain.config import Config
 from retrain.config.runs import RunSpec
 from retrain.config.training import Training
@@ -27,8 +27,8 @@ from retrain.rng import generator
 from retrain.rollouts.collect import RecentWeights, RolloutRequest, Weights
 from retrain.rollouts.queue import Span
 from retrain.rollouts.resample import Resample, Resampler, SelectedGroups
-from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_directory
-from retrain.training.state import HealthCounters, RollbackPoint, RunState
+from retrain.training.checkpoints import Checkpoints, Snapshot, earlier_weights_directory
+from retrain.training.state import HealthCounters, RollbackPoint, RunState, SharedState
 from retrain.training.updates import (
     MinibatchUpdate,
     UpdatePlan,
@@ -96,8 +96,7 @@ class RolloutRequests:
     limits: EpisodeLimits
     cursor: DataCursor
     recent: RecentWeights
-    next_step: int = 0
-    """First step whose rollouts this process has not requested yet."""
+    next_step: int = 0  # First step whose rollouts this process has not requested yet
 
     def __post_init__(self) -> None:
         training, cursor = self.config.training, self.cursor
@@ -140,7 +139,6 @@ class RolloutRequests:
 
     @property
     def resample(self) -> Resample | None:
-        """Return the function that resamples a step's groups; None without dynamic sampling."""
         return self.resampler and self.resampler.resample
 
     def select(self, groups: Sequence[Group]) -> SelectedGroups:
@@ -187,8 +185,8 @@ class RunHealth:
     training: Training
     log: Callable[[str, str], None]
     counters: HealthCounters = field(default_factory=HealthCounters)
+    # Errors of grading and auditing that this process has logged
     logged_errors: set[tuple[str, str]] = field(default_factory=set)
-    """Errors of grading and auditing that this process has logged."""
 
     def check_grading(self, step: int, groups: Sequence[CreditedGroup]) -> None:
         """Log each reason of failed gradings once. Raises RunFailed after ``UNGRADED_STEPS`` without any grade."""
@@ -302,7 +300,6 @@ class Run:
 
     @property
     def active(self) -> bool:
-        """Return whether the run takes part in the next step."""
         return self.error is None and not self.finished
 
     # -- a step, in order ---------------------------------------------------------------------------------------
@@ -316,7 +313,6 @@ class Run:
             self.publish_to(engine)
 
     def publish_to(self, engine: Engine) -> None:
-        """Publish the present weights to the engine."""
         self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
 
     def take(self, groups: Sequence[Group]) -> SelectedGroups:
@@ -330,7 +326,7 @@ class Run:
         """Return the group with the staleness of its rollouts; one that is too stale to train is discarded."""
         recent = self.requests.recent
         versions = [{turn.action.policy_version for turn in rollout.turns} for rollout in group.rollouts]
-        staleness = [max((recent.age(version, self.step) for version in each), default=0) for each in versions]
+        staleness = [max((recent.staleness(version, self.step) for version in each), default=0) for each in versions]
         is_too_stale = any(behind > recent.bound for behind in staleness)
         return CreditedGroup.of(group, staleness, MAX_STALENESS if is_too_stale else None)
 
@@ -338,6 +334,7 @@ class Run:
         """Have the algorithm credit the step's rollouts. The batch has all ``groups``, in their order."""
         fresh = CreditedBatch(tuple(group for group in groups if group.discarded != MAX_STALENESS))
         want, scores = self.algorithm.requires & POLICY_SCORES, Scores()
+        # Credit steps measure a critic's scores even when every group is too stale to train.
         if want and (fresh.groups or self.config.algorithm.critic):
             scored = fresh.groups or groups
             scores = scores_by_rollout(self.policy.score(samples_of(scored), want), scored)
@@ -346,7 +343,7 @@ class Run:
                 prompts = teacher_prompts(fresh.groups, self.teacher_context)
                 fresh = fresh.with_fields(fresh.rollouts, ({"teacher_prompt": prompt} for prompt in prompts))
             else:
-                teacher = taught(self.teacher, self.policy, fresh.groups, self.teacher_context)
+                teacher = teacher_logprobs(self.teacher, self.policy, fresh.groups, self.teacher_context)
                 scores = replace(scores, teacher=teacher)
         batch = self.algorithm.credit(fresh, scores, self.step)
         if self.update_plan.per_step > 1 and batch.groups:
@@ -413,7 +410,6 @@ class Run:
     # -- state out and in ---------------------------------------------------------------------------------------
 
     def rollback_point(self) -> RollbackPoint:
-        """Return the state before a step, for ``roll_back``."""
         health = replace(self.health.counters)
         cursor, version = self.requests.cursor.position, self.policy.version
         return RollbackPoint(self.step, cursor, self.algorithm.state(), health, version)
@@ -427,7 +423,7 @@ class Run:
         self.health.counters = replace(point.health)
         return True
 
-    def state(self, shared: Mapping[str, object]) -> RunState:
+    def state(self, shared: SharedState) -> RunState:
         """Return everything but tensors; ``shared`` is the state that the runs of the cohort share."""
         return RunState(
             step=self.step,
@@ -439,10 +435,10 @@ class Run:
             earlier=[(weights.step, weights.ref.version) for weights in self.requests.recent.before(self.step)],
             base=self.checkpoints.base_id,
             run_id=self.run_id,
-            shared=dict(shared),
+            shared=shared,
         )
 
-    def snapshot(self, shared: Mapping[str, object]) -> Snapshot:
+    def snapshot(self, shared: SharedState) -> Snapshot:
         """Return a copy of the run in host memory, for ``Checkpoints.write`` and ``publish``."""
         state = self.state(shared)
         earlier = {weights.step: weights.snapshot for weights in self.requests.recent.before(self.step)}
@@ -457,6 +453,6 @@ class Run:
         self.policy.restore(state.policy)
         self.health.counters = replace(state.health)
         for step, version in state.earlier:
-            weights = self.policy.read(earlier_directory(checkpoint, step))
+            weights = self.policy.read(earlier_weights_directory(checkpoint, step))
             self.requests.recent.note(Weights(step, PolicyRef(self.run_id, version), weights))
         self.recorder.restore(state.recorder)

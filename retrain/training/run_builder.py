@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from retrain.algorithms import Modes, build_algorithm, objective_of
 from retrain.algorithms.credit.planning_tokens import Detector
@@ -66,7 +65,7 @@ class ResumePoint:
     step: int
     passed_over: list[str] = field(default_factory=list)
     any_base: bool = False
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     system: SystemInfo | None = None
 
 
@@ -88,7 +87,6 @@ def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
 
 
 def _common_resume_points(job: CohortJob, group: Sequence[RunSpec]) -> tuple[int, dict[str, ResumePoint], list[str]]:
-    """Return the step from which all these runs can continue, their resume points, and lines on rows that are lost."""
     reports: list[list[str]] = [[] for _ in group]
     common = common_step(
         [(run_directory(job.directory, spec), spec.config.training.max_steps) for spec in group], reports
@@ -131,8 +129,7 @@ def check_recorded_facts(
             observer.message(f"{spec.run_id}: {line}: what follows is rounded differently", "warning")
 
 
-def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
-    """Return the facts about base and data in every run's ``config.json``."""
+def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, object]:
     return {
         "built": model.built,
         "base": {
@@ -148,7 +145,6 @@ def _shared_facts(model: CohortModel, data: Dataset) -> dict[str, Any]:
 
 
 def _tokenizer_digest(tokenizer: object) -> str:
-    """Return the hash of chat template, vocabulary and, if available, the tokenizer's rules."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         rules = json.loads(backend.to_str()) | {"padding": None, "truncation": None}  # set by the last call
@@ -158,14 +154,12 @@ def _tokenizer_digest(tokenizer: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, Any]:
-    """Return the hash of the data's rubric columns that grade this run; {} if only answers count."""
+def _rubrics(data: Dataset, spec: RunSpec) -> dict[str, object]:
     found = column_values(spec.config.rubric_columns, data.train, *data.sets.values())
     return {"rubrics": found[0]} if found else {}
 
 
-def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, Any]:
-    """Return the identity of the run's teacher; {} without one."""
+def _teacher_identity(model: CohortModel, spec: RunSpec) -> dict[str, object]:
     teacher = model.teachers.get(spec.run_id)
     return {} if teacher is None else {"taught_by": teacher.identity}
 
@@ -263,7 +257,6 @@ class RunBuilder:
         )
 
     def _inexact(self, run: Run) -> list[str]:
-        """Warn, and return the note, if resuming may change results because the environment is not deterministic."""
         if run.environments["train"].exact:
             return []
         note = (
@@ -291,7 +284,6 @@ def _update_plan(config: Config, objective: Objective) -> UpdatePlan:
 
 
 def _teacher_context(model: CohortModel, config: Config) -> TeacherContext | None:
-    """Return the builder of the teacher's prompts; None if it reads the policy's prompts."""
     section = config.distillation
     if not section.active or section.context == "none":
         return None
@@ -303,7 +295,6 @@ def _tags_of(problems: Sequence[Problem]) -> tuple[str, ...]:
 
 
 def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
-    """Restore a run from its checkpoint, or else from [resume] from. Return messages for the user."""
     config, lines = run.config, []
     if config.model.trust_remote_code:
         lines.append(f"{model.name} may run code of its own: trust_remote_code = true")
@@ -320,7 +311,7 @@ def _restore(run: Run, model: CohortModel, point: ResumePoint) -> list[str]:
     return lines
 
 
-def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict[str, Any]:
+def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict[str, object]:
     config = run.config
     is_fresh = initial_adapter and not config.resume.from_
     return run_facts(
@@ -336,7 +327,7 @@ def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict
 
 def _declared_ranges(
     config: Config, folder: Path, grader: Grader, environment: Environment
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Row], dict[str, Row]]:
     """Return the ranges of numbers for charts: those of plug-ins under their keys, and those of components and sample
     metrics, of which [reward] overrides the reward and the reward overrides the data source."""
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
@@ -350,7 +341,6 @@ def _declared_ranges(
 
 
 def _merged_ranges(*declared: Mapping[str, Values]) -> dict[str, Row]:
-    """Merge declared ranges (``RunContext.ranges``), which scale charts only; later ones win."""
     ranges: dict[str, Row] = {}
     for name, limits in (item for owner in declared for item in owner.items()):
         ranges.setdefault(name, {}).update(limits)

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
+
+from retrain.engines.protocol import EngineState
+from retrain.policy.protocol import PolicyState
+from retrain.rollouts.pressure import PressureState
 
 
 @dataclass
 class HealthCounters:
     """Numbers of consecutive steps, up to now, in which something went wrong."""
 
-    ungraded_steps: int = 0
-    """No rollout could be graded."""
-    skipped_updates: int = 0
-    """An update was skipped because its loss or gradient was not finite."""
-    mismatched_steps: int = 0
-    """Sampler and trainer differed by more than ``[inference] mismatch_limit``."""
+    ungraded_steps: int = 0  # No rollout could be graded
+    skipped_updates: int = 0  # An update was skipped because its loss or gradient was not finite
+    mismatched_steps: int = 0  # Sampler and trainer differed by more than ``[inference] mismatch_limit``
+
+
+class SharedState(TypedDict, total=False):
+    """State that all runs of a cohort share."""
+
+    pressure: PressureState | None
+    engine: EngineState
 
 
 @dataclass(frozen=True)
@@ -24,24 +32,19 @@ class RunState:
     """Everything that a checkpoint holds besides tensors. Random streams have no state: they are functions of the
     counters."""
 
-    step: int
-    """Optimizer steps done, which is the next step to run."""
-    cursor: int
-    """Training problems taken from the data so far."""
+    step: int  # Optimizer steps done, which is the next step to run
+    cursor: int  # Training problems taken from the data so far
     algorithm: Mapping[str, object]
-    policy: Mapping[str, object]
+    policy: PolicyState
     health: HealthCounters
     recorder: Mapping[str, object]
+    # (step, policy version) of earlier weights that sample rollouts of this and later steps
     earlier: list[tuple[int, int]]
-    """(step, policy version) of earlier weights that rollouts of this and later steps are drawn by."""
-    base: str
-    """Fingerprint of the frozen weights."""
+    base: str  # Fingerprint of the frozen weights
     run_id: str
-    shared: Mapping[str, Any]
-    """State that all runs of the cohort share: of their back-pressure controller and their engine."""
+    shared: SharedState
 
     def to_dict(self) -> dict[str, object]:
-        """Return the content of ``state.json``."""
         return {
             "step": self.step,
             "cursor": self.cursor,

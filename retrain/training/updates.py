@@ -43,7 +43,6 @@ def with_old_logprobs(batch: CreditedBatch, policy: Policy, logprobs: Sequence[n
 
 
 def with_trainer_logprobs(batch: CreditedBatch, trainer_logprobs: Sequence[np.ndarray | None]) -> CreditedBatch:
-    """Return the batch with the log-probabilities that a single update returned for its samples."""
     if not trainer_logprobs:
         return batch
     parts, changes = iter(trainer_logprobs), []
@@ -82,7 +81,6 @@ def iter_minibatches(
 
 
 def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[CreditedRollout]]:
-    """Return the units that ``minibatch_by`` keeps together: credited rollouts of a group, or single ones."""
     credited = [[rollout for rollout in group.rollouts if rollout.is_credited] for group in batch.groups]
     if training.minibatch_by == "group":
         return [rollouts for rollouts in credited if rollouts]
@@ -92,7 +90,6 @@ def _minibatch_units(batch: CreditedBatch, training: Training) -> list[list[Cred
 def _dealt(
     units: Sequence[Sequence[CreditedRollout]], training: Training, stream: tuple[int | str, ...]
 ) -> list[list[CreditedRollout]]:
-    """Return the rollouts of each minibatch of an epoch; the units are shuffled anew for every epoch."""
     order = generator(*stream).permutation(len(units)) if training.minibatches > 1 else np.arange(len(units))
     parts = np.array_split(order, training.minibatches)
     return [[rollout for unit in sorted(part.tolist()) for rollout in units[unit]] for part in parts]
@@ -139,7 +136,6 @@ class UpdatePlan:
 
 
 def update_minibatch(batch: StepBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
-    """Take one optimizer step; skip it when loss or gradient is not finite."""
     lr, masked = plan.learning_rate(batch.step * plan.per_step + batch.update), dict[str, float]()
     if plan.masked_by is not None and batch.samples:
         batch, masked = mask_minibatch(batch, policy, plan.masked_by)
@@ -173,17 +169,16 @@ def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, b
 
 
 def exceeds_target_kl(updates: Sequence[MinibatchUpdate], target_kl: float | None) -> bool:
-    """Return whether the approximate KL over these updates exceeds ``target_kl``."""
     approximate_kl = _mean(updates, "policy/approxkl_avg")
     return target_kl is not None and approximate_kl is not None and approximate_kl > target_kl
 
 
 SUMMED = ("timing_", "num_datums")  # Prefixes of metrics that are summed over updates
 ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are 1 for a step if they are for one of its updates
+# Means over updates. All metrics that are named nowhere here are means over trained tokens
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
-"""Means over updates. All metrics that are named nowhere here are means over trained tokens."""
+# Means over action tokens, all of which have a value
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")
-"""Means over action tokens, all of which have a value."""
 OF_COMPLETIONS = ("objective/kl", "objective/non_score_reward", "rejected_sequences_frac")  # Means over completions
 MAXIMA = {"optim/lr": "optim/lr_max", "optim/grad_norm": "optim/grad_norm_max"}
 
@@ -233,18 +228,17 @@ def _mean(updates: Sequence[MinibatchUpdate], key: str) -> float | None:
 
 
 def _ratio_variance(updates: Sequence[MinibatchUpdate]) -> float | None:
-    """Return the variance over the trained tokens of all updates, from the updates' means and variances."""
     key = "val/ratio"
     mean, inner = _mean(updates, key), _mean(updates, "val/ratio_var")
     if mean is None or inner is None:
         return None
     pairs = _weighted(updates, key)
     total = math.fsum(weight for weight, _ in pairs)
+    # Law of total variance: the mean of the updates' variances plus the variance of their means.
     return inner + math.fsum(weight * (value - mean) ** 2 for weight, value in pairs) / total
 
 
 def _weighted(updates: Sequence[MinibatchUpdate], key: str) -> list[tuple[float, float]]:
-    """Return the weight and the value of a metric for each update that has it."""
     return [(u.weight(key), float(value)) for u in updates if (value := u.metrics.get(key)) is not None]
 
 

@@ -36,7 +36,6 @@ class Watch:
     def cause(
         self, samples: Sequence[Sample], weights: PolicySnapshot, others: Sequence[tuple[int, PolicySnapshot]]
     ) -> str:
-        """Return a message on the likely cause: a stale or missing adapter, or precision."""
         assert isinstance(weights, LocalSnapshot), "servers are given LoRA adapters"
         named = {f"version {v}": s.weights for v, s in others if isinstance(s, LocalSnapshot)}
         with self.base.in_use():

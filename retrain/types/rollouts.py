@@ -17,18 +17,16 @@ import numpy as np
 Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
 StopReason = Literal["stop", "length"]
 
+# Reason for an episode's end: by the environment; at the limit of turns or tokens; or the environment raised an error,
+# timed out, ended its process, or sent too long an answer
 Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
-"""Reason for an episode's end: by the environment; at the limit of turns or tokens; or the environment raised an error,
-timed out, ended its process, or sent too long an answer."""
 
+# Most problems of one split of a user's function or environment, whose generator may be endless
 MAX_PROBLEMS = 1_000_000
-"""Most problems of one split of a user's function or environment, whose generator may be endless."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One task with its reference answer."""
-
     id: str
     prompt: str | tuple[Message, ...]
     answer: str
@@ -43,13 +41,12 @@ class Prompt:
     problem: Problem
     text: str
     token_ids: tuple[int, ...]
-    messages: tuple[Message, ...] = ()
-    """The conversation that ``text`` was rendered from, system prompt and template included."""
+    messages: tuple[Message, ...] = ()  # What ``text`` was rendered from, system prompt and template included
 
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """Weights by name: which run's, and after how many changes of them."""
+    """The name of a run's weights; ``version`` counts their changes."""
 
     run_id: str
     version: int
@@ -57,11 +54,11 @@ class PolicyRef:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Draw ``samples`` actions after one prompt with the weights that ``policy`` names.
+    """A request for ``samples`` actions after one prompt, by the weights that ``policy`` names.
 
-    ``stream`` names the random stream of the group (see ``retrain.rng``); sample k of the group uses
-    ``(*stream, k)``, so what is sampled depends on nothing that happens to be in the same batch. ``top_p``, ``top_k``
-    and ``min_p`` cut the distribution (see ``engines.step``).
+    ``stream`` names the random stream of the group (see ``retrain.rng``); sample k uses ``(*stream, k)``, so that no
+    sample depends on the rest of the batch. ``top_p``, ``top_k`` and ``min_p`` truncate the distribution (see
+    ``engines.step``).
     """
 
     policy: PolicyRef
@@ -73,9 +70,9 @@ class SampleRequest:
     top_p: float = 1.0
     top_k: int = 0  # 0 for no limit
     min_p: float = 0.0
+    # A name for each sample whose sequence may continue in a later request of the same name: the engine may cache it
+    # until ``forget_sequences``
     sequences: tuple[tuple[int | str, ...], ...] = ()
-    """A name for each sample whose sequence may go on in a later request of the same name: an engine may keep what it
-    has computed of it, until ``forget_sequences``."""
     streams: tuple[tuple[int | str, ...], ...] = ()  # Full name of each sample's stream, where not ``(*stream, k)``
     drawn: int = 0  # Numbers of those streams used before, by tokens of the completion that end ``prompt_ids``
 
@@ -96,10 +93,10 @@ class Support:
 class Action:
     """The tokens that the policy sampled in one turn.
 
-    ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` are nats
-    of the very distribution that was sampled from (temperature applied, over ``support`` or else the full vocabulary);
-    ``entropy_T`` is None for engines that cannot give it. ``support`` is None when sampling was not truncated.
-    ``policy_version`` names the weights that sampled it.
+    ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` (nats) are of
+    the distribution that was sampled from: temperature applied, over ``support`` or else the full vocabulary.
+    ``entropy_T`` is None from engines that do not return it, ``support`` when sampling was not truncated.
+    ``policy_version`` is that of the weights that sampled it.
     """
 
     token_ids: list[int]
@@ -139,7 +136,7 @@ class RewardResult:
     ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
     by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
     completion has none. ``correct`` and ``format_ok``: None leaves them to ``with_correctness``. ``audit_error`` is why
-    an audit beside it has no score.
+    an audit gave no score.
     """
 
     total_reward: float | None
@@ -205,18 +202,15 @@ class Rollout:
 
     @property
     def entropy_T(self) -> np.ndarray | None:
-        """Entropy of the distribution that each token was sampled from; None where the engine gives none."""
         parts = [turn.action.entropy_T for turn in self.turns if turn.action.entropy_T is not None]
         return np.concatenate([np.zeros(0), *parts]) if len(parts) == len(self.turns) else None
 
     @property
     def text(self) -> str:
-        """Text of its actions, one after the other."""
         return "\n".join(turn.action.text for turn in self.turns)
 
     @property
     def stop_reason(self) -> StopReason:
-        """The end of the last action; ``stop`` where there is none."""
         return self.turns[-1].action.stop_reason if self.turns else "stop"
 
     @property
@@ -226,7 +220,6 @@ class Rollout:
 
     @property
     def observation_tokens(self) -> int:
-        """Number of tokens that the policy read, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:
@@ -245,8 +238,6 @@ def split_sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollouts of one prompt, which are compared with each other."""
-
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
 

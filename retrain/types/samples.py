@@ -42,8 +42,8 @@ class CreditedRollout(Rollout):
     """
 
     staleness: int = 0  # Of its oldest token, in policy versions
+    # Prompt that its teacher reads; () for the rollout's own, None without teacher
     teacher_prompt: tuple[int, ...] | None = None
-    """Tokens of the prompt that its teacher reads in place of its own; () for the same prompt, None without teacher."""
     advantage: float = math.nan  # NaN without a reward, and before credit assignment
     turn_advantages: tuple[float, ...] | None = None  # One per turn, with turn credit
     planning_T: np.ndarray | None = None  # bool [T]: planning tokens
@@ -51,13 +51,12 @@ class CreditedRollout(Rollout):
     pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: the same after SEPA pooling
     token_advantages_T: np.ndarray | None = None  # float64 [T]; None without a reward
     loss_mask_T: np.ndarray | None = None  # bool [T]: tokens that train; None for all of them
-    policy_weights_T: np.ndarray | None = None
-    """float64 [T]: factor of each token's policy loss, 0 where it was rejected; None is 1 for all."""
+    policy_weights_T: np.ndarray | None = None  # float64 [T]: factor of the policy loss, 0 if rejected; None: 1
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
+    # Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
+    # of its forward pass (float32)
     old_logprobs_T: np.ndarray | None = None
-    """Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
-    of its forward pass (float32)."""
     counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
     counted_sequences: int | None = None  # Sequences that count in it; None is all of them
 
@@ -109,12 +108,12 @@ class CreditedBatch:
 
     @property
     def rated(self) -> list[CreditedRollout]:
-        """The rollouts that have an advantage."""
+        """Return the rollouts that have an advantage."""
         return [rollout for rollout in self.rollouts if math.isfinite(rollout.advantage)]
 
     @property
     def trained(self) -> list[CreditedRollout]:
-        """The credited rollouts of groups that are not discarded."""
+        """Return the credited rollouts of groups that are not discarded."""
         kept = [group for group in self.groups if group.discarded is None]
         return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
 
@@ -128,11 +127,11 @@ class CreditedBatch:
         self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
     ) -> CreditedBatch:
         """Return the batch with fields of ``rollouts`` replaced by the mapping (name to value) of each."""
+        # Rollouts hash by identity (eq=False): two with equal tokens are different keys.
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
 
     def with_discarded(self, reasons: Iterable[str | None]) -> CreditedBatch:
-        """Return the batch with ``discarded`` of every group replaced."""
         groups = [replace(group, discarded=reason) for group, reason in zip(self.groups, reasons, strict=True)]
         return replace(self, groups=tuple(groups))
 
@@ -218,7 +217,7 @@ class Sample:
 
     @property
     def prefix(self) -> int:
-        """Tokens before the first action: what a group's samples have in common."""
+        """Return the number of tokens before the first action, which a group's samples have in common."""
         return int(self.action_mask.argmax())
 
     @classmethod
@@ -231,7 +230,6 @@ class Sample:
         loss_mask_T: np.ndarray | None = None,
         support: Support | None = None,
     ) -> Sample:
-        """Return one action after one prompt, with its log-probabilities and advantages token by token."""
         read, sampled = len(prompt_ids), len(token_ids)
         mask = np.ones(sampled, dtype=bool) if loss_mask_T is None else loss_mask_T
         return cls(

@@ -22,7 +22,7 @@ from retrain.records.schema.layout import MANIFEST, PLAN
 from retrain.training.checkpoints import (
     Snapshot,
     checkpoint_directory,
-    newest_whole,
+    newest_undamaged,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -51,11 +51,11 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
             write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))
         assert error.value.shared
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
-    assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 2)
+    assert newest_undamaged(tmp_path, []) == checkpoint_directory(tmp_path, 2)
     write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))  # there is room again
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
         write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 600))
-    assert newest_whole(tmp_path, []) == checkpoint_directory(tmp_path, 4)
+    assert newest_undamaged(tmp_path, []) == checkpoint_directory(tmp_path, 4)
 
 
 def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):
@@ -129,7 +129,7 @@ def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
     assert cuts > 500
     (torn / "state.json").unlink()
     report: list[str] = []
-    assert newest_whole(tmp_path, report) == checkpoint_directory(tmp_path, 2)
+    assert newest_undamaged(tmp_path, report) == checkpoint_directory(tmp_path, 2)
     assert "skipped a damaged checkpoint" in report[0]
 
 

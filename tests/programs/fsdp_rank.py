@@ -14,7 +14,7 @@ from retrain.config import parse_dict
 from retrain.engines.local import LocalEngine
 from retrain.errors import ModelError, RunFailed
 from retrain.policy.backbone import backbone_of, collate, token_logprobs
-from retrain.policy.base import load_base, load_weights, look_at
+from retrain.policy.base import find_model_files, load_base, load_weights
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.ranks import RankGroup
@@ -165,7 +165,7 @@ def config_of(model: str, shard: str = "none", count: int = 1, dtype: str = "flo
 
 
 def files_of(model: str):
-    return look_at(config_of(model))
+    return find_model_files(config_of(model))
 
 
 def main(rank: int, count: int, port: int, model: str, out: str, what: str = "measure") -> None:

@@ -104,10 +104,10 @@ def set_trap(place: str, moment: float) -> None:
         "event": lambda: at(jobs.Scheduler, "_take", 60, after=late),
         "manifest": lambda: at(manifest, "write_json", 8, after=late),
         "pruning": lambda: at(checkpoints, "prune", 4),
-        "resuming": lambda: at(checkpoints, "forget_after", 2, after=late),
+        "resuming": lambda: at(checkpoints, "delete_checkpoints_after", 2, after=late),
         "between updates": lambda: at(policy.LocalPolicy, "update", 12, when=lambda _, batch, *__: batch.update > 0),
         "scoring": lambda: at(policy.LocalPolicy, "score", 6, soon if late else die, after=late),
-        "critic": lambda: at(lora.Step, "take", 12, when=lambda step, *_: step.name == "critic_"),
+        "critic": lambda: at(lora.OptimizerStep, "take", 12, when=lambda step, *_: step.name == "critic_"),
         "any rename": lambda: at(os, "replace", 80, after=late),
         "any sync": lambda: at(os, "fsync", 80, after=late),
     }

@@ -20,7 +20,7 @@ from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.models.layers import Architecture
 from retrain.policy import quantized
-from retrain.policy.base import BaseModel, load_weights, look_at
+from retrain.policy.base import BaseModel, find_model_files, load_weights
 from retrain.policy.lora import Lanes
 from retrain.policy.quantized import QuantizedLinear
 from retrain.records.observer import NullObserver
@@ -32,7 +32,7 @@ SMOLLM2 = Path(os.environ.get("RETRAIN_REAL_MODEL", Path(__file__).parents[2] / 
 
 def base_in(directory: Path, kind: str, dtype: str = "float32") -> BaseModel:
     config = parse_dict({"model": {"model": str(directory), "quantize": kind}})
-    return load_weights(look_at(config), "cpu", dtype)
+    return load_weights(find_model_files(config), "cpu", dtype)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_files_that_are_quantised_already_are_refused_before_they_are_read(toy, 
     config = read_json(other / "config.json") | {"quantization_config": {"quant_method": "gptq"}}
     write_json(other / "config.json", config)
     with pytest.raises(ModelError, match=r"quantised already \(gptq\)"):
-        look_at(parse_dict({"model": {"model": str(other), "quantize": "int8"}}))
+        find_model_files(parse_dict({"model": {"model": str(other), "quantize": "int8"}}))
 
 
 def test_without_the_package_check_says_what_to_type(tmp_path, monkeypatch):

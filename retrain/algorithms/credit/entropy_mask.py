@@ -33,7 +33,7 @@ class EntropyMask(TokenCreditStep):
         for rollout, kept_row_T in zip(rated, kept_BT.numpy(), strict=True):
             kept_T, advantages_T = kept_row_T[: len(rollout)], rollout.token_advantages_T
             assert advantages_T is not None, "advantages are spread over tokens before they are masked"
-            counted = None if counts_all else int(kept_T.sum())
+            counted = None if counts_all else int(kept_T.sum())  # None: every token counts
             changes.append(
                 {
                     "token_advantages_T": np.where(kept_T, advantages_T, 0.0),
@@ -56,10 +56,12 @@ def entropy_mask(entropy_BT: Floats_BT, mask_BT: Mask_BT, rho: float) -> Mask_BT
     if not 0.0 < rho <= 1.0:
         raise ValueError(f"entropy_mask rho must be in (0, 1]: got {rho}")
     total = int(mask_BT.sum())
+    # Exact: ⌈0.07 · 100⌉ is 8 in floating point.
     keep = math.ceil(Fraction(repr(float(rho))) * total)
     if keep == total:
         return mask_BT.clone()
     values = torch.where(mask_BT, without_padding("entropy", entropy_BT, mask_BT), -math.inf).flatten()
+    # A threshold and a tie rule instead of topk's indices, whose order among equal values is undefined.
     threshold = values.topk(keep, sorted=True).values[-1]
     above = values > threshold
     ties = (values == threshold) & mask_BT.flatten()

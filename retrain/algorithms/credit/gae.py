@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from retrain.algorithms.algorithm import CreditStep, StepContext, pad, token_mask, with_rows
-from retrain.algorithms.credit.group_advantage import own_rewards
+from retrain.algorithms.credit.group_advantage import turn_rewards
 from retrain.config.training import CriticSection
 from retrain.maths.ratios import sampled_token_kl
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT
@@ -25,10 +25,10 @@ from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want
 
 @dataclass(frozen=True)
 class RewardKL:
-    """The KL penalty in every token's reward: its estimator (``k1``, ``k2``, ``k3``) and weight (0: recorded only)."""
+    """The KL penalty in every token's reward."""
 
-    estimator: str
-    coef: float
+    estimator: str  # k1, k2 or k3
+    coef: float  # 0: recorded only
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class GaeAdvantage(CreditStep):
     def apply(self, batch: CreditedBatch, context: StepContext) -> CreditedBatch:
         scores = context.scores
         assert scores.values is not None, "the critic's values were asked for"
+        # Equal rewards in a group are no reason to discard it: the critic is the baseline, not the group's mean.
         batch = batch.with_discarded(
             None if any(map(_is_rated, group.rollouts)) else "no_reward" for group in batch.groups
         )
@@ -61,6 +62,7 @@ class GaeAdvantage(CreditStep):
         values_BT = pad([scores.values[row] for row in rows])
         kl_BT, metrics = self._divergence(rows, scores, mask_BT)
         rewards_BT = _rewards(rated, kl_BT, mask_BT, self.kl.coef)
+        # λ-returns with the critic's λ, from advantages before whitening: whitened ones have lost the scale of returns.
         targets_BT = values_BT + gae(rewards_BT, values_BT, mask_BT, self.critic.gamma, self.critic.value_lambda)
         advantages_BT = gae(rewards_BT, values_BT, mask_BT, self.critic.gamma, self._policy_lambda(rated))
         if self.critic.whiten:
@@ -87,7 +89,6 @@ class GaeAdvantage(CreditStep):
         )
 
     def _divergence(self, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> tuple[Floats_BT, dict[str, float]]:
-        """Return the KL to the base that is in the reward of every token [B, T], and its mean over tokens."""
         if not self.kl.coef:
             return torch.zeros(mask_BT.shape, dtype=torch.float64), {}
         kl_BT = _kl(self.kl.estimator, rows, scores, mask_BT)
@@ -111,8 +112,7 @@ def _is_rated(rollout: CreditedRollout) -> bool:
 
 
 def _rewards(rated: Sequence[Rollout], kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
-    """Return the reward of every token."""
-    last_B = torch.tensor([own_rewards(rollout)[-1] for rollout in rated], dtype=torch.float64)
+    last_B = torch.tensor([turn_rewards(rollout)[-1] for rollout in rated], dtype=torch.float64)
     return token_rewards(last_B, kl_BT, mask_BT, kl_coef) + pad([_earlier_rewards(rollout) for rollout in rated])
 
 
@@ -121,12 +121,12 @@ def _earlier_rewards(rollout: Rollout) -> np.ndarray:
     without tokens goes to the turn before it, or else to the first turn with tokens."""
     rewards_T = np.zeros(len(rollout))
     ends = np.cumsum([len(turn.action) for turn in rollout.turns[:-1]]) - 1
-    np.add.at(rewards_T, np.maximum(ends, 0).astype(int), own_rewards(rollout)[:-1])
+    # Not +=, which drops repeated indices: a turn without tokens and the turn before it share one.
+    np.add.at(rewards_T, np.maximum(ends, 0).astype(int), turn_rewards(rollout)[:-1])
     return rewards_T
 
 
 def _kl(estimator: str, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -> Floats_BT:
-    """Return the estimate of the KL to the base of these rollouts' tokens [B, T], 0 in the padding."""
     assert scores.logprobs is not None
     assert scores.reference is not None
     policy_BT = pad([scores.logprobs[row] for row in rows])
@@ -134,12 +134,13 @@ def _kl(estimator: str, rows: Sequence[int], scores: Scores, mask_BT: Mask_BT) -
     return torch.where(mask_BT, sampled_token_kl(estimator, policy_BT, reference_BT, mask_BT), 0.0)
 
 
-WHITENING_EPSILON = 1e-8
+WHITENING_EPSILON = 1e-8  # As in TRL's masked_whiten
 
 
 def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
     """−kl_coef·KL_t for every token, and the score with the last of them; 0 outside the mask."""
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
+    # The reversed cumulative sum counts the tokens from here to the end of the row.
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(is_last_BT, rewards_BT + scores_B.to(rewards_BT).unsqueeze(1), rewards_BT)
 
@@ -163,19 +164,22 @@ def gae(
     order_BT = torch.argsort(~mask_BT, dim=1, stable=True)  # the tokens of the mask first
     inside_BT = mask_BT.gather(1, order_BT)
     packed_BT = torch.where(inside_BT, values_BT.detach().gather(1, order_BT), 0.0)
+    # V after the last token is 0, at an end of sequence and at a cut-off alike: there is no bootstrap value.
     next_BT = torch.nn.functional.pad(packed_BT, (0, 1))[:, 1:]
     delta_BT = torch.where(inside_BT, rewards_BT.detach().gather(1, order_BT) + gamma * next_BT - packed_BT, 0.0)
     backwards_BT = delta_BT.flip(1).cpu().double().numpy()
-    for own in lam_B.unique().tolist():
-        rows = (lam_B == own).numpy()
-        backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * own], backwards_BT[rows], axis=1)
+    for lam_value in lam_B.unique().tolist():
+        rows = (lam_B == lam_value).numpy()
+        # A_t = δ_t + γλ·A_{t+1} is a first-order recursive filter of the reversed row, which scipy runs without a
+        # Python loop over tokens.
+        backwards_BT[rows] = lfilter([1.0], [1.0, -gamma * lam_value], backwards_BT[rows], axis=1)
     advantages_BT = torch.as_tensor(backwards_BT).flip(1).to(values_BT)
     return torch.zeros_like(advantages_BT).scatter_(1, order_BT, advantages_BT)
 
 
 def length_lambda(lengths_B: Floats_B, scale: float) -> Floats_B:
-    """λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): of long ones more of what was
-    returned reaches the first tokens. Raises ValueError unless scale > 0."""
+    """Return λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): rewards at the end of a
+    long rollout reach its first tokens less attenuated. Raises ValueError unless scale > 0."""
     if not scale > 0.0:
         raise ValueError(f"the scale of lengths must be above 0: got {scale}")
     return (1.0 - 1.0 / (scale * lengths_B)).clamp(min=0.0)
@@ -188,17 +192,19 @@ def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     if count < 2:
         return torch.zeros_like(values_BT)
     mean = torch.where(mask_BT, values_BT, 0.0).sum() / count
+    # Centre before squaring: E[x²] − E[x]² would cancel for advantages with a large mean.
     centred_BT = torch.where(mask_BT, values_BT - mean, 0.0)
     variance = centred_BT.square().sum() / (count - 1)
     return centred_BT * torch.rsqrt(variance + WHITENING_EPSILON)
 
 
 def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
-    """1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a critic that knows, 0 for one that says the mean; None
-    where the targets vary by no more than the rounding of A + V."""
+    """Return 1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a perfect critic, 0 for one that predicts the
+    mean; None where the targets vary by no more than the rounding of A + V."""
     targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
     if len(targets_M) == 0:
         return None
+    # Targets are A + V: where V is large, their variance may be nothing but the rounding of that sum.
     rounding = torch.finfo(targets_BT.dtype).eps * float(torch.maximum(targets_M.abs(), values_M.abs()).max())
     variance = float(targets_M.var(correction=0))
     if variance <= (2.0 * rounding) ** 2:

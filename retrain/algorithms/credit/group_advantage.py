@@ -9,9 +9,9 @@ Turn by turn (``turn_credit = "turn"``) a rollout's turn t has the rewards that 
 G_t = Σ_k γ^(k−t) r_k. It is compared with G_t of the group's other rollouts that reached turn t; a turn that no other
 reached has the advantage 0 (turn-level group-relative advantages; arXiv 2505.11821 is a relative).
 
-By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and G_t besides with that of
-every turn of the group, also of the same rollout, that began with the same words of the environment. Published code
-counts such a turn once for a rollout, or every time; here every time. A state that nobody else came to adds nothing.
+By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and also G_t with that
+of every turn of the group, also of the same rollout, that began with the same observation. Published code counts such a
+turn once per rollout, or every time; here every time. A state that occurs only once adds nothing.
 
 The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are
 float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1)
@@ -43,14 +43,14 @@ from retrain.types import (
 )
 
 EQUAL_REWARDS = 1e-8
-GRPO_EPSILON = 1e-6
+GRPO_EPSILON = 1e-6  # As in verl's compute_grpo_outcome_advantage
 
 Formula = Callable[[Rewards_PN], Doubles_PN]
 
 
 @dataclass(frozen=True)
 class GroupContext:
-    """The group's problem and its graded completions, which an advantage plug-in gets beside the rewards."""
+    """The group's problem and its graded completions, for advantage plug-ins."""
 
     problem: Problem
     completions: Sequence[Action]
@@ -59,14 +59,13 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class ComparedRollouts:
-    """Rollouts that are compared by their ``returns``, as a whole or (``turns``) one turn of each; a rollout may be
-    there with several turns. ``weight`` is the factor of the advantage."""
+    """Rollouts that are compared by their ``returns``, whole or one turn of each."""
 
     group: CreditedGroup
     rollouts: list[CreditedRollout]
     returns: list[float]
-    turns: list[int] | None = None
-    weight: float = 1.0
+    turns: list[int] | None = None  # The turn of each, which may repeat a rollout; None: whole rollouts
+    weight: float = 1.0  # Factor of the advantage
 
     @property
     def places(self) -> list[int | None]:
@@ -74,12 +73,10 @@ class ComparedRollouts:
 
     @property
     def actions(self) -> list[Action]:
-        """Return each rollout's action in its turn, or its last action."""
         return [rollout.turns[-1 if turn is None else turn].action for rollout, turn in self._pairs()]
 
     @property
     def tokens(self) -> list[int]:
-        """Return the number of tokens that each advantage applies to."""
         return [len(rollout if turn is None else rollout.turns[turn].action) for rollout, turn in self._pairs()]
 
     def _pairs(self) -> Iterator[tuple[CreditedRollout, int | None]]:
@@ -88,11 +85,10 @@ class ComparedRollouts:
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Turn-level credit with a ``discount`` per turn: compares turns of equal number or, with a ``state_weight``, turns
-    in the same state and whole episodes."""
+    """Turn-level credit."""
 
-    discount: float
-    state_weight: float | None = None
+    discount: float  # Per turn
+    state_weight: float | None = None  # None: turns of equal number are compared, else those in one state, and episodes
 
 
 def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[ComparedRollouts]:
@@ -109,18 +105,18 @@ def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[
             alike.setdefault(place, []).append((rollout, turn, value))
     for here in alike.values():
         rollouts, turns, values = (list(part) for part in zip(*here, strict=True))
-        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)
+        yield ComparedRollouts(group, rollouts, values, turns, by.state_weight or 1.0)  # GiGPO's ω
 
 
 def returns_to_go(rollout: Rollout, discount: float) -> list[float]:
     returns, later = [], 0.0
-    for reward in reversed(own_rewards(rollout)):
-        later = reward + discount * later
+    for reward in reversed(turn_rewards(rollout)):
+        later = reward + discount * later  # G_t = r_t + γ·G_{t+1}
         returns.append(later)
     return returns[::-1]
 
 
-def own_rewards(rollout: Rollout) -> list[float]:
+def turn_rewards(rollout: Rollout) -> list[float]:
     """Return the reward of each turn; the part of the total that no turn received is added to the last turn."""
     rewards = [turn.reward or 0.0 for turn in rollout.turns]
     rewards[-1] += (rollout.reward.total_reward or 0.0) - math.fsum(rewards)
@@ -128,12 +124,13 @@ def own_rewards(rollout: Rollout) -> list[float]:
 
 
 def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
-    """Return the rollout with an advantage of its own, or of one turn, which is added to its token advantages; the
-    rollout's is then their mean."""
+    """Return the rollout with this advantage, or, with ``turn``, with it added to that turn's; its own is then the mean
+    over tokens."""
     if turn is None:
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages
     if before is None:
+        # With ``turn_credit = "state"`` the episode advantage comes first and applies to every turn.
         start = rollout.advantage if math.isfinite(rollout.advantage) else 0.0
         before = (start,) * len(rollout.turns)
     advantages = tuple(part + value if index == turn else part for index, part in enumerate(before))
@@ -143,7 +140,6 @@ def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> C
 
 
 def has_signal(group: CreditedGroup) -> bool:
-    """Return whether any of its rollouts or turns has an advantage other than 0."""
     parts = (one.turn_advantages or (one.advantage,) for one in group.rollouts if math.isfinite(one.advantage))
     return any(value != 0 for part in parts for value in part)
 
@@ -169,6 +165,7 @@ class GroupAdvantage(CreditStep):
         facts, rated = self.facts, list[tuple[ComparedRollouts, list[float]]]()
         for group in batch.groups:
             for comparison in comparisons(group, self.turn_credit):
+                # A turn compared with itself alone has no baseline.
                 smallest = max(facts.smallest_group, 1 if comparison.turns is None else 2)
                 if len(comparison.rollouts) >= smallest:
                     rated.append((comparison, self._advantages(comparison)))
@@ -183,7 +180,6 @@ class GroupAdvantage(CreditStep):
         return discard_without_signal(batch.with_rollouts(credited.values()))
 
     def _advantages(self, comparison: ComparedRollouts) -> list[float]:
-        """Return the advantage of each rollout that is compared."""
         returns_N = torch.tensor(comparison.returns, dtype=torch.float64)
         outside_N = returns_N[(returns_N < 0.0) | (returns_N > 1.0)]
         if self.facts.unit_rewards and len(outside_N):
@@ -211,7 +207,6 @@ class ZeroAdvantage(CreditStep):
 
 
 def discard_without_signal(batch: CreditedBatch) -> CreditedBatch:
-    """Return the batch with ``discarded`` of every group by its advantages."""
     reasons = []
     for group in batch.groups:
         reason = None if has_signal(group) else "zero_advantage"
@@ -224,7 +219,6 @@ def _is_rated(rollouts: Sequence[CreditedRollout]) -> bool:
 
 
 def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tuple[ComparedRollouts, list[float]]]:
-    """Return the comparisons with their values whitened over all of them."""
     values_N = torch.tensor([value for _, values in rated for value in values], dtype=torch.float64)
     tokens_N = torch.tensor([tokens for comparison, _ in rated for tokens in comparison.tokens])
     parts = iter(whiten(values_N, tokens_N).tolist())
@@ -258,7 +252,6 @@ class SpreadAdvantage(CreditStep):
 
 
 def _token_advantages(rollout: CreditedRollout) -> np.ndarray:
-    """Return the advantage of every token before it is weighted, float64 [T]. Raises ValueError unless finite."""
     advantages_T = np.full(len(rollout), rollout.advantage)
     if rollout.token_advantages_T is not None:
         advantages_T = rollout.token_advantages_T
@@ -286,6 +279,7 @@ def centred(rewards_N: Rewards_PN) -> Doubles_PN:
     if rewards_N.shape[-1] == 0:
         return rewards_N.clone()
     spread = rewards_N.amax(-1, keepdim=True) - rewards_N.amin(-1, keepdim=True)
+    # Relative to the largest reward, but absolute below 1: tiny rewards near 0 count as equal.
     noise = EQUAL_REWARDS * rewards_N.abs().amax(-1, keepdim=True).clamp(min=1.0)
     return torch.where(spread < noise, 0.0, rewards_N - rewards_N.mean(-1, keepdim=True))
 
@@ -345,6 +339,7 @@ def whiten(advantages_B: Floats_B, token_counts_B: Values_B) -> Doubles_B:
     total = counts_B.sum()
     if float(total) <= 0.0:
         return torch.zeros_like(advantages_B)
+    # Every token of a completion has its advantage: the mean over tokens weights completions by length.
     centred_B = advantages_B - (advantages_B * counts_B).sum() / total
     deviation = ((centred_B.square() * counts_B).sum() / total).sqrt()
     return torch.zeros_like(centred_B) if float(deviation) < EQUAL_REWARDS else centred_B / deviation
@@ -364,6 +359,7 @@ def plugin_advantages(
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
     ]
     takes_context = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in positional)
+    # A copy: the function may write into its argument.
     result = function(rewards_N.clone(), context) if takes_context else function(rewards_N.clone())
     result = of_shape(plugin, result, rewards_N, "rewards", "one number per completion")
     advantages_N = result.detach().to(torch.float64)

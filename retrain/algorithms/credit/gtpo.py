@@ -16,7 +16,7 @@ from retrain.algorithms.credit.uncertainty import moments
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
-MIN_MEAN_UNCERTAINTY = 1e-7
+MIN_MEAN_UNCERTAINTY = 1e-7  # Below it h/h̄ is a quotient of rounding errors
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def gtpo_weights(h_BT: Floats_BT, mask_BT: Mask_BT, beta: float) -> Floats_BT:
     flat_B_1 = mean_B_1 < MIN_MEAN_UNCERTAINTY
     scale_B_1 = torch.where(flat_B_1, 0.0, beta / torch.where(flat_B_1, 1.0, mean_B_1))
     base_B_1 = torch.where(flat_B_1, 1.0, torch.full_like(mean_B_1, 1.0 - beta))
+    # (1 − β) + h·β/h̄ rather than 1 + β(h/h̄ − 1): one pass over [B, T], and β = 0 gives exactly 1.
     weights_BT = torch.addcmul(base_B_1, h_BT, scale_B_1).clamp_(min=0.0)
     return torch.where(mask_BT, weights_BT, 0.0)
 

@@ -19,7 +19,7 @@ from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 from retrain.types import CreditedBatch, CreditedRollout
 
-MIN_PAPER_UNCERTAINTY = 1e-6
+MIN_PAPER_UNCERTAINTY = 1e-6  # Bounds 1/h, which wrong completions are weighted by
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,17 @@ def gtpo_paper(
         raise ValueError("gtpo_paper rewards must be finite")
     if mask_BT.numel() == 0:
         return torch.zeros_like(h_BT)
+    # Groups are numbered without gaps: the numbers index the tables below.
     _, group_B = torch.unique(group_B, return_inverse=True)
     groups = int(group_B.max()) + 1
     correct_B = correct_B.to(torch.bool)
     h_BT = without_padding("uncertainty", h_BT, mask_BT).to(torch.float64).clamp(min=MIN_PAPER_UNCERTAINTY)
     share_BT = torch.where(correct_B[:, None], h_BT, 1.0 / h_BT)
-    share_BT = torch.where(mask_BT, share_BT, 0.0)
+    share_BT = torch.where(mask_BT, share_BT, 0.0)  # h of correct tokens, 1/h of wrong ones
     side_B = group_B * 2 + correct_B.long()  # one row of the tables below for each (group, correct or wrong)
     sums = share_BT.new_zeros(2 * groups, columns).index_add_(0, side_B, share_BT)[side_B]
     active = share_BT.new_zeros(2 * groups, columns).index_add_(0, side_B, mask_BT.to(share_BT))[side_B]
-    bonus_BT = alpha2 * active * share_BT / torch.where(sums > 0.0, sums, 1.0)
+    bonus_BT = alpha2 * active * share_BT / torch.where(sums > 0.0, sums, 1.0)  # α₂·d_t·h/Σh
     base_B = torch.where(correct_B, alpha1 * rewards_B.detach().to(torch.float64), -alpha1)[:, None]
     shaped_BT = base_B + torch.where(correct_B[:, None], bonus_BT, -bonus_BT)
 
@@ -99,5 +100,5 @@ def gtpo_paper(
     deviation_B = (per_group(centred_BT.square().sum(1)) / tokens_B).sqrt()
     right_B = per_group(correct_B.to(torch.float64))
     size_B = per_group(torch.ones_like(right_B))
-    trains_B = (right_B > 0) & (right_B < size_B) & (deviation_B >= EQUAL_REWARDS)
+    trains_B = (right_B > 0) & (right_B < size_B) & (deviation_B >= EQUAL_REWARDS)  # both kinds, and a spread
     return torch.where(trains_B[:, None], centred_BT / deviation_B.clamp(min=EQUAL_REWARDS)[:, None], 0.0)

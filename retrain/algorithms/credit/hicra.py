@@ -52,8 +52,9 @@ def placebo_mask(uniforms_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT)
     ``uniforms_BT`` comes from the run's own stream; the smallest are chosen, ties by position.
     """
     counts_B_1 = (planning_BT & mask_BT).sum(1, keepdim=True)
-    shuffled_BT = torch.where(mask_BT, uniforms_BT.detach().to(torch.float64), math.inf)
+    shuffled_BT = torch.where(mask_BT, uniforms_BT.detach().to(torch.float64), math.inf)  # padding sorts last
     order_BT = torch.argsort(shuffled_BT, dim=1, stable=True)
     columns_BT = torch.arange(mask_BT.shape[1], device=mask_BT.device).expand_as(order_BT)
+    # The inverse of the sorting permutation is each token's rank in its row; padding (∞) ranks last.
     rank_BT = torch.empty_like(order_BT).scatter_(1, order_BT, columns_BT)
     return (rank_BT < counts_B_1) & mask_BT

@@ -25,11 +25,9 @@ from retrain.types import CreditedBatch, CreditedRollout, StepBatch, Want
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sample of a credited rollout: its tokens, and the trainer's log-probabilities of them before the update."""
-
     rollout: CreditedRollout
-    tokens: slice
-    old_logprobs_T: np.ndarray
+    tokens: slice  # Those of one of its samples
+    old_logprobs_T: np.ndarray  # The trainer's, before the update
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class RejectionMask(CreditStep):
         return batch if leaves_m2po_open else batch.with_metrics(_shares(kept_BT, mask_BT))
 
     def _kept_tokens(self, sequences: Sequence[_Sequence]) -> tuple[Mask_BT, Mask_BT]:
-        """Return two masks [B, T], a row for each sequence: the tokens that are kept, and all without the padding."""
         algorithm, mask_BT = self.algorithm, token_mask([sequence.old_logprobs_T for sequence in sequences])
         old_BT = pad([sequence.old_logprobs_T for sequence in sequences])
         sampler_BT = pad([sequence.rollout.logprobs_T[sequence.tokens] for sequence in sequences])
@@ -92,6 +89,7 @@ class RejectionMask(CreditStep):
             kept_BT &= _m2po(algorithm).kept_tokens(old_BT, sampler_BT, mask_BT, advantages_BT)
         if algorithm.rejection_denominator == "kept" and algorithm.weight is not None:
             correction = Correction(*algorithm.weight)
+            # A token of weight 0 adds nothing to the loss, so it does not count in the divisor either.
             kept_BT &= correction.weights(correction.ratio(old_BT, sampler_BT, mask_BT)) != 0.0
         return kept_BT, mask_BT
 
@@ -101,7 +99,6 @@ def _m2po(algorithm: AlgorithmSection) -> M2PO:
 
 
 def _with_kept_counts(batch: CreditedBatch) -> CreditedBatch:
-    """Return the batch with the counts of the tokens and sequences that are kept, which the loss is divided by."""
     rollouts = [rollout for rollout in batch.rollouts if rollout.policy_weights_T is not None]
     counts = [_kept_counts(rollout) for rollout in rollouts]
     batch = batch.with_fields(rollouts, counts)
@@ -112,7 +109,6 @@ def _with_kept_counts(batch: CreditedBatch) -> CreditedBatch:
 
 
 def _kept_counts(rollout: CreditedRollout) -> dict[str, int]:
-    """Return how many tokens and sequences of the rollout count in the loss's divisor."""
     assert rollout.policy_weights_T is not None
     kept_T = rollout.policy_weights_T != 0.0
     if rollout.loss_mask_T is not None:
@@ -138,6 +134,7 @@ def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection
     """
     samples = batch.samples
     logprobs = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]
+    # Before the first update π_old is the policy itself: no forward pass is needed.
     if batch.update or len(logprobs) < len(samples):
         scored = policy.score(samples, frozenset({Want.LOGPROBS})).logprobs
         assert scored is not None, "a policy gives what it is asked for"
@@ -151,6 +148,7 @@ def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection
         length = len(logprobs[row])
         weights = np.ones(len(sample)) if sample.policy_weights is None else sample.policy_weights.copy()
         weights[sample.action_mask] *= kept_BT[row, :length].numpy()
+        # The reported shares count what was rejected earlier in the step as well.
         kept_BT[row, :length] &= torch.from_numpy(weights[sample.action_mask] != 0.0)
         masked.append(replace(sample, policy_weights=weights * sample.action_mask))
     return replace(batch, samples=masked), _shares(kept_BT, mask_BT)

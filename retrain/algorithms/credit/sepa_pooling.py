@@ -19,7 +19,7 @@ from retrain.config.algorithm import Sepa
 from retrain.maths.shapes import Floats_BT, Mask_BT
 from retrain.types import CreditedBatch, CreditedRollout
 
-NO_VARIANCE = 1e-12
+NO_VARIANCE = 1e-12  # A var₀ below it is rounding, and a quotient by it says nothing
 
 
 class SepaPooling(CreditStep):
@@ -39,6 +39,7 @@ class SepaPooling(CreditStep):
             mask_BT = token_mask(rated)
             exec_variance = moments(h_BT, mask_BT & ~planning_BT)[1]
             batch = with_rows(batch, rated, pooled_uncertainty_T=sepa_pool(h_BT, planning_BT, mask_BT, lam))
+        # Only now: λ of this step must not depend on this step's batch.
         self._state = self._state.after(self.sepa, context.step, correct_rate(batch.rollouts), exec_variance)
         return batch.with_metrics({"sepa_lambda": lam, "sepa_gate_open": gate_open})
 
@@ -50,7 +51,6 @@ class SepaPooling(CreditStep):
 
 
 def correct_rate(rollouts: Sequence[CreditedRollout]) -> float:
-    """Return the share of correct rollouts among all that were sampled."""
     flags = [rollout.reward.is_correct for rollout in rollouts]
     return sum(flags) / len(flags)
 
@@ -70,6 +70,7 @@ def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: floa
     execution_BT = mask_BT & ~planning_BT
     count_B_1 = execution_BT.sum(1, keepdim=True).clamp(min=1)
     mean_B_1 = torch.where(execution_BT, h_BT, 0.0).sum(1, keepdim=True) / count_B_1
+    # lerp is exact at both ends: λ = 1 gives the mean itself.
     return torch.where(execution_BT, torch.lerp(h_BT, mean_B_1.expand_as(h_BT), lam), h_BT)
 
 
@@ -91,7 +92,6 @@ class SepaState:
         return cls(opened_at=0 if sepa.correct_rate_gate <= 0.0 else None)
 
     def is_open(self, step: int) -> bool:
-        """Return whether the correctness gate lets λ rise at ``step``."""
         return self.opened_at is not None and step >= self.opened_at
 
     def pooling(self, sepa: Sepa, step: int) -> float:
@@ -116,7 +116,7 @@ class SepaState:
         """
         state = self
         if self.opened_at is None and correct_rate >= sepa.correct_rate_gate:
-            state = replace(state, opened_at=step + 1)
+            state = replace(state, opened_at=step + 1)  # this step's λ is already in use
         if exec_variance is None:
             return state
         decay = sepa.ema_decay

@@ -6,8 +6,8 @@ Thinking Machines, "On-Policy Distillation"; verl pull request 4897). The advant
 estimate k1 has no gradient in expectation, and k3 has that of the forward divergence.
 
 It is added after token credit, which spreads the reward alone, and before anything is rejected. Differences from
-published code: it stands beside the reward's advantage instead of in the reward, so that it is neither compared within
-groups nor discounted; and completions whose reward could not be had take no part, as everywhere.
+published code: it is added to the reward's advantage, not to the reward, so that it is neither compared within groups
+nor discounted; and completions without a reward are left out, as everywhere.
 """
 
 from collections.abc import Set as AbstractSet
@@ -28,9 +28,9 @@ from retrain.types import CreditedBatch, CreditedRollout, Want
 class TeacherAdvantage(CreditStep):
     """Makes every token's advantage reward_weight · A + the teacher's; the rollout's becomes the mean of it.
 
-    Groups whose rewards are all the same train as well. Where the teacher says nothing of a rollout (an empty array),
-    it adds nothing. Reads the ``teacher``'s log-probabilities, and with ``student = "trainer"`` the policy's. Raises
-    RunFailed where the teacher's are not finite.
+    Groups whose rewards are all the same train as well. A rollout that the teacher does not score (an empty array)
+    keeps reward_weight · A. Reads the ``teacher``'s log-probabilities, and with ``student = "trainer"`` the policy's.
+    Raises RunFailed where the teacher's are not finite.
     """
 
     section: Distillation
@@ -63,7 +63,7 @@ class TeacherAdvantage(CreditStep):
         batch = batch.with_fields(
             taught, ({"token_advantages_T": total_T, "advantage": float(total_T.mean())} for total_T in totals)
         )
-        return batch.with_metrics(_numbers(student_1T, teacher_1T, advantages_1T, self.section.clamp))
+        return batch.with_metrics(_teacher_metrics(student_1T, teacher_1T, advantages_1T, self.section.clamp))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def distillation_advantages(
     return weight * gap_BT
 
 
-def _numbers(
+def _teacher_metrics(
     student_1T: Floats_BT, teacher_1T: Floats_BT, advantages_1T: Floats_BT, clamp: float | None
 ) -> dict[str, float]:
     mask_1T = torch.ones(student_1T.shape, dtype=torch.bool)

@@ -17,7 +17,7 @@ from retrain.maths.arrays import plugin_name
 from retrain.maths.shapes import Floats_BT, Mask_BT, of_shape
 from retrain.types import CreditedBatch, CreditedRollout
 
-MAX_UNCERTAINTY = 50.0
+MAX_UNCERTAINTY = 50.0  # Nats: one token of probability 0 must not make a completion's mean infinite
 Uncertainty = str | Callable[..., object]
 
 
@@ -42,6 +42,7 @@ class TokenUncertainty(TokenCreditStep):
 def without_padding(name: str, values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
     """Return detached values with 0 in the padding; ValueError when a trained token holds NaN."""
     values_BT = torch.where(mask_BT, values_BT.detach(), 0.0)
+    # NaN propagates to the sum, so most calls make one reduction. The sum of ∞ and −∞ is NaN too: look again.
     if bool(torch.isnan(values_BT.sum())) and bool(torch.isnan(values_BT).any()):
         row, column = torch.nonzero(torch.isnan(values_BT))[0].tolist()
         raise ValueError(f"{name} is NaN at completion {row}, token {column}")
@@ -63,8 +64,9 @@ def _surprisal(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Ma
 
 
 def _predictive_variance(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:
+    # Rounding can put a log-probability just above 0, hence p(1 − p) below 0.
     p_BT = without_padding("logprob", logprobs_BT, mask_BT).clamp(max=0.0).exp()
-    return p_BT * (1.0 - p_BT)
+    return p_BT * (1.0 - p_BT)  # variance of the indicator of the sampled token
 
 
 def _shannon_entropy(logprobs_BT: Floats_BT, entropy_BT: Floats_BT | None, mask_BT: Mask_BT) -> Floats_BT:
@@ -104,6 +106,7 @@ def moments(values_BT: Floats_BT, where_BT: Mask_BT) -> tuple[float | None, floa
     count = float(weight_BT.sum(dtype=torch.float64))
     if count == 0.0:
         return None, None
+    # Two passes and float64 sums: E[x²] − E[x]² in float32 loses small variances.
     mean = float((values_BT * weight_BT).sum(dtype=torch.float64)) / count
     return mean, float(((values_BT - mean).square_().mul_(weight_BT)).sum(dtype=torch.float64)) / count
 

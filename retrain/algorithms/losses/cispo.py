@@ -15,6 +15,7 @@ class CISPO(PolicyLoss):
     cap: float = 5.0
 
     def per_token(self, inputs: LossInputs) -> TokenLoss:
+        # Detached: the gradient is that of log π alone, so a capped token still trains.
         ratio_BT = inputs.log_ratio_BT.detach().exp()
         loss_BT = -ratio_BT.clamp(max=self.cap) * inputs.advantages_BT * inputs.logprobs_BT
         return TokenLoss(loss_BT, clipped_high_BT=ratio_BT > self.cap)

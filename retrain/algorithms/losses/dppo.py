@@ -7,8 +7,7 @@ import torch
 
 from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
-THRESHOLDS = {"tv": 0.15, "kl": 0.05}
-"""The paper's thresholds by divergence."""
+THRESHOLDS = {"tv": 0.15, "kl": 0.05}  # The paper's thresholds by divergence
 LEAST_PROBABILITY = 1e-8  # Added inside the logarithm of the probabilities of all other tokens
 
 
@@ -35,12 +34,14 @@ class DPPO(PolicyLoss):
         now_BT = inputs.logprobs_BT.detach().exp()
         sampler_BT = (inputs.logprobs_BT.detach() - log_ratio_BT).exp()
         if self.divergence == "tv":
-            divergence_BT = (now_BT - sampler_BT).abs()
+            divergence_BT = (now_BT - sampler_BT).abs()  # total variation of the two events
         else:
+            # KL(μ ‖ π) of two events, the token and any other: μ·log(μ/π) + (1 − μ)·log((1 − μ)/(1 − π)).
             other_BT = ((1.0 - sampler_BT + LEAST_PROBABILITY) / (1.0 - now_BT + LEAST_PROBABILITY)).log()
             divergence_BT = -sampler_BT * log_ratio_BT + (1.0 - sampler_BT) * other_BT
         far_BT = divergence_BT > self.limit
+        # Only tokens that have moved where their advantage leads: a step back towards the sampler stays allowed.
         low_BT = far_BT & (advantages_BT < 0.0) & (now_BT < sampler_BT)
         high_BT = far_BT & (advantages_BT > 0.0) & (now_BT > sampler_BT)
-        weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.exp().clamp(max=self.cap))
+        weight_BT = torch.where(low_BT | high_BT, 0.0, log_ratio_BT.exp().clamp(max=self.cap))  # constant: detached
         return TokenLoss(-weight_BT * advantages_BT * inputs.logprobs_BT, low_BT, high_BT)

@@ -16,6 +16,7 @@ class GSPO(PPO):
 
     def per_token(self, inputs: LossInputs) -> TokenLoss:
         log_ratio_BT, mask_BT = inputs.log_ratio_BT, inputs.mask_BT
-        length_B_1 = mask_BT.sum(1, keepdim=True).clamp(min=1)
+        length_B_1 = mask_BT.sum(1, keepdim=True).clamp(min=1)  # an empty sequence has the ratio 1
         mean_B_1 = (log_ratio_BT.detach() * mask_BT).sum(1, keepdim=True) / length_B_1
+        # log ρ − sg(log ρ) is 0 in value and has the gradient of the token's log π.
         return self.clipped((mean_B_1 + log_ratio_BT - log_ratio_BT.detach()).exp(), inputs.advantages_BT)

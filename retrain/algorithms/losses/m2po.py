@@ -13,8 +13,8 @@ from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 class M2PO(PolicyLoss):
     """−ρA with ρ = π/π_sampler, never clipped: ``kept_tokens`` chooses beforehand which tokens of the step train.
 
-    ``tokens``: ``all``, as the paper's code masks, or ``harmful``, those whose probability has already gone where their
-    advantage leads, by which another implementation of the authors chooses clipping bounds.
+    ``tokens``: ``all``, as in the paper's code, or ``harmful``, those whose probability has already moved in the
+    direction of their advantage, from which another implementation by the authors chooses clipping bounds.
     """
 
     threshold: float = 0.04
@@ -43,6 +43,8 @@ class M2PO(PolicyLoss):
         means_M = squares_M.cumsum(0) / torch.arange(1, len(squares_M) + 1, device=squares_M.device)
         last_M = torch.ones_like(squares_M, dtype=torch.bool)  # the last of equal ones
         last_M[:-1] = squares_M[:-1] != squares_M[1:]
+        # Running means of ascending squares do not decrease, so those that fit form a prefix.
         fits_M = (means_M < self.threshold) & last_M
+        # A limit of −1 masks every candidate, also those with a square of 0.
         limit = squares_M[fits_M].max() if bool(fits_M.any()) else squares_M.new_tensor(-1.0)
         return mask_BT & ~(candidates_BT & (log_BT.square() > limit))

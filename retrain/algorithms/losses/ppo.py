@@ -21,6 +21,7 @@ class PPO(PolicyLoss):
 
     @property
     def lowest(self) -> float:
+        # Without clipping the bound is 0, which no ratio is below.
         return 1.0 - (self.clip_eps or 1.0)
 
     @property
@@ -36,8 +37,9 @@ class PPO(PolicyLoss):
         clipped_BT = ratio_BT.clamp(self.lowest, self.highest)
         objective_BT = torch.minimum(ratio_BT * advantages_BT, clipped_BT * advantages_BT)
         if self.dual_clip is not None:
-            floor_BT = self.dual_clip * advantages_BT
+            floor_BT = self.dual_clip * advantages_BT  # A < 0: bounds the loss where ρ grows without limit
             objective_BT = torch.where(advantages_BT < 0.0, torch.maximum(objective_BT, floor_BT), objective_BT)
+        # The minimum selects the clipped branch only on these sides; elsewhere the token keeps its gradient.
         low_BT = (ratio_BT.detach() < self.lowest) & (advantages_BT < 0.0)
         high_BT = (ratio_BT.detach() > self.highest) & (advantages_BT > 0.0)
         return TokenLoss(-objective_BT, low_BT, high_BT)

@@ -19,4 +19,5 @@ class SAPO(PolicyLoss):
         advantages_BT = inputs.advantages_BT
         tau_BT = torch.where(advantages_BT > 0.0, self.tau_positive, self.tau_negative)
         gate_BT = torch.sigmoid(tau_BT * (inputs.log_ratio_BT.exp() - 1.0))
+        # σ′(0) = ¼, so that the factor 4/τ gives the gradient weight 1 at ρ = 1.
         return TokenLoss(-advantages_BT * 4.0 / tau_BT * gate_BT)

@@ -29,6 +29,7 @@ class VESPO(PolicyLoss):
 
 def sequence_weight(log_ratio_BT: torch.Tensor, mask_BT: torch.Tensor, power: float, decay: float) -> torch.Tensor:
     """Return φ(W) of every sequence, [B, 1]; 0 where it is not finite."""
-    total_B_1 = (log_ratio_BT.detach() * mask_BT).sum(1, keepdim=True).double()
+    total_B_1 = (log_ratio_BT.detach() * mask_BT).sum(1, keepdim=True).double()  # log W
     phi_B_1 = (power * total_B_1 + decay * (1.0 - total_B_1.exp())).exp()  # in logarithms: W alone may overflow
+    # Where W overflows, decay = 0 gives 0·∞; without decay W^power itself may overflow.
     return torch.nan_to_num(phi_B_1, nan=0.0, posinf=0.0).to(log_ratio_BT.dtype)

@@ -15,7 +15,6 @@ import itertools
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from retrain.errors import RunFailed, UsageError
@@ -110,6 +109,7 @@ class AdapterStore:
         """Write a PEFT directory atomically and return it. Raises StorageError."""
         self._claim()
         final = self.directory / name
+        # Renamed when complete: a server must not see half an adapter.
         aside = aside_of(final)
         with writing(final):
             shutil.rmtree(aside, ignore_errors=True)
@@ -122,9 +122,9 @@ class AdapterStore:
         return final
 
     def _claim(self) -> None:
-        """Write the file that names the owner before any adapter."""
         with self._claim_lock:
             if not self._claimed:
+                # Before any adapter: a directory without an owner is never removed by others.
                 write_json(self.directory / OWNER, this_process())
                 self._claimed = True
 
@@ -141,7 +141,7 @@ class AdapterStore:
                 (self.shared / MADE).unlink(missing_ok=True)
                 self.shared.rmdir()
 
-    def _config(self, snapshot: LocalSnapshot, rank: int, names: list[str]) -> dict[str, Any]:
+    def _config(self, snapshot: LocalSnapshot, rank: int, names: list[str]) -> dict[str, object]:
         plain = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True}
         return plain | {
             "base_model_name_or_path": self.base,

@@ -94,7 +94,7 @@ def run_canaries(
     Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the likely cause,
     or when seeds do not repeat; ServerFailed when no server answers.
     """
-    engine.try_with([trial for kind in kinds for trial in _return_trials(base, lanes, *kind)])
+    engine.set_trials([trial for kind in kinds for trial in _return_trials(base, lanes, *kind)])
     tested = set[ServerClient]()
     while not tested & set(engine.pool.servers):
         engine.wait_for_server()
@@ -169,8 +169,6 @@ def _compare(
     temperature: float,
     tolerance: float,
 ) -> tuple[float, float]:
-    """Return root mean square differences (nats) of the base's and the adapter's log-probabilities. Raises
-    ModelError."""
     plain, right = Hypothesis("base", None, temperature), Hypothesis("adapter", weights, temperature)
     (of_base,), (of_adapter,) = distances(base, lanes, served[0], [plain]), distances(base, lanes, served[1], [right])
     if of_base <= tolerance and of_adapter <= tolerance:
@@ -198,7 +196,6 @@ def _base_cause(base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], t
 def _likeliest(
     base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], ways: Sequence[Hypothesis], apart: float
 ) -> str:
-    """Return a message that names the best hypothesis if it fits well, else precision or another base model."""
     far = distances(base, lanes, served, ways)
     best = min(range(len(ways)), key=lambda i: far[i])
     if far[best] < 0.25 * apart:
@@ -228,7 +225,6 @@ def _served_tokens(
 def _check_seeds(
     engine: ServerEngine, server: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
 ) -> None:
-    """Raise ModelError unless equal seeds repeat the tokens and different seeds change them."""
     if temperature == 0:
         return
     for attempt in range(TRIES):
@@ -244,7 +240,6 @@ def _check_seeds(
 
 
 def _check_variety(actions: Sequence[Action], url: str, name: str) -> None:
-    """Raise ModelError when samples of different seeds are equal, unless that is probable by chance."""
     if len({tuple(action.token_ids) for action in actions}) > 1:
         return
     chance = float(np.exp((len(actions) - 1) * actions[0].logprobs_T.sum()))

@@ -55,6 +55,7 @@ def action_of(ask: CompletionRequest, answer: Answer, vocabulary: int, tokenizer
     return Action(
         token_ids=ids,
         text=tokenizer.decode(ids),
+        # Up to ABOVE_ZERO above 0 is the server's rounding.
         logprobs_T=np.minimum(np.asarray(answer.logprobs, dtype=np.float64), 0.0),
         entropy_T=None,
         stop_reason=reason,

@@ -83,6 +83,7 @@ class ServerClient:
         import httpx
 
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # Eight more than completions, so that health checks do not wait for them.
         limits = httpx.Limits(max_connections=self._max_in_flight + 8, max_keepalive_connections=keep_alive)
         return httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=self.timeout_s)
 
@@ -96,19 +97,22 @@ class ServerClient:
         """Return one completion. Raises RequestFailed, InvalidAnswer."""
         return self.dialect.read(await self.post(self.dialect.completions, self.dialect.body(ask)))
 
-    async def post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
+    async def post(self, path: str, body: dict[str, object], timeout_s: float | None = None) -> Any:
         return await self._send("POST", path, timeout_s, body)
 
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
         return await self._send("GET", path, timeout_s)
 
-    async def _send(self, method: str, path: str, timeout_s: float | None, body: dict[str, Any] | None = None) -> Any:
+    async def _send(
+        self, method: str, path: str, timeout_s: float | None, body: dict[str, object] | None = None
+    ) -> Any:
         import httpx
 
         if self._http is None or self._http.is_closed:
             raise ServerUnreachable("its connection was closed")
         limit = timeout_s or self.timeout_s
         try:
+            # httpx limits each read, not the request: an answer that trickles in would never time out.
             async with asyncio.timeout(limit):
                 response = await self._request(self._http, method, path, body, limit)
         except (httpx.ConnectTimeout, httpx.PoolTimeout) as error:
@@ -136,7 +140,7 @@ class ServerClient:
             return text
 
     async def _request(
-        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+        self, client: httpx.AsyncClient, method: str, path: str, body: dict[str, object] | None, timeout_s: float
     ) -> httpx.Response:
         """Return the response, from a new connection if a reused one was closed before the response began.
 
@@ -147,7 +151,7 @@ class ServerClient:
 
         is_fresh = has_response = False
 
-        async def trace(event: str, info: Any) -> None:
+        async def trace(event: str, info: object) -> None:
             nonlocal is_fresh, has_response
             is_fresh |= event == "connection.connect_tcp.started"
             has_response |= event == "http11.receive_response_headers.complete"
@@ -161,7 +165,6 @@ class ServerClient:
             return await client_once.request(method, path, json=body, timeout=timeout_s)
 
     def _error_text(self, response: httpx.Response) -> str:
-        """Return the answer's message without the API key, which some servers echo."""
         try:
             error = response.json()
             error = error.get("error", error)
@@ -169,6 +172,7 @@ class ServerClient:
         except (ValueError, AttributeError):
             text = response.text
         text = " ".join(text.split())[:300]
+        # Some servers echo the key.
         return text.replace(self._key, "***") if self._key else text
 
     # -- availability -------------------------------------------------------------------------------------------
@@ -217,6 +221,7 @@ class ServerClient:
         name = published.name
         loading = self._adapters.get(name)
         if loading is not None:
+            # A cancelled caller must not cancel a load that other requests wait for.
             await asyncio.shield(loading)
             return 0.0
         loading = self._adapters[name] = asyncio.create_task(self._load(published))
@@ -234,8 +239,9 @@ class ServerClient:
 
     async def _load(self, published: PublishedAdapter) -> float:
         begin = time.perf_counter()
+        # In a thread: writing files would hold up every request of the loop.
         path = await asyncio.to_thread(published.write)
-        body: dict[str, Any] = {"lora_name": published.name}
+        body: dict[str, object] = {"lora_name": published.name}
         if self.upload:
             body["files"] = await asyncio.to_thread(_encoded, path)
         else:
@@ -278,6 +284,7 @@ class ServerClient:
 
     async def unload_unused(self) -> None:
         """Unload the adapters that are no longer in use. Raises ServerUnavailable."""
+        # No ``for``: the set changes while a request is awaited.
         while self._to_unload:
             await self._unload_now(next(iter(self._to_unload)))
 

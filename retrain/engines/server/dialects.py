@@ -23,24 +23,22 @@ class InvalidAnswer(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """One completion. ``model`` is the server's name of the adapter, or of the base; ``base`` is that of the base."""
+    """A request for one completion."""
 
     request: SampleRequest
-    model: str
-    base: str
+    model: str  # The server's name of the adapter, or of the base
+    base: str  # The server's name of the base
     seed: int
     stop_ids: Sequence[int]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A sampled completion. ``model`` and ``prompt_ids`` are None if the server does not echo them."""
-
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish: str
-    model: str | None = None
-    prompt_ids: Sequence[int] | None = None
+    model: str | None = None  # None if the server does not echo it
+    prompt_ids: Sequence[int] | None = None  # Likewise
 
 
 class Dialect(Protocol):
@@ -51,11 +49,11 @@ class Dialect(Protocol):
     adapter_prefix: str
     health: str
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]: ...
+    def body(self, ask: CompletionRequest) -> dict[str, object]: ...
 
     def read(self, payload: Any) -> Answer: ...  # Raises InvalidAnswer
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         """Return the request for the log-probabilities of these tokens at temperature 1; for ``model`` and ``base`` see
         ``CompletionRequest``."""
         ...
@@ -65,11 +63,10 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities (nats) of a prompt's tokens; None for the first, which nothing predicts. ``token_ids`` is None
-    if the server does not echo them."""
+    """Log-probabilities of a prompt's tokens."""
 
-    logprobs: Sequence[float | None]
-    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float | None]  # nats; None for the first token, which nothing predicts
+    token_ids: Sequence[int] | None = None  # None if the server does not echo them
 
 
 class OpenAI:
@@ -80,9 +77,9 @@ class OpenAI:
     health = "/v1/models"
     seed_bits = 63
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         request = ask.request
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": ask.model,
             "prompt": list(request.prompt_ids),
             "max_tokens": request.max_tokens,
@@ -114,7 +111,7 @@ class OpenAI:
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
             "model": model,
             "prompt": list(token_ids),
@@ -138,7 +135,7 @@ class VLLM(OpenAI):
 
     health = "/health"
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         return super().body(ask) | {
             "top_k": ask.request.top_k,
             "min_p": ask.request.min_p,
@@ -158,7 +155,7 @@ class SGLang:
     health = "/health"
     seed_bits = 31
 
-    def body(self, ask: CompletionRequest) -> dict[str, Any]:
+    def body(self, ask: CompletionRequest) -> dict[str, object]:
         request = ask.request
         return {
             "input_ids": list(request.prompt_ids),
@@ -175,7 +172,7 @@ class SGLang:
                 "frequency_penalty": 0.0,
                 "stop_token_ids": list(ask.stop_ids),
                 "skip_special_tokens": False,
-                "no_stop_trim": True,
+                "no_stop_trim": True,  # keeps the end token, which trains too
             },
             "return_logprob": True,
             **({} if ask.model == ask.base else {"lora_path": ask.model}),
@@ -191,7 +188,7 @@ class SGLang:
         except (KeyError, IndexError, TypeError) as error:
             raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
-    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, Any]:
+    def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},

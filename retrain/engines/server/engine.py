@@ -71,13 +71,11 @@ class Trial(Protocol):
 
 @dataclass
 class _Call:
-    """One call of ``sample``. ``loading_s``: seconds in which it waited for adapters to be loaded."""
-
     requests: Sequence[SampleRequest]
     used: Mapping[PolicyRef, PublishedAdapter]
     gate: asyncio.Semaphore | None
     at: ServerClient | None
-    loading_s: float = 0.0
+    loading_s: float = 0.0  # Seconds of waiting for servers to load adapters
 
 
 class ServerEngine:
@@ -140,7 +138,6 @@ class ServerEngine:
                 asyncio.run_coroutine_threadsafe(self.pool.follow(urls), self._loop)
 
     def close(self) -> None:
-        """Cancel sampling, unload all adapters and close the fleet."""
         with self._lock:  # from here on, only the closing coroutine enters the loop
             if self._closed:
                 return
@@ -166,6 +163,7 @@ class ServerEngine:
             if self._closed:
                 coroutine.close()
                 raise RuntimeError("the engine is closed")
+            # Under the lock under which close() sets _closed: nothing may enter a loop that is about to stop.
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
             self._calls.add(future)
         try:
@@ -212,7 +210,6 @@ class ServerEngine:
             waited += 0.5
 
     async def _find_abandoned(self) -> list[AbandonedAdapters]:
-        """Return the adapters of killed processes, and schedule their unloading on every server."""
         abandoned = await asyncio.to_thread(self.store.abandoned)
         for name in (name for adapters in abandoned for name in adapters.names):
             for server in self.pool.servers:
@@ -243,11 +240,9 @@ class ServerEngine:
 
     @property
     def sync_seconds(self) -> float | None:
-        """Seconds in which the last ``sample`` of this thread waited for servers to load adapters."""
         return getattr(self._local, "loading_s", None)
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """Publish the weights; servers load them before the first request that needs them."""
         if not isinstance(weights, LocalSnapshot):
             raise TypeError(f"servers sample with LoRA adapters, not with {type(weights).__name__}")
         with self._lock:
@@ -376,6 +371,7 @@ class ServerEngine:
             ]
             try:
                 await asyncio.gather(*rows)
+            # gather() leaves the other rows running when one fails.
             except BaseException:
                 for task in rows:
                     task.cancel()
@@ -386,7 +382,6 @@ class ServerEngine:
         return groups
 
     async def _completion(self, call: _Call, request: SampleRequest, sample: int) -> Action:
-        """Return one valid completion, after at most ``ATTEMPTS`` requests. Raises ServerFailed."""
         published, faults, losses = call.used[request.policy], [], 0
         stream = request.streams[sample] if request.streams else (*request.stream, sample)
         seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
@@ -432,13 +427,13 @@ class ServerEngine:
 
     # -- trials -------------------------------------------------------------------------------------------------
 
-    def try_with(self, trials: Sequence[Trial]) -> None:
+    def set_trials(self, trials: Sequence[Trial]) -> None:
         """Set the trials that a server must pass when it returns or joins late."""
         runs = [partial(self._run_trial, trial) for trial in trials]
+        # The pool belongs to the loop's thread.
         self._loop.call_soon_threadsafe(setattr, self.pool, "trials", runs)
 
     async def _run_trial(self, trial: Trial, server: ServerClient) -> None:
-        """Run a trial on a server. Raises RequestFailed, and ModelError for wrong log-probabilities."""
         answers = []
         published = self.store.new_adapter(trial.requests[0].policy, trial.weights)
         try:
@@ -455,7 +450,7 @@ class ServerEngine:
 
 
 def _group_key(request: SampleRequest) -> Hashable:
-    """Return what all turns of one group's rollouts have in common, so that their server has their cache."""
+    # The same for all turns of a group's rollouts, whose prompts their server has cached.
     return request.sequences[0][:-1] if request.sequences else request.stream
 
 
@@ -478,7 +473,6 @@ def _hint(error: str) -> str:
 
 
 async def _post_sleep(server: ServerClient, path: str) -> None:
-    """Put a server to sleep or wake it. Raises ServerFailed when it cannot."""
     try:
         await server.post(path, {})
     except ServerUnavailable:

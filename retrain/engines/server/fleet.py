@@ -90,6 +90,7 @@ class RemoteFleet:
             self.urls, self.gave_up = list(urls), gave_up
             self._changed.notify_all()
             on_urls = self._on_urls
+        # Outside the lock: the listener takes a lock of its own.
         on_urls(urls)
 
     def listen(self, on_urls: OnUrls) -> None:

@@ -26,11 +26,9 @@ TOP_P = (0.95, 0.9, 0.8)  # Common top-p values in models' generation_config.jso
 
 @dataclass(frozen=True)
 class ServedTokens:
-    """Tokens that a server sampled after a prompt, and its log-probabilities [T] (nats)."""
-
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
-    logprobs_T: np.ndarray
+    logprobs_T: np.ndarray  # The server's, in nats
 
     def sample(self) -> Sample:
         return Sample.single_turn(self.prompt_ids, self.token_ids, self.logprobs_T, np.zeros(len(self.token_ids)))
@@ -38,13 +36,12 @@ class ServedTokens:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A way in which the server may compute log-probabilities: with ``weights`` (None: the base), at ``temperature``,
-    normalised over the nucleus of ``top_p``."""
+    """A way in which the server may compute log-probabilities."""
 
     name: str
-    weights: LoraWeights | None
+    weights: LoraWeights | None  # None: the base
     temperature: float
-    top_p: float = 1.0
+    top_p: float = 1.0  # Normalised over this nucleus
 
 
 def distances(
@@ -89,7 +86,6 @@ def rms(differences: np.ndarray) -> float:
 
 
 def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis]:
-    """Yield the known ways of misreading an adapter or of reporting other log-probabilities."""
     yield Hypothesis("the adapter never reached the model: it answers as the base", None, temperature)
     rank, scale = weights.rank, weights.scale
     scales = {
@@ -101,22 +97,24 @@ def misreadings(weights: LoraWeights, temperature: float) -> Iterator[Hypothesis
     }
     for name, other in scales.items():
         if not math.isclose(other, scale):
-            yield Hypothesis(name, scaled(weights, other), temperature)
+            yield Hypothesis(name, with_scale(weights, other), temperature)
     for name, kinds in (("attention", ATTENTION), ("MLP", MLP), ("q_proj and v_proj", ("q_proj", "v_proj"))):
         chosen = [shape.name for shape in weights.shapes if shape.name.rpartition(".")[2] in kinds]
         if chosen and len(chosen) < len(weights.shapes):
-            yield Hypothesis(f"only the adapters of {name} count (target modules)", only(weights, chosen), temperature)
+            yield Hypothesis(
+                f"only the adapters of {name} count (target modules)", with_layers(weights, chosen), temperature
+            )
     if temperature != 1:
         yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", weights, 1.0)
     for top_p in TOP_P:
         yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", weights, temperature, top_p)
 
 
-def scaled(weights: LoraWeights, scale: float) -> LoraWeights:
+def with_scale(weights: LoraWeights, scale: float) -> LoraWeights:
     return LoraWeights(weights.shapes, weights.rank, scale, weights.live_rank, weights.flat)
 
 
-def only(weights: LoraWeights, names: Sequence[str]) -> LoraWeights:
+def with_layers(weights: LoraWeights, names: Sequence[str]) -> LoraWeights:
     copied = LoraWeights(weights.shapes, weights.rank, weights.scale, weights.live_rank, weights.flat.clone())
     for shape in weights.shapes:
         if shape.name not in names:
@@ -157,7 +155,6 @@ def likely_cause(
 
 
 def _explanation(now: Sequence[np.ndarray], others: Mapping[str, Sequence[np.ndarray]]) -> str:
-    """Return the message of ``likely_cause`` from the residuals (nats) per rollout of the current and other weights."""
     likeliest = max(others, key=lambda name: _evidence(now, others[name]))
     if _evidence(now, others[likeliest]) < CLEAR:
         apart, other_apart = rms(np.concatenate(now)), rms(np.concatenate(others[likeliest]))

@@ -46,7 +46,6 @@ SLEEP_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # vLLM has the sleep routes o
 
 
 def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]:
-    """Return a server's environment: this process's, vLLM's variables, and CUDA_VISIBLE_DEVICES unless None."""
     environment = {**ENVIRONMENT, **(SLEEP_ENVIRONMENT if sleeps else {}), **os.environ}
     return environment if gpus is None else environment | {"CUDA_VISIBLE_DEVICES": gpus}
 
@@ -85,7 +84,6 @@ class ServerProcess:
 
     @property
     def answered_s(self) -> float:
-        """Seconds from the present process's first answer to its last."""
         return self._health.answered_s
 
     def tail(self) -> str:
@@ -160,6 +158,7 @@ class ServerProcess:
         with contextlib.suppress(psutil.Error, ValueError, KeyError, TypeError, OSError):
             identity = read_json(self._identity)
             process = psutil.Process(identity["pid"])
+            # Process ids are reused: only the start time identifies the server.
             if abs(process.create_time() - identity["created"]) < 0.01:
                 self.notify(
                     f"ending the server that an earlier process left behind (process {identity['pid']})", "info"
@@ -207,6 +206,7 @@ class Health:
 
     def _answers(self) -> bool:
         try:
+            # Not through a proxy that the environment names.
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             opener.open(f"{self.url}/health", timeout=self.waits.answer_s)
         except urllib.error.HTTPError:
@@ -245,7 +245,6 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
 
 
 def _filled(command: str, model: str, host: str) -> tuple[list[str], str, int]:
-    """Return the command's arguments with placeholders replaced, and the host and port to send requests to."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:

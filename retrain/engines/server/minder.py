@@ -26,6 +26,7 @@ def main(command: list[str]) -> None:
     if orphaned.is_set():
         os.killpg(0, signal.SIGKILL)  # child processes that outlived it
     if status < 0:
+        # End by the same signal, so that the parent sees how the command ended.
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -33,13 +34,14 @@ def main(command: list[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to end this process when its parent is killed (Linux only)."""
+    # Runs in the command before exec: if the minder is killed, the kernel ends the command.
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_with_owner(process: subprocess.Popen[bytes], orphaned: threading.Event) -> None:
+    # Reads b"" once the owner has closed the pipe, or was killed.
     while os.read(0, 4096):
         pass
     orphaned.set()

@@ -15,8 +15,6 @@ from retrain.errors import ServerFailed
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds that an engine waits for its servers, and limits of its retries."""
-
     patience_s: float = 600.0  # For any server to answer, before the run stops
     pause_s: float = 0.25  # Before the second attempt at a completion; doubled before each later one
     probe_s: tuple[float, float] = (0.5, 10.0)  # Between probes of an unavailable server: first, and most
@@ -119,7 +117,6 @@ class ServerPool:
             self._back.notify_all()
 
     async def _usable(self, server: ServerClient) -> bool:
-        """Return whether the server answers and passes the trials."""
         server.refused = ""
         try:
             if not await server.check():
@@ -155,6 +152,7 @@ class ServerPool:
                 )
             async with self._back:
                 try:
+                    # Without a notification too: the fleet may have given up.
                     async with asyncio.timeout(0.5):
                         await self._back.wait()
                 except TimeoutError:

@@ -29,7 +29,7 @@ from retrain.records.observer import NullObserver
 from retrain.training.checkpoints import (
     checkpoint_directories,
     checkpoint_directory,
-    forget_after,
+    delete_checkpoints_after,
     prune,
     write_checkpoint,
 )
@@ -238,12 +238,12 @@ def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continue
     assert ours() == ["2", "4", "6"]
     with pytest.raises(NotOurs, match=r"step_000001 holds state\.json"):
         write_checkpoint(checkpoint_directory(run, 1), small_snapshot(1))
-    forget_after(run, 4)
+    delete_checkpoints_after(run, 4)
     assert not checkpoint_directory(run, 6).exists()
     prune(run, keep_last=1)
     assert files_of(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
     assert ours() == ["4"]
-    forget_after(run, 0)
+    delete_checkpoints_after(run, 0)
     assert ours() == []
     assert foreign() == before
 

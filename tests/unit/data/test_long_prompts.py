@@ -12,7 +12,7 @@ from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash
-from retrain.data.dataset import Room, fitting
+from retrain.data.dataset import PromptLimit, without_long_prompts
 from retrain.data.prompts import render
 from retrain.errors import DataError
 from retrain.training import bases as models
@@ -70,7 +70,7 @@ def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int,
     few = [*problems[-3:], Problem("chat", ({"role": "user", "content": "a"},) * 9, "1")]
     section = Data(long_prompts="skip", prompt_template=template)
     data = Dataset("x", problems, {HELDOUT: few}, content_hash(problems, few))
-    room = Room(section, limit, "why")
+    room = PromptLimit(section, limit, "why")
     train, heldout = (
         [problem for problem in part if len(render(problem, tokenizer, section).token_ids) <= limit]
         for part in (problems, few)
@@ -78,14 +78,14 @@ def test_exactly_the_prompts_above_the_limit_are_left_out(tokenizer, limit: int,
     if not train or not heldout:
         part = "that is held out" if train else "to train on"
         with pytest.raises(DataError, match=f"every prompt {part} is longer than {limit} tokens"):
-            fitting(data, tokenizer, room, {HELDOUT: room})
+            without_long_prompts(data, tokenizer, room, {HELDOUT: room})
         return
-    fitted = fitting(data, tokenizer, room, {HELDOUT: room})
+    fitted = without_long_prompts(data, tokenizer, room, {HELDOUT: room})
     assert (fitted.train, fitted.heldout) == (train, heldout)
     assert fitted.skipped == len(problems) + len(few) - len(train) - len(heldout)
     assert (fitted.content_hash == data.content_hash) == (fitted.skipped == 0)
-    anything = Room(section, None, "")
-    assert fitting(data, tokenizer, anything, {HELDOUT: anything}) is data
+    anything = PromptLimit(section, None, "")
+    assert without_long_prompts(data, tokenizer, anything, {HELDOUT: anything}) is data
 
 
 SETS = """

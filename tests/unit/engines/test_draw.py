@@ -8,13 +8,13 @@ def uniforms(count: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("in_any_order", [False, True])
+@pytest.mark.parametrize("exact_sums", [False, True])
 @pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 50_257])
-def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
+def test_the_token_is_the_one_of_the_inverse_in_float64(size, exact_sums):
     """Up to rounding at the borders between tokens; log-probability and entropy are those of the softmax."""
     logits = 3 * torch.randn(100, size, generator=torch.Generator().manual_seed(size))
     u = uniforms(100)
-    token, logprob, entropy, _ = draw(logits, u, in_any_order=in_any_order)
+    token, logprob, entropy, _ = draw(logits, u, exact_sums=exact_sums)
     probs = torch.softmax(logits.double(), -1)
     below = probs.cumsum(-1)
     exact = torch.searchsorted(below, u[:, None], right=True)[:, 0].clamp_(max=size - 1)
@@ -26,9 +26,9 @@ def test_the_token_is_the_one_of_the_inverse_in_float64(size, in_any_order):
     torch.testing.assert_close(entropy.double(), -(probs * probs.log()).sum(-1), rtol=0, atol=5e-6)
 
 
-@pytest.mark.parametrize("in_any_order", [False, True])
+@pytest.mark.parametrize("exact_sums", [False, True])
 @pytest.mark.parametrize("size", [2 * BLOCK, 3 * BLOCK + 17])
-def test_tokens_without_mass_are_never_drawn(size, in_any_order):
+def test_tokens_without_mass_are_never_drawn(size, exact_sums):
     """At the ends of the interval (the largest u below 1 is in fp32 times the total the total itself), at every border
     of a block, and where whole blocks have no mass."""
     generator = torch.Generator().manual_seed(3)
@@ -43,7 +43,7 @@ def test_tokens_without_mass_are_never_drawn(size, in_any_order):
     for share in (torch.zeros(300), torch.full((300,), 1 - 2.0**-53, dtype=torch.float64), *edges, uniforms(300, 4)):
         for nudge in (-1e-7, -1e-9, 0.0, 1e-9, 1e-7):
             u = (share.double() + nudge).clamp(0, 1 - 2.0**-53)
-            token, total = inverse(mass, u[:, None], in_any_order)
+            token, total = inverse(mass, u[:, None], exact_sums)
             assert bool((mass.gather(1, token) > 0).all())
             torch.testing.assert_close(total[:, 0].double(), below[:, -1], rtol=1e-5, atol=0)
 

@@ -67,9 +67,9 @@ def support_of(completion, t: int) -> list[int]:
     return support.ids[support.offsets[t] : support.offsets[t + 1]].tolist()
 
 
-@pytest.mark.parametrize("in_any_order", [False, True])
+@pytest.mark.parametrize("exact_sums", [False, True])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_a_truncated_draw_by_enumeration(cut, in_any_order):
+def test_a_truncated_draw_by_enumeration(cut, exact_sums):
     """For a fine grid of uniform numbers, the set kept, every token's share, log-probability and entropy are those of
     the renormalised distribution."""
     torch.manual_seed(3)
@@ -83,7 +83,7 @@ def test_a_truncated_draw_by_enumeration(cut, in_any_order):
         torch.arange(steps, dtype=torch.float64) / steps,
         torch.full((steps, 1), temperature, dtype=torch.float64),
         None,
-        in_any_order,
+        exact_sums,
         rows,
         torch.arange(int(rows[0, 0])),
     )

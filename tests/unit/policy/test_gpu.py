@@ -326,12 +326,12 @@ def test_another_kind_of_gpu_is_a_change_of_the_machine_and_another_index_is_not
 
 
 def test_shared_heads_are_repeated_where_no_kernel_takes_them(monkeypatch):
-    assert arithmetic.wants_every_head("cuda", torch.float32)
-    assert not arithmetic.wants_every_head("cuda", torch.bfloat16)
-    assert not arithmetic.wants_every_head("cpu", torch.float32)
+    assert arithmetic.expands_grouped_heads("cuda", torch.float32)
+    assert not arithmetic.expands_grouped_heads("cuda", torch.bfloat16)
+    assert not arithmetic.expands_grouped_heads("cpu", torch.float32)
     q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
     shared = arithmetic.causal_attention(q, k, v, 0.3)
-    monkeypatch.setattr(arithmetic, "wants_every_head", lambda device, dtype: True)
+    monkeypatch.setattr(arithmetic, "expands_grouped_heads", lambda device, dtype: True)
     torch.testing.assert_close(arithmetic.causal_attention(q, k, v, 0.3), shared)
 
 

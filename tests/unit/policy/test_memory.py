@@ -122,10 +122,10 @@ def test_decoding_stays_on_the_device_of_the_base():
     batch = Rows(places, places, places, places.bool(), places, places, None, None, None)
     uniforms = torch.zeros(rows + 1, 9, dtype=torch.float64, device=device)
     sampled = SampledTokens(places[:1], uniforms, uniforms.long(), uniforms.float(), uniforms.float(), None)
-    for in_any_order in (False, True):
+    for exact_sums in (False, True):
         frame = decoder.frame_of(columns)
         plan = StepPlan(columns, True, 1)
-        decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, plan, in_any_order)
+        decode_steps(frame, blocks, batch, sampled, cache.keys, cache.values, plan, exact_sums)
     cache.select(places[:2])
     assert {tensor.device for tensor in (*cache.keys, *cache.values)} == {device}
 

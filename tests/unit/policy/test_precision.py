@@ -163,7 +163,7 @@ def test_a_device_that_rounds_its_sums_gives_what_it_rounded_off_in_a_second_pro
 def test_a_larger_model_decodes_from_packed_weights_what_the_update_sees(tiny, runs, dtype):
     """The adapter is merged for one run in fp32, and a product of its own otherwise."""
     base = tiny("qwen3", dtype)
-    base.small = False
+    base.is_small = False
     lanes = Lanes(base)
     adapters = [trained(lanes, seed, rank=2 + seed, size=0.05) for seed in range(runs)]
     engine = LocalEngine(base, lanes)
@@ -279,7 +279,7 @@ class Deterministic(TorchDispatchMode):
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     for module in (dense, grid):
-        monkeypatch.setattr(module, "adds_in_any_order", lambda device: True)
+        monkeypatch.setattr(module, "needs_exact_sums", lambda device: True)
 
 
 @pytest.mark.parametrize(("family", "truncated"), [("qwen3", True), ("qwen3_moe", True), ("gemma2", False)])

@@ -11,7 +11,7 @@ from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.catalogue import METRICS
 from retrain.records.observer import NullObserver
-from retrain.training.checkpoints import newest_whole
+from retrain.training.checkpoints import newest_undamaged
 
 RUN = "grpo+none_s1"
 FILES = Path(__file__).parents[2] / "golden" / "campaign_directory.txt"
@@ -113,7 +113,7 @@ def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
         assert not (run / lines[0]["state_path"]).exists()  # keep_last = 1
         for key in ("state_path", "sampler_path"):
             assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
-        assert newest_whole(run, []) == run / lines[-1]["state_path"]
+        assert newest_undamaged(run, []) == run / lines[-1]["state_path"]
 
 
 def test_other_tools_read_the_files_of_a_run(campaign):

@@ -18,7 +18,7 @@ from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
 from retrain.rollouts.collect import CollectResult, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue
-from retrain.rollouts.resample import REASONS, Resampler, why_alike
+from retrain.rollouts.resample import REASONS, Resampler, no_signal_reason
 from retrain.types import Group, PolicyRef, Problem, RewardResult
 
 QUIET = ("squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0", "campaign.seeds=[1]")
@@ -288,7 +288,7 @@ def test_why_a_group_teaches_nothing():
     }
     assert {*cases} == {None, *REASONS}
     for reason, own in cases.items():
-        assert [why_alike(each) for each in groups_of(*own)] == [reason] * len(own)
+        assert [no_signal_reason(each) for each in groups_of(*own)] == [reason] * len(own)
 
 
 def test_a_batch_is_what_teaches_filled_up_with_what_was_drawn_first():

@@ -34,7 +34,7 @@ from retrain.algorithms.distillation import (
     ModelTeacher,
     PolicyTeacher,
     TeacherContext,
-    taught,
+    teacher_logprobs,
 )
 from retrain.algorithms.teachers import teachers_of
 from retrain.campaign.controller import launch, resume
@@ -229,7 +229,7 @@ def policy(base, lanes):
 
 
 def assert_equal_logprobs(teacher, policy, samples, expected) -> None:
-    for teacher_T, expected_T in zip(taught(teacher, policy, groups_of(samples)), expected, strict=True):
+    for teacher_T, expected_T in zip(teacher_logprobs(teacher, policy, groups_of(samples)), expected, strict=True):
         np.testing.assert_allclose(teacher_T, expected_T, atol=2e-5)
 
 
@@ -277,7 +277,7 @@ def test_another_model_teaches_in_any_micro_batches_within_its_context(base, lan
     write_json(path / "config.json", config | {"max_position_embeddings": 8})
     short = next(made_for(base, lanes, tmp_path, sections, teacher="larger"))
     with pytest.raises(RunFailed, match="reads 8 tokens at most, and a sample has"):
-        taught(short, policy, groups_of(samples))
+        teacher_logprobs(short, policy, groups_of(samples))
 
 
 def test_an_adapter_of_other_layers_is_refused_and_missing_layers_are_zero(base, tmp_path):
@@ -445,11 +445,11 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     gradient = policy.gradient(batch, objective)
     adapter = {"base": None, "policy": policy.adapter, "adapter": other}[who]
     policy.adapter.flat.grad.zero_()
-    total, taught = torch.zeros(()), 0
+    total, tokens = torch.zeros(()), 0
     for sample, prompt in zip(samples, prompts, strict=True):
         if prompt is None:
             continue
-        taught += int(sample.action_mask.sum())
+        tokens += int(sample.action_mask.sum())
         mine = torch.log_softmax(fresh_logits(lanes, policy.adapter, sample).float(), -1)
         with torch.no_grad():
             logits = fresh_logits(lanes, adapter, with_prompt(sample, prompt) if prompt else sample)
@@ -464,7 +464,7 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     assert float(expected.norm()) > 1e-4
     torch.testing.assert_close(gradient, expected, rtol=2e-3, atol=2e-6)
     numbers = policy.update(batch, objective, 1e-6).metrics
-    assert numbers["distillation/divergence"] == pytest.approx(float(total.detach()) / taught, rel=1e-4)
+    assert numbers["distillation/divergence"] == pytest.approx(float(total.detach()) / tokens, rel=1e-4)
     assert numbers["num_datums"] == 5
 
 
@@ -515,7 +515,7 @@ def test_it_scores_the_same_tokens_after_its_prompt(base, lanes, samples, policy
     group_ = answered(base, samples[:3], [True, False, False])
     scorer, _, _ = made_for(base, lanes, tmp_path, **keys)
     context = teacher_context(base, **keys)
-    first_T, *scores = taught(scorer, policy, [group_], context)
+    first_T, *scores = teacher_logprobs(scorer, policy, [group_], context)
     assert len(first_T) == 0 < len(group_.rollouts[0])
     for rollout_, prompt, teacher_T in zip(group_.rollouts[1:], context.prompts(group_)[1:], scores, strict=True):
         whole = Sample.single_turn(prompt, rollout_.token_ids, rollout_.logprobs_T, rollout_.logprobs_T)
