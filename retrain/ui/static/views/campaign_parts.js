@@ -74,7 +74,8 @@ function Levels({body}) {
     return {name, index, centre, interval, note, values: valuesOf(values, finished, write), cells};
   });
   const what = `${metric}, ${SUMMARIES[summary] || summary}`;
-  const words = `${what}; a mark for each seed, line: mean, bar: 95 % interval over ${over}`;
+  const bar = intervals.some(({interval}) => interval) ? `, bar: 95 % interval over ${over}` : "";
+  const words = `${what}; a mark for each seed, line: mean${bar}`;
   const card = {heading: "Result", words, title: `${metric} by condition`, label: `${what} by condition`, rows};
   const heads = ["condition", "seed", metric, "mean", "mean low", "mean high"];
   return html`<${ForestCard} ...${card} heads=${heads} axis=${{xTitle: metric, unit: share ? "%" : ""}} />`;
@@ -100,7 +101,8 @@ function Differences({comparison: {metric, share, baseline, margin, conditions}}
     return html`<figure class="card"><h2>${heading}</h2><p class="state">No pair of finished runs yet</p></figure>`;
   }
   const words = [
-    `the same seed in both; line: typical difference${share ? " in points" : ""}, bar: 95 % interval over seeds`,
+    `the same seed in both; line: typical difference${share ? " in points" : ""}`,
+    rows.some((row) => row.interval) ? "bar: 95 % interval over seeds" : "",
     rows.some((row) => row.wider) ? "thin line: the same on new problems" : "",
     margin ? "grey: what does not matter" : "",
     rows.some((row) => row.open && row.interval) ? "hatched: cannot tell yet" : "",
@@ -146,7 +148,8 @@ export function Costs({body: {comparison, cost}}) {
     yTitle: share ? "points" : "difference",
     unit: share ? "points" : "",
   };
-  const words = "up: better than the baseline; right: dearer; bar: 95 % interval over seeds";
+  const bar = points.some((each) => each.interval) ? "; bar: 95 % interval over seeds" : "";
+  const words = `up: better than the baseline; right: dearer${bar}`;
   const card = {heading: "Cost against gain", words, title: `cost against gain ${metric}`};
   return html`<${FigureCard} ...${card} csv=${() => table(["condition", ...heads], known.map(cells))}>
     <${Gain} points=${points} label=${label} ...${axes} />
