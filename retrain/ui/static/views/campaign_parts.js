@@ -3,11 +3,10 @@
 import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
 import {Copyable} from "../components/inputs.js";
-import {Condition} from "../components/marks.js";
-import {Table} from "../components/table.js";
+import {CONDITION_COLUMN, Table, numberColumn} from "../components/table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {html} from "../lib/html.js";
-import {isOpen} from "../verdicts.js";
+import {isOpen} from "../components/interval_bar.js";
 
 /** @type {Record<string, string>} */
 const SUMMARIES = {
@@ -135,10 +134,10 @@ export function Costs({body: {comparison, cost}}) {
     ...ends(each.difference_interval),
   ];
   const columns = [
-    {key: "condition", title: "condition", cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`},
-    {key: "time", title: "time / run", number: true, cell: (each) => duration(each.seconds_per_run)},
-    {key: "tokens", title: "tokens / run", number: true, cell: (each) => count(each.tokens_per_run)},
-    {key: "gain", title: "typical difference", number: true, cell: write},
+    CONDITION_COLUMN,
+    numberColumn("time", "time / run", (each) => duration(each.seconds_per_run)),
+    numberColumn("tokens", "tokens / run", (each) => count(each.tokens_per_run)),
+    numberColumn("gain", "typical difference", write),
   ];
   const label = `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`;
   const xText = (value) => (value === 0 ? "0" : duration(value));

@@ -1,17 +1,16 @@
 // All campaigns and runs below the given directories: state, held-out accuracy, verdict, progress, newest warning.
 
-import {IntervalBar} from "../components/interval_bar.js";
+import {IntervalBar, classOf, reach} from "../components/interval_bar.js";
 import {AddressChoice, AddressSearch, AddressTabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
-import {DataTable} from "../components/data_table.js";
+import {Table} from "../components/table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
 import {setPlaces} from "../places.js";
-import {classOf, reach} from "../verdicts.js";
 
 const STATES = ["running", "done", "failed", "stopped", "interrupted", "pending"];
 const MOST_CONDITIONS = 4;
@@ -224,5 +223,5 @@ function List({places, query, isReading}) {
     patch({sort: to === "updated" ? null : to, order});
   };
   const table = {class: "campaigns", label: "campaigns", columns, rows, keyOf: (row) => row.place};
-  return html`<${DataTable} ...${table} sort=${key} down=${down} onSort=${sort} />`;
+  return html`<${Table} ...${table} sort=${key} down=${down} onSort=${sort} />`;
 }
