@@ -112,17 +112,11 @@ function List({data, index, choose}) {
     return html`<${Empty} title="No rollout passes these filters">${data.total} were sampled in this step.<//>`;
   }
   const sort = (key, down) => patch({sort: key === "index" ? null : key, down: down ? 1 : null, first: null});
-  const table = {
-    ...{
-      label: "rollouts",
-      rows: data.rollouts,
-      keyOf: (row) => String(row.index),
-      onOpen: (row) => choose(row.index),
-    },
-    ...{sort: query.sort || "index", down: query.down === "1", onSort: sort, selected: (row) => row.index === index},
-    href: (row) => linkTo({iteration: data.about.iteration, index: row.index}),
-  };
-  return html`<${Samples} ...${table} />`;
+  const order = {sort: query.sort || "index", down: query.down === "1", onSort: sort};
+  const table = {label: "rollouts", rows: data.rollouts, keyOf: (row) => String(row.index)};
+  const href = (row) => linkTo({iteration: data.about.iteration, index: row.index});
+  return html`<${Samples} ...${table} ...${order} href=${href} selected=${(row) => row.index === index}
+    onOpen=${(row) => choose(row.index)} />`;
 }
 
 function Opened({sampled, index, choose, close}) {

@@ -146,6 +146,7 @@ export function Samples({rows, columns = [], isSortable = true, href, ...table})
     ><span class="muted"> · ${row.sample}</span></a
   >`;
   const plain = (key, title, cell) => numberColumn(key, title, cell, {value: (row) => row[key]});
+  const errors = (row) => row.tool_errors + Number(Boolean(row.error));
   const all = [
     ...columns,
     {key: "index", title: "rollout", value: isSortable ? (row) => row.index : undefined, cell: name},
@@ -153,10 +154,7 @@ export function Samples({rows, columns = [], isSortable = true, href, ...table})
     plain("advantage", "advantage", (row) => number(row.advantage)),
     plain("length", "tokens", (row) => row.length ?? NOTHING),
     ...(rows.some((row) => row.turns > 1) ? [plain("turns", "turns", (row) => row.turns)] : []),
-    {
-      ...{key: "errors", title: "ended", value: (row) => row.tool_errors + Number(Boolean(row.error))},
-      cell: (row) => html`<${Ended} row=${row} />`,
-    },
+    {key: "errors", title: "ended", value: errors, cell: (row) => html`<${Ended} row=${row} />`},
     {key: "text", title: "text", cell: (row) => html`<${Excerpt} row=${row} />`},
   ];
   return html`<${Table} class="tight wide samples" columns=${all} rows=${rows} ...${table} />`;
