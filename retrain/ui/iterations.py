@@ -42,7 +42,7 @@ _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kind
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationEntry:
     """A line of the index; the counts are None where a run of an earlier release left none."""
 
     split: str
@@ -70,9 +70,9 @@ class Index:
         self.run, self.location = run, location
         self._find, self._lock = find, Lock()
         self._tail = Tail(run / ITERATIONS)
-        self._iterations: dict[tuple[str, int], Iteration] = {}
+        self._iterations: dict[tuple[str, int], IterationEntry] = {}
 
-    def refresh(self) -> Mapping[tuple[str, int], Iteration]:
+    def refresh(self) -> Mapping[tuple[str, int], IterationEntry]:
         """Return all iterations by split and number, in the order in which they were made; never changed afterwards."""
         with self._lock:
             if self.file(ITERATIONS) is None:
@@ -84,17 +84,17 @@ class Index:
                 self._iterations = read if replaced else self._iterations | read
             return self._iterations or self._listed()
 
-    def of_split(self, split: str) -> list[Iteration]:
+    def of_split(self, split: str) -> list[IterationEntry]:
         return [iteration for iteration in self.refresh().values() if iteration.split == split]
 
     def file(self, name: str) -> Path | None:
         return self._find(self.run, name)
 
-    def tokens(self, iteration: Iteration) -> TokenFile | None:
+    def tokens(self, iteration: IterationEntry) -> TokenFile | None:
         path = self.file(iteration.tokens) if iteration.tokens else None
         return TokenFile(path, f"{self.location}/{iteration.tokens}") if path is not None else None
 
-    def groups(self, iteration: Iteration, problem: str) -> Sequence[int]:
+    def groups(self, iteration: IterationEntry, problem: str) -> Sequence[int]:
         path = self.file(iteration.tokens) if iteration.tokens else None
         if path is None:
             return ()
@@ -109,7 +109,7 @@ class Index:
             except ValueError as error:
                 raise CheckpointError(f"{self.location}/{name} is damaged: the line at byte {at}: {error}") from error
 
-    def summaries(self, iteration: Iteration) -> Iterator[Row]:
+    def summaries(self, iteration: IterationEntry) -> Iterator[Row]:
         name = f"{iteration.name}{SUMMARIES}"
         for row in self.lines(name, _ROLLOUT):
             try:
@@ -121,7 +121,7 @@ class Index:
     def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Row]:
         return self.lines(name, _COMPLETION, begin, end)
 
-    def get(self, split: str, number: int | None) -> Iteration:
+    def get(self, split: str, number: int | None) -> IterationEntry:
         """Return an iteration; for None the newest recorded one, or else the newest. Raises UsageError without one."""
         iterations = {iteration.number: iteration for iteration in self.of_split(split)}
         if not iterations:
@@ -133,12 +133,12 @@ class Index:
             raise UsageError(f"{self.run.name} has no iteration {number} of {split}; the last is {newest.number}")
         return iterations[number]
 
-    def _listed(self) -> dict[tuple[str, int], Iteration]:
+    def _listed(self) -> dict[tuple[str, int], IterationEntry]:
         files = RunReader(self.run).summary_files()
-        return {(split, step): Iteration(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
+        return {(split, step): IterationEntry(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
 
 
-def _iteration(row: Row) -> Iteration | None:
+def _iteration(row: Row) -> IterationEntry | None:
     try:
         name, tokens, lines = str(row["name"]), row.get("tokens"), row.get("lines")
         if any("/" in each or each.startswith(".") for each in (name, str(tokens or "x"))):
@@ -146,13 +146,13 @@ def _iteration(row: Row) -> Iteration | None:
         ends = (lines[0], lines[1]) if lines and all(kinds.is_count(each) for each in lines[:2]) else None
         counts = {key: value for key, kind in _COUNTS.items() if kind(value := row.get(key))}
         number = row["iteration"]
-        iteration = Iteration(str(row["split"]), number, name, lines=ends, tokens=tokens and str(tokens), **counts)
+        iteration = IterationEntry(str(row["split"]), number, name, lines=ends, tokens=tokens and str(tokens), **counts)
         return iteration if kinds.is_count(number) else None
     except (KeyError, TypeError, IndexError):
         return None
 
 
-def rollouts_of(index: Index, iteration: Iteration) -> list[Row]:
+def rollouts_of(index: Index, iteration: IterationEntry) -> list[Row]:
     """Return every rollout of an iteration as far as it is recorded, in sampling order; ``whole`` says whether its
     ``prompt`` and ``text`` are complete."""
     if (tokens := index.tokens(iteration)) is not None:
@@ -163,7 +163,7 @@ def rollouts_of(index: Index, iteration: Iteration) -> list[Row]:
     return [_of_summary(i, row, texts) for i, row in enumerate(index.summaries(iteration))]
 
 
-def first_problem(index: Index, iteration: Iteration) -> str | None:
+def first_problem(index: Index, iteration: IterationEntry) -> str | None:
     if (tokens := index.tokens(iteration)) is not None:
         with tokens as file:
             return file.prompt(next(file.lines())["group"])["problem_id"] if len(file) else None
@@ -234,7 +234,7 @@ def _tool_errors(metrics: Row) -> int:
     return int(value) if kinds.is_number(value) else 0
 
 
-def _texts(index: Index, iteration: Iteration) -> dict[tuple[int, int], Row]:
+def _texts(index: Index, iteration: IterationEntry) -> dict[tuple[int, int], Row]:
     """Return the shortened completions of an iteration by group and sample; {} where the index has no lines of it."""
     if iteration.lines is None:
         return {}

@@ -16,7 +16,7 @@ from retrain.records.schema.base import Row
 from retrain.records.schema.layout import EVALUATIONS, ITERATIONS
 from retrain.ui.answers import JsonObject
 from retrain.ui.differences import compared
-from retrain.ui.iterations import Index, Iteration, rollouts_of
+from retrain.ui.iterations import Index, IterationEntry, rollouts_of
 from retrain.ui.rates import Rate, rate_of
 from retrain.ui.rollouts import shown_text, shown_tokens
 from retrain.ui.sources import Home
@@ -37,7 +37,7 @@ class EvaluatedRuns:
     """The runs of a condition, each with its first and its last evaluation, None without a second one. ``of`` is
     "finished", or "all" while none is."""
 
-    runs: Sequence[tuple[Index, Iteration, Iteration | None]]
+    runs: Sequence[tuple[Index, IterationEntry, IterationEntry | None]]
     of: str
 
     @property
@@ -151,7 +151,7 @@ class Matrices:
             return cached
 
 
-EvaluatedRun = tuple[Index, Sequence[Iteration]]
+EvaluatedRun = tuple[Index, Sequence[IterationEntry]]
 
 
 def _evaluated_runs(
@@ -170,7 +170,7 @@ def _evaluated_runs(
     return {label: _ends(of, pairs) for label, (of, pairs) in chosen.items()}, common
 
 
-def _common_step(runs: Sequence[Sequence[Iteration]]) -> int | None:
+def _common_step(runs: Sequence[Sequence[IterationEntry]]) -> int | None:
     """Return the last step after training began at which all of these runs were evaluated that were evaluated again."""
     steps = [{evaluation.number for evaluation in evaluations[1:]} for evaluations in runs if len(evaluations) > 1]
     return max(set.intersection(*steps), default=None) if steps else None
@@ -186,7 +186,9 @@ def _ends(of: str, runs: Sequence[EvaluatedRun]) -> EvaluatedRuns:
     return EvaluatedRuns([each for each in ends if each[2]] or ends, of)
 
 
-def _pair(run: Index, held_out: str, before: Iteration, after: Iteration | None, problems: dict[str, Row]) -> Pair:
+def _pair(
+    run: Index, held_out: str, before: IterationEntry, after: IterationEntry | None, problems: dict[str, Row]
+) -> Pair:
     """Return a run's scores, and add the problems that it has answered to ``problems``."""
     scores: dict[int, Scores] = {0: {}, 1: {}}
     draw = 0
@@ -347,7 +349,7 @@ def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, 
     return evolved
 
 
-def _answers(run: Index, held_out: str, evaluations: Sequence[Iteration]) -> Iterator[tuple[Iteration, Row]]:
+def _answers(run: Index, held_out: str, evaluations: Sequence[IterationEntry]) -> Iterator[tuple[IterationEntry, Row]]:
     """Yield the lines of these evaluations; of a run without an index the file is read once from its beginning."""
     missing = {one.number: one for one in evaluations if one.lines is None}
     for evaluation in evaluations:
@@ -359,7 +361,9 @@ def _answers(run: Index, held_out: str, evaluations: Sequence[Iteration]) -> Ite
                 yield missing[row["step"]], row
 
 
-def same_prompt(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem: str, sample: int = 0) -> JsonObject:
+def same_prompt(
+    a: tuple[Index, IterationEntry], b: tuple[Index, IterationEntry], problem: str, sample: int = 0
+) -> JsonObject:
     """Return the same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long
     texts) in which they differ, and the first token that does. Raises UsageError where one has no such rollout."""
     sides = [_sample(run, iteration, problem, sample) for run, iteration in (a, b)]
@@ -369,7 +373,7 @@ def same_prompt(a: tuple[Index, Iteration], b: tuple[Index, Iteration], problem:
     return {"a": sides[0], "b": sides[1], "words": words, "changes": changes, "by": by, "diverge": fork}
 
 
-def _sample(run: Index, iteration: Iteration, problem: str, sample: int) -> Row:
+def _sample(run: Index, iteration: IterationEntry, problem: str, sample: int) -> Row:
     about = {"about": iteration.as_json()}
     if (tokens := run.tokens(iteration)) is not None:
         with tokens as file:

@@ -13,7 +13,7 @@ from retrain.records.histograms import rewards
 from retrain.records.schema.base import Row
 from retrain.records.tokens import RolloutTokens
 from retrain.ui.answers import JsonObject, plain
-from retrain.ui.iterations import Index, Iteration, rollouts_of
+from retrain.ui.iterations import Index, IterationEntry, rollouts_of
 from retrain.ui.rates import rate_of
 
 NEWEST = "newest"
@@ -62,7 +62,7 @@ class Filter:
 
 
 def table(
-    run: Index, iteration: Iteration, chosen: Filter, sort: str, down: bool, first: int, count: int
+    run: Index, iteration: IterationEntry, chosen: Filter, sort: str, down: bool, first: int, count: int
 ) -> JsonObject:
     every = rollouts_of(run, iteration)
     passing = [each for each in every if chosen.passes(each)]
@@ -128,7 +128,7 @@ def _groups(rollouts: Sequence[Row]) -> list[Row]:
     return list(groups.values())
 
 
-def rollout_in(run: Index, iteration: Iteration, index: int) -> JsonObject:
+def rollout_in(run: Index, iteration: IterationEntry, index: int) -> JsonObject:
     """Return one rollout as ``shown_tokens`` or, where its tokens were not recorded, as ``shown_text``, and the others
     of its group in short. Raises UsageError where there is no such rollout."""
     if (tokens := run.tokens(iteration)) is not None:
@@ -145,7 +145,7 @@ def rollout_in(run: Index, iteration: Iteration, index: int) -> JsonObject:
     return {"about": iteration.as_json(), "siblings": siblings} | shown_text(every[index])
 
 
-def _check_index(iteration: Iteration, index: int, count: int) -> None:
+def _check_index(iteration: IterationEntry, index: int, count: int) -> None:
     if not 0 <= index < count:
         raise UsageError(f"{iteration.name} has {count} rollouts, counted from 0: there is no {index}")
 

@@ -39,7 +39,7 @@ Settings = Mapping[str, Row]  # By location
 
 
 @dataclass
-class Group:
+class RunGroup:
     values: tuple[object, ...]
     index: int
     runs: list[Run]
@@ -61,7 +61,7 @@ def curves(context: ApiContext, query: Query) -> JsonObject:
 
 
 def _lines(
-    library: Library, query: Query, keys: Sequence[str], groups: Sequence[Group], of_conditions: bool
+    library: Library, query: Query, keys: Sequence[str], groups: Sequence[RunGroup], of_conditions: bool
 ) -> JsonObject:
     key, x, part = query.text("key"), query.choice("x", AXES), window_of_query(query)
     measure, band = Measure(key=key), query.choice("band", BANDS)
@@ -98,26 +98,26 @@ def chosen_runs(library: Library, places: Sequence[str]) -> CampaignRuns:
     return list(chosen.values())
 
 
-def groups_of(chosen: CampaignRuns, keys: Sequence[str], settings: Settings) -> list[Group]:
+def groups_of(chosen: CampaignRuns, keys: Sequence[str], settings: Settings) -> list[RunGroup]:
     """Put runs together that have the same values of all keys, in the order of the runs, or of numbers. The index is
     that of a condition in its campaign."""
-    groups: dict[str, Group] = {}
+    groups: dict[str, RunGroup] = {}
     for home, run in chosen:
         values = {CONDITION: run.label, CAMPAIGN: home.location, RUN: run.run_id, SEED: run.seed}
         chosen_values = tuple(values[key] if key in values else settings[run.location].get(key) for key in keys)
-        groups.setdefault(repr(chosen_values), Group(chosen_values, run.index, [])).runs.append(run)
+        groups.setdefault(repr(chosen_values), RunGroup(chosen_values, run.index, [])).runs.append(run)
     if all(isinstance(value, int | float) for group in groups.values() for value in group.values):
         return sorted(groups.values(), key=lambda group: group.values)
     return list(groups.values())
 
 
-def differences_of(groups: Sequence[Group], part: Window | None, band: str) -> list[JsonObject]:
+def differences_of(groups: Sequence[RunGroup], part: Window | None, band: str) -> list[JsonObject]:
     pairs = [(group, paired(group.lines, groups[0].lines)) for group in groups[1:]]
     return [{"label": group.values[0], "index": group.index, "pairs": len(lines)}
             | mean_and_band(lines, False, part, band) for group, lines in pairs]  # fmt: skip
 
 
-def differing_settings(groups: Sequence[Group], settings: Settings) -> JsonObject:
+def differing_settings(groups: Sequence[RunGroup], settings: Settings) -> JsonObject:
     grouped = [[settings[run.location] for run in group.runs] for group in groups]
     keys = [*RUN_KEYS, *varying(list(settings.values()))] if settings else []
     return {"differ": group_differences(grouped), "keys": keys}

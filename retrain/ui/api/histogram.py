@@ -11,7 +11,7 @@ from retrain.records.schema.layout import TRAIN
 from retrain.ui.answers import ApiError, JsonObject, Query, plain
 from retrain.ui.context import ApiContext
 from retrain.ui.decimation import evenly_spaced
-from retrain.ui.iterations import Index, Iteration
+from retrain.ui.iterations import Index, IterationEntry
 
 MOST_STEPS = 60
 NAMES = ("reward", "advantage", "length", "prompt_length", "turns")
@@ -30,7 +30,7 @@ def histogram(context: ApiContext, query: Query) -> JsonObject:
     return {"place": run.location} | at_step(index, name, nearest)
 
 
-def at_step(index: Index, name: str, iteration: Iteration) -> JsonObject:
+def at_step(index: Index, name: str, iteration: IterationEntry) -> JsonObject:
     rows = list(index.summaries(iteration))
     values = [value_of(row, name) for row in rows]
     finite = np.array([value for value in values if value is not None], np.float64)
@@ -48,7 +48,7 @@ def at_step(index: Index, name: str, iteration: Iteration) -> JsonObject:
     }  # fmt: skip
 
 
-def over_steps(index: Index, name: str, steps: Sequence[Iteration]) -> JsonObject:
+def over_steps(index: Index, name: str, steps: Sequence[IterationEntry]) -> JsonObject:
     """Return counts [steps, bins] over at most ``MOST_STEPS`` steps with the same edges for all."""
     chosen = evenly_spaced(steps, MOST_STEPS)
     by_step = [np.array([value for row in index.summaries(iteration) if (value := value_of(row, name)) is not None],

@@ -5,7 +5,7 @@ import time
 
 from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
-from retrain.ui.iterations import Index, Iteration
+from retrain.ui.iterations import Index, IterationEntry
 from retrain.ui.rollouts import NEWEST, SORTS, Filter, rollout_in, searched, table
 
 MOST_ROLLOUTS = 500
@@ -40,7 +40,7 @@ def rollout(context: ApiContext, query: Query) -> JsonObject:
     return rollout_in(index, iteration, query.number("index", 0, 0, MOST))
 
 
-def _iteration(context: ApiContext, query: Query) -> tuple[Index, Iteration]:
+def _iteration(context: ApiContext, query: Query) -> tuple[Index, IterationEntry]:
     index = context.library.index(context.library.run(query.text("at")))
     return index, index.get(query.text("split", "train"), iteration_of(query))
 

@@ -79,7 +79,8 @@ export function startRouter() {
 export const AddressContext = createContext(/** @type {State} */ ({view: "", place: "", query: {}}));
 
 // Return the view's place and query. `patch` changes keys of the query (null removes one; `{replace: true}` while
-// typing or sliding); it does nothing once the page shows another view. `linkTo` is a link to this view with other keys.
+// typing or sliding) and does nothing once the page shows another view. `linkTo` is a link to this view with another
+// query.
 export function useAddress() {
   const {view, place, query} = useContext(AddressContext);
   /** @type {Patch} */
