@@ -6,18 +6,19 @@ As ``maths.squeeze`` computes them, with numpy: a page server is to stay far bel
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
 from retrain.files import Stamp, read_json, stamp_of
+from retrain.records.schema.base import Row
 
 DIRECTIONS = 4  # Leading directions of an update that two adapters are compared in
-KEPT_DIRECTIONS = 32  # Modules whose directions are kept: those of a large model would take its memory many times
+MOST_DIRECTIONS = 32  # Modules whose directions are cached: those of a large model would take its memory many times
 MOST_HEADER, MOST_FACTOR = 8 << 20, 1 << 28
 TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -49,24 +50,23 @@ def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) ->
         raise ValueError("adapter_config.json is no object")
     out: dict[str, Spectrum] = {}
     factors = _factors(weights)
-    kept = set(sorted(factors)[:: max(1, -(-len(factors) // KEPT_DIRECTIONS))])
+    directed = set(sorted(factors)[:: max(1, -(-len(factors) // MOST_DIRECTIONS))])
     for name, read in factors.items():
         a, b = read()
         if a.ndim == 2 and b.ndim == 2 and a.shape[0] == b.shape[1] and np.isfinite(a.sum()) and np.isfinite(b.sum()):
-            out[name] = _spectrum(a, b, _scale(config, name, a.shape[0]), DIRECTIONS if name in kept else 0)
+            out[name] = _spectrum(a, b, _scale(config, name, a.shape[0]), DIRECTIONS if name in directed else 0)
     return out
 
 
-def overlap(one: Spectrum, other: Spectrum) -> float | None:
+def overlap(a: Spectrum, b: Spectrum) -> float | None:
     """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance; None where one has none."""
-    k = min(one.directions.shape[1], other.directions.shape[1])
-    if not k or one.directions.shape[0] != other.directions.shape[0]:
+    k = min(a.directions.shape[1], b.directions.shape[1])
+    if not k or a.directions.shape[0] != b.directions.shape[0]:
         return None
-    return float(np.sum((one.directions[:, :k].T @ other.directions[:, :k]) ** 2) / k)
+    return float(np.sum((a.directions[:, :k].T @ b.directions[:, :k]) ** 2) / k)
 
 
 def norm(spectrum: Spectrum) -> float:
-    """Return the Frobenius norm of ΔW."""
     return math.sqrt(float(np.sum(spectrum.values.astype(np.float64) ** 2)))
 
 
@@ -78,10 +78,10 @@ def _spectrum(a: np.ndarray, b: np.ndarray, scale: float, directions: int) -> Sp
     return Spectrum(values * abs(scale), (q @ u[:, : min(directions, trained)]).astype(np.float32))
 
 
-def _scale(config: Mapping[str, Any], name: str, rank: int) -> float:
+def _scale(config: Row, name: str, rank: int) -> float:
     alphas = config.get("alpha_pattern") if isinstance(config.get("alpha_pattern"), dict) else {}
-    own = next((alpha for pattern, alpha in (alphas or {}).items() if name.endswith(pattern)), None)
-    alpha = own if own is not None else config.get("lora_alpha", rank)
+    matching = (alpha for pattern, alpha in (alphas or {}).items() if name.endswith(pattern))
+    alpha = next(matching, config.get("lora_alpha", rank))
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -95,21 +95,21 @@ def _factors(weights: Path) -> dict[str, Callable[[], tuple[np.ndarray, np.ndarr
         tensors = json.loads(file.read(length))
     if not isinstance(tensors, dict):
         raise ValueError("no safetensors file")
-    found: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {}
+    factors: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {}
     for key in sorted(tensors):
         other = key.replace(".lora_A", ".lora_B")
         if other != key and other in tensors:
             name = key.partition(".lora_A")[0].removeprefix("base_model.model.")
-            found[name] = partial(_pair, weights, 8 + length, tensors[key], tensors[other])
-    return found
+            factors[name] = partial(_pair, weights, 8 + length, tensors[key], tensors[other])
+    return factors
 
 
-def _pair(path: Path, begin: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def _pair(path: Path, begin: int, a: Row, b: Row) -> tuple[np.ndarray, np.ndarray]:
     with open(path, "rb") as file:
         return _tensor(file, begin, a), _tensor(file, begin, b)
 
 
-def _tensor(file: IO[bytes], begin: int, facts: Mapping[str, Any]) -> np.ndarray:
+def _tensor(file: IO[bytes], begin: int, facts: Row) -> np.ndarray:
     kind, shape, (start, end) = TYPES[facts["dtype"]], facts["shape"], facts["data_offsets"]
     if not 0 <= end - start <= MOST_FACTOR:
         raise ValueError("a factor is too large")

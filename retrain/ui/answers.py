@@ -3,7 +3,6 @@
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from starlette.datastructures import QueryParams
@@ -14,13 +13,12 @@ from starlette.routing import Route
 from retrain.errors import RetrainError
 from retrain.files import dumps
 
+JsonObject = dict[str, object]
 MOST_VALUE = 4096  # Characters of one value of a query
 DIGITS = 7  # Significant digits of numbers that are float32 on the disk
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP status and one sentence."""
-
     def __init__(self, status: int, text: str):
         super().__init__(text)
         self.status, self.text = status, text
@@ -52,7 +50,6 @@ class Query:
         return values
 
     def number(self, name: str, default: int, low: int, high: int) -> int:
-        """Return a whole number from ``low`` to ``high``."""
         value = self._values.get(name)
         if value is None or value == "":
             return default
@@ -75,7 +72,6 @@ class Query:
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
-        """Return one of these words, the first by default."""
         value = self._values.get(name) or choices[0]
         if value not in choices:
             raise ApiError(400, f"{name} is one of {', '.join(choices)}")
@@ -83,41 +79,31 @@ class Query:
 
 
 class JsonRoute(Route):
-    """A GET route, and the function that computes its answer from a query."""
+    """A GET route and the function that computes its JSON from a query, in a thread of the server's pool. Its errors,
+    and those of files, become one sentence."""
 
-    def __init__(self, path: str, answer: Callable[[Query], Any]):
+    def __init__(self, path: str, answer: Callable[[Query], object]):
         def endpoint(request: Request) -> Response:
-            return guarded(lambda: json_answer(request, answer(Query(request))))
+            try:
+                return _json_response(request, answer(Query(request)))
+            except ApiError as error:
+                return error_response(error.status, error.text)
+            except RetrainError as error:
+                return error_response(400, str(error))
+            except OSError as error:
+                reason = (error.strerror or type(error).__name__).lower()
+                text = f"a file could not be read: {reason}; it may have been moved or replaced just now"
+                return error_response(404, text)
 
         super().__init__(path, endpoint, methods=["GET"])
         self.answer = answer
 
 
-def json_route(path: str, answer: Callable[[Query], Any]) -> Route:
-    """Return a GET route that answers with JSON. ``answer`` runs in a thread of the server's pool; its errors, and
-    those of files, become one sentence."""
-    return JsonRoute(path, answer)
-
-
-def guarded(answer: Callable[[], Response]) -> Response:
-    """Return the answer, or its error as a response."""
-    try:
-        return answer()
-    except ApiError as error:
-        return error_response(error.status, error.text)
-    except RetrainError as error:
-        return error_response(400, str(error))
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        return error_response(404, f"a file could not be read: {reason}; it may have been moved or replaced just now")
-
-
 def error_response(status: int, text: str) -> JSONResponse:
-    """Return an error as every endpoint gives it."""
     return JSONResponse({"error": " ".join(text.split())}, status)
 
 
-def json_answer(request: Request, value: Any) -> Response:
+def _json_response(request: Request, value: object) -> Response:
     """Return ``value`` as strict JSON, or 304 where the client has it already."""
     body = dumps(value).encode()
     tag = f'W/"{zlib.crc32(body):08x}{len(body):x}"'
@@ -131,12 +117,12 @@ def plain(values: np.ndarray) -> list[float | None]:
     """Return numbers for JSON: rounded to the digits that float32 has, NaN and infinities as None."""
     numbers = np.asarray(values, np.float64)
     finite = np.isfinite(numbers)
-    whole = finite & (numbers == np.rint(numbers)) & (np.abs(numbers) < 1e15)
-    if not whole.all():
+    is_whole = finite & (numbers == np.rint(numbers)) & (np.abs(numbers) < 1e15)
+    if not is_whole.all():
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             power = DIGITS - 1 - np.floor(np.log10(np.abs(np.where(finite & (numbers != 0), numbers, 1.0))))
             scale = 10.0 ** np.clip(power, -300, 300)
-            numbers = np.where(whole, numbers, np.rint(numbers * scale) / scale)
+            numbers = np.where(is_whole, numbers, np.rint(numbers * scale) / scale)
     if finite.all():
         return numbers.tolist()
     return [number if known else None for number, known in zip(numbers.tolist(), finite.tolist(), strict=True)]

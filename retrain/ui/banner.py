@@ -1,14 +1,15 @@
 """A campaign's outcome in one banner: its state, its failures and how to go on, and the verdict in one sentence."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from retrain.errors import plural
 from retrain.records.reader import log_lines
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import LOG
+from retrain.ui.answers import JsonObject
 from retrain.ui.findings import verdict_of
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
@@ -19,8 +20,7 @@ TRACEBACK = "Traceback (most recent call last):"
 WORDS = {"done": "finished", "running": "in training", "pending": "not begun"}
 
 
-def banner_of(library: Library, home: Home, comparison: Mapping[str, Any] | None, why: str | None) -> dict[str, Any]:
-    """Return the banner of a campaign, or of a run of one: then the command is that of its campaign."""
+def banner_of(library: Library, home: Home, comparison: Row | None, why: str | None) -> JsonObject:
     failed = [run for run in home.runs if run.state == "failed"]
     verdict = verdict_of(comparison)
     return {
@@ -34,27 +34,25 @@ def banner_of(library: Library, home: Home, comparison: Mapping[str, Any] | None
 
 
 def state_words(runs: Sequence[Run]) -> str:
-    """Return how many runs are in which state, failures first."""
     states = [run.state for run in runs]
     order = ("failed", "interrupted", "running", "pending", "stopped", "done")
     counts = [f"{states.count(state)} {WORDS.get(state, state)}" for state in order if state in states]
     return f"{plural(len(states), 'run')}: {', '.join(counts)}" if counts else "no runs"
 
 
-def failure_of(library: Library, run: Run) -> dict[str, Any]:
-    """Return a failed run with its reason, the last line of its traceback and the byte of the log where that begins."""
-    found = {"place": run.place, "run_id": run.run_id, "label": run.label, "seed": run.seed, "step": run.step,
-             "reason": run.reason, "line": (run.reason or "").partition("\n")[0], "log": None}  # fmt: skip
+def failure_of(library: Library, run: Run) -> JsonObject:
+    line, log = (run.reason or "").partition("\n")[0], None
     path = library.file(run, LOG)
     if path is not None:
-        found["log"] = {"name": LOG, "byte": None}
+        log = {"name": LOG, "byte": None}
         with suppress(OSError):
             lines = [(at, _message(text)) for at, text in log_lines(path, -1, "", LOG_LINES).lines]
-            begins = [place for place, (_, text) in enumerate(lines) if text == TRACEBACK]
+            begins = [number for number, (_, text) in enumerate(lines) if text == TRACEBACK]
             if begins:
-                error = next((text for _, text in lines[begins[-1] + 1 :] if not text.startswith(" ")), None)
-                found |= {"line": error or found["line"], "log": {"name": LOG, "byte": lines[begins[-1]][0]}}
-    return found
+                line = next((text for _, text in lines[begins[-1] + 1 :] if not text.startswith(" ")), "") or line
+                log = {"name": LOG, "byte": lines[begins[-1]][0]}
+    return {"place": run.location, "run_id": run.run_id, "label": run.label, "seed": run.seed, "step": run.step,
+            "reason": run.reason, "line": line, "log": log}  # fmt: skip
 
 
 def _message(text: str) -> str:
@@ -62,10 +60,10 @@ def _message(text: str) -> str:
     return text[28:] if text[20:27].rstrip() in ("info", "warning", "error") else text
 
 
-def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
+def resume_command(library: Library, home: Home) -> JsonObject | None:
     """Return {"command", "now"}: the command that continues failed and interrupted runs, and whether it can be typed
     while nothing else trains them; None where nothing is left, or another tool trained them."""
-    campaign = library.campaign(home.place)
+    campaign = library.campaign(home.location)
     states = {run.state for run in campaign.runs}
     is_running = "running" in states
     if not campaign.manifest or states <= {"done", "stopped"} or (is_running and "failed" not in states):
@@ -75,5 +73,4 @@ def resume_command(library: Library, home: Home) -> dict[str, Any] | None:
 
 
 def shown_path(path: Path) -> str:
-    """Return the path relative to the working directory if it lies below it, else absolute."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from retrain.ui.answers import ApiError
 from retrain.verdicts.evidence import moving_average, window_of
 
+Item = TypeVar("Item")
 MOST_POINTS = 2_000
 MOST_STEPS = 100_000  # Steps of a moving average
 NEGLIGIBLE = 1e-17  # Weight of a row below which it is left out of an exponential average
@@ -38,12 +39,10 @@ class Smoothing:
         raise ApiError(400, f"smooth is none, ema:W with W below 1, or mean:N with N up to {MOST_STEPS}, as in ema:0.9")
 
     def for_points(self, longest: int) -> Smoothing:
-        """Return the smoothing of lines of which the longest has so many points: that of a report for "auto"."""
         return Smoothing("auto", window_of(longest)) if self.kind == "auto" else self
 
     @property
     def window(self) -> int:
-        """Steps (points for "auto") of the moving average; 1 for another kind."""
         return int(self.amount) if self.kind in ("mean", "auto") else 1
 
     @property
@@ -65,34 +64,33 @@ class Smoothing:
 def exponential_average(values: np.ndarray, weight: float) -> np.ndarray:
     """Return TensorBoard's debiased average: ``last = weight * last + (1 - weight) * value``, divided by
     ``1 - weight**n`` after the n-th value. NaN stay NaN and do not count."""
-    known = np.isfinite(values)
-    sums, averages = values[known].astype(np.float64), np.full(len(values), np.nan)
+    finite = np.isfinite(values)
+    sums, averages = values[finite].astype(np.float64), np.full(len(values), np.nan)
     ages = np.arange(1, len(sums) + 1)
     span = 1  # Each entry is the weighted sum of the last `span` values.
     while span < len(sums) and weight**span > NEGLIGIBLE:
         sums[span:] = sums[span:] + weight**span * sums[:-span]
         span *= 2
-    averages[known] = sums * (1.0 - weight) / (1.0 - weight**ages)
+    averages[finite] = sums * (1.0 - weight) / (1.0 - weight**ages)
     return averages
 
 
 def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
     """Return the indices of at most ``most`` points of a line (four or more), in order: of each stretch the least and
     the greatest, and both ends of the line. NaN are left out."""
-    known = np.flatnonzero(np.isfinite(y))
-    if len(known) <= most:
-        return known
-    values = y[known]
-    edges = np.linspace(0, len(known), max(1, (most - 2) // 2) + 1).astype(int)
+    finite = np.flatnonzero(np.isfinite(y))
+    if len(finite) <= most:
+        return finite
+    values = y[finite]
+    edges = np.linspace(0, len(finite), max(1, (most - 2) // 2) + 1).astype(int)
     starts, ends = edges[:-1], edges[1:]
     # Stretches differ in length by one: the last index of a shorter one is looked at twice.
     indices = np.minimum(starts[:, None] + np.arange((ends - starts).max()), ends[:, None] - 1)
     stretches = values[indices]
     rows = np.arange(len(starts))
     chosen = [indices[rows, pick(stretches, axis=1)] for pick in (np.argmin, np.argmax)]
-    return known[np.unique(np.concatenate([[0, len(known) - 1], *chosen]))]
+    return finite[np.unique(np.concatenate([[0, len(finite) - 1], *chosen]))]
 
 
-def evenly_spaced(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most ``most`` of the items, evenly spaced, with both ends."""
+def evenly_spaced(items: Sequence[Item], most: int) -> list[Item]:
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, most).astype(int))] if items else []

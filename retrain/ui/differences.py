@@ -15,44 +15,42 @@ Change = tuple[str, int, int, int, int]
 """"equal", "replace", "delete" or "insert", and the places [from, to) on both sides, as ``difflib`` has them."""
 
 
-def words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
     """Return words and single signs, each with the white space behind it; joined they are the text."""
     return _WORDS.findall(text)
 
 
-def compared(one: str, other: str, most: int = MOST_BITS) -> tuple[list[str], list[str], list[Change], str]:
+def compared(first: str, second: str, most: int = MOST_BITS) -> tuple[list[str], list[str], list[Change], str]:
     """Return both texts in pieces, the changes between them, and the kind of pieces: "words", "lines" of long texts."""
-    a, b = words(one), words(other)
-    begin, end = _ends(a, b)
-    if _bits(a, b, begin, end) <= most:
+    a, b = words_of(first), words_of(second)
+    if _bits(a, b) <= most:
         return a, b, changes(a, b), "words"
-    a, b = one.splitlines(keepends=True), other.splitlines(keepends=True)
-    begin, end = _ends(a, b)
-    if _bits(a, b, begin, end) <= most:
+    a, b = first.splitlines(keepends=True), second.splitlines(keepends=True)
+    if _bits(a, b) <= most:
         return a, b, changes(a, b), "lines"
-    kept, between = len(a) - end, ("replace", begin, len(a) - end, begin, len(b) - end)
-    found: list[Change] = [("equal", 0, begin, 0, begin), between, ("equal", kept, len(a), len(b) - end, len(b))]
-    return a, b, [each for each in found if each[1] < each[2] or each[3] < each[4]], "lines"
+    begin, end = _ends(a, b)
+    parts = [("equal", 0, begin, 0, begin), ("replace", begin, len(a) - end, begin, len(b) - end),
+             ("equal", len(a) - end, len(a), len(b) - end, len(b))]  # fmt: skip
+    return a, b, [part for part in parts if part[1] < part[2] or part[3] < part[4]], "lines"
 
 
 def changes(a: Sequence[str], b: Sequence[str]) -> list[Change]:
-    """Return how ``a`` becomes ``b``, with as many pieces equal as there can be."""
     begin, end = _ends(a, b)
     pairs = [(i, i) for i in range(begin)]
     pairs += [(begin + i, begin + j) for i, j in _common(a[begin : len(a) - end], b[begin : len(b) - end])]
     pairs += [(len(a) - i, len(b) - i) for i in range(end, 0, -1)]
-    found: list[Change] = []
+    parts: list[Change] = []
     i = j = 0
     for p, q in [*pairs, (len(a), len(b))]:
         if i < p or j < q:
-            found.append(("replace" if i < p and j < q else "delete" if i < p else "insert", i, p, j, q))
+            parts.append(("replace" if i < p and j < q else "delete" if i < p else "insert", i, p, j, q))
         if p < len(a):
-            if found and found[-1][0] == "equal":
-                found[-1] = ("equal", found[-1][1], p + 1, found[-1][3], q + 1)
+            if parts and parts[-1][0] == "equal":
+                parts[-1] = ("equal", parts[-1][1], p + 1, parts[-1][3], q + 1)
             else:
-                found.append(("equal", p, p + 1, q, q + 1))
+                parts.append(("equal", p, p + 1, q, q + 1))
         i, j = p + 1, q + 1
-    return found
+    return parts
 
 
 def _ends(a: Sequence[str], b: Sequence[str]) -> tuple[int, int]:
@@ -63,8 +61,9 @@ def _ends(a: Sequence[str], b: Sequence[str]) -> tuple[int, int]:
     return begin, end
 
 
-def _bits(a: Sequence[str], b: Sequence[str], begin: int, end: int) -> int:
-    return (len(a) - begin - end) * (len(b) - begin - end)
+def _bits(a: Sequence[str], b: Sequence[str]) -> int:
+    same = sum(_ends(a, b))
+    return (len(a) - same) * (len(b) - same)
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
@@ -79,14 +78,14 @@ def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
         row = rows[-1]
         matches = row & places.get(piece, 0)
         rows.append((row + matches | row - matches) & ones if matches else row)
-    found = []
+    pairs = []
     i, j = len(a), len(b)
     while i and j:
         if rows[j] >> i - 1 & 1:
             i -= 1
         elif rows[j - 1] >> i - 1 & 1:
             i, j = i - 1, j - 1
-            found.append((i, j))
+            pairs.append((i, j))
         else:
             j -= 1
-    return found[::-1]
+    return pairs[::-1]

@@ -7,14 +7,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 
 from retrain.files import dumps, stamp_of
 from retrain.records.schema.layout import EVALS, ITERATIONS, LOG, METRICS, NOTES, SPANS
-from retrain.ui.answers import ApiError
-from retrain.ui.findings import Findings
+from retrain.ui.answers import ApiError, JsonObject
+from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
 
@@ -28,23 +27,19 @@ WATCHED = {
 }  # fmt: skip
 """Files of a run that grow, and what a page calls it; last those of another tool."""
 
-Snapshot = dict[str, dict[str, Any]]  # Stamps and states of runs, by place
+Snapshot = dict[str, JsonObject]  # Stamps and states of runs, by location
 
 
 class Pages:
-    """The open pages that listen for events; ``move`` sends all of them to a view."""
-
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[str]] = set()
 
     def check(self) -> None:
-        """Raise ApiError where there are too many."""
         if len(self._queues) >= MOST_LISTENERS:
             raise ApiError(503, f"{MOST_LISTENERS} pages listen already: close some")
 
     @contextmanager
     def joined(self) -> Iterator[asyncio.Queue[str]]:
-        """Provide a listener's queue of views, for as long as it listens."""
         queue: asyncio.Queue[str] = asyncio.Queue(8)
         self._queues.add(queue)
         try:
@@ -53,7 +48,6 @@ class Pages:
             self._queues.discard(queue)
 
     def move(self, url: str) -> int:
-        """Move every page to this view; return how many there are."""
         for queue in self._queues:
             if not queue.full():
                 queue.put_nowait(url)
@@ -61,11 +55,11 @@ class Pages:
 
 
 async def stream(
-    library: Library, findings: Findings, place: str | None, pages: Pages, closing: Callable[[], bool]
+    context: ApiContext, location: str | None, pages: Pages, closing: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """Yield the events of one listener, about one place or all. It counts as a listener while it is read."""
+    """Yield the events of one listener, about one location or all. It counts as a listener while it is read."""
     with pages.joined() as queue:
-        before, beat = await run_in_threadpool(snapshot, library, findings, place), time.monotonic()
+        before, beat = await run_in_threadpool(snapshot, context, location), time.monotonic()
         yield "retry: 2000\n\n"
         while not closing():
             try:
@@ -74,8 +68,8 @@ async def stream(
                 continue
             except TimeoutError:
                 pass
-            now = await run_in_threadpool(snapshot, library, findings, place)
-            changed = await run_in_threadpool(changes, library, before, now)
+            now = await run_in_threadpool(snapshot, context, location)
+            changed = await run_in_threadpool(changes, context.library, before, now)
             for each in changed:
                 yield event("changed", each)
             before = now
@@ -86,46 +80,44 @@ async def stream(
                 yield ": still here\n\n"
 
 
-def event(name: str, data: Any) -> str:
+def event(name: str, data: object) -> str:
     return f"event: {name}\ndata: {dumps(data)}\n\n"
 
 
-def snapshot(library: Library, findings: Findings, place: str | None) -> Snapshot:
-    """Return sizes, times and states of the runs by place; of all campaigns where no place is named."""
+def snapshot(context: ApiContext, location: str | None) -> Snapshot:
     try:
-        homes = library.homes() if place is None else [library.home(place)]
+        homes = context.library.homes() if location is None else [context.library.home(location)]
     except (ApiError, OSError):  # taken away: it may come back
         return {}
-    found: Snapshot = {}
+    now: Snapshot = {}
     for home in homes:
-        if place is not None:
-            findings.ask([home])
+        if location is not None:
+            context.findings.ask([home])
         for run in home.runs:
-            found[run.place] = _stamps(library, home, run)
+            now[run.location] = _stamps(context.library, home, run)
         if home.runs and home.manifest:
-            found.setdefault(home.place, {})["comparison"] = findings.version(home)
-    return found
+            now.setdefault(home.location, {})["comparison"] = context.findings.version(home)
+    return now
 
 
-def changes(library: Library, before: Snapshot, now: Snapshot) -> list[dict[str, Any]]:
-    """Return what is different, by run; ``rows`` where numbers came."""
-    out = []
-    for place, facts in now.items():
-        old = before.get(place, {})
-        names = (METRICS, FOREIGN)
-        what = list(dict.fromkeys(WATCHED.get(name, name) for name, value in facts.items()
-                                  if name != "run" and old.get(name) != value))  # fmt: skip
-        if not what:
+def changes(library: Library, before: Snapshot, now: Snapshot) -> list[JsonObject]:
+    out: list[JsonObject] = []
+    for location, facts in now.items():
+        old = before.get(location, {})
+        kinds = list(dict.fromkeys(WATCHED.get(name, name) for name, value in facts.items()
+                                   if name != "run" and old.get(name) != value))  # fmt: skip
+        if not kinds:
             continue
-        change: dict[str, Any] = {"place": place, "what": what}
-        if "run" in facts and any(old.get(name) != facts.get(name) for name in names):
-            change["rows"] = _rows(library, facts["run"])
+        change: JsonObject = {"place": location, "what": kinds}
+        run = facts.get("run")
+        if isinstance(run, Run) and any(old.get(name) != facts.get(name) for name in (METRICS, FOREIGN)):
+            change["rows"] = _rows(library, run)
         out.append(change)
-    return out + [{"place": place, "what": ["state"]} for place in before if place not in now]
+    return out + [{"place": location, "what": ["state"]} for location in before if location not in now]
 
 
-def _stamps(library: Library, home: Home, run: Run) -> dict[str, Any]:
-    facts: dict[str, Any] = {name: stamp_of(library.file(run, name)) for name in WATCHED if name != FOREIGN}
+def _stamps(library: Library, home: Home, run: Run) -> JsonObject:
+    facts: JsonObject = {name: stamp_of(library.file(run, name)) for name in WATCHED if name != FOREIGN}
     if run.reader is not None and run.foreign is not None:
         facts[FOREIGN] = run.reader.stamp(run.foreign, library.places.file)
     facts[METRICS] = facts[METRICS], _is_reading(library, run)

@@ -3,37 +3,42 @@
 import math
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Condition, Thread
-from typing import Any
 
 import numpy as np
 
+from retrain.campaign.planning.manifest import read_plan
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.records.reader import read_object
 from retrain.records.registry import Registry
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, EVALUATIONS, METRICS, PLAN
+from retrain.ui.answers import JsonObject
 from retrain.ui.library import Library
 from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
-from retrain.ui.power import power_of
 from retrain.ui.sources import Home, Run, touched
+from retrain.verdicts.planning import WANTED_POWER, pair_spread, seeds_needed
 from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.results import Measure
+from retrain.verdicts.words import amount
 
+ENDED = ("done", "failed", "stopped")
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
 """Errors that files of any content may cause."""
 READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
 DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that it reads
-Signature = tuple[Any, ...]
+Signature = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,9 @@ class Finding:
     """The comparison of files with this signature, or why there is none; ``power`` has the lines about more seeds."""
 
     signature: Signature
-    comparison: dict[str, Any] | None
+    comparison: Row | None
     why: str | None
-    power: list[dict[str, Any]] = field(default_factory=list)
+    power: list[JsonObject] = field(default_factory=list)
     fresh: bool = True
 
 
@@ -54,7 +59,7 @@ class Findings:
     def __init__(self, library: Library):
         self._library = library
         self._turn = Condition()
-        self._kept: dict[Path, Finding] = {}
+        self._findings: dict[Path, Finding] = {}
         self._versions: dict[Path, int] = {}
         self._seconds: dict[Path, tuple[int, float]] = {}
         self._requests: dict[Path, tuple[Home, Signature, bool]] = {}  # The latest of each campaign
@@ -73,32 +78,30 @@ class Findings:
         signature, end = self.signature(home), time.monotonic() + wait_s
         self.ask([home], first=True)
         with self._turn:
-            while (kept := self._kept.get(home.path)) is None or kept.signature != signature:
-                if (left := end - time.monotonic()) <= 0:
-                    why = kept.why if kept else "it is being read for the first time: look again in a moment"
-                    known = self.known(home)
-                    return Finding((), known, None if known else why, kept.power if kept else [], fresh=False)
-                self._turn.wait(left)
-            return kept
+            while (last := self._findings.get(home.path)) is None or last.signature != signature:
+                if (wait_s := end - time.monotonic()) <= 0:
+                    why = last.why if last else "it is being read for the first time: look again in a moment"
+                    comparison = self.last_comparison(home)
+                    power = last.power if last else []
+                    return Finding((), comparison, None if comparison else why, power, fresh=False)
+                self._turn.wait(wait_s)
+            return last
 
-    def known(self, home: Home) -> dict[str, Any] | None:
+    def last_comparison(self, home: Home) -> Row | None:
         """Return the last comparison, or that which an ended campaign wrote, without a computation."""
-        kept = self._kept.get(home.path)
-        if kept is not None:
-            return kept.comparison
-        if home.source == "retrain" and home.state in ("done", "failed", "stopped"):
-            found = read_object(self._library.places.file(home.path, COMPARISON))
-            return found if found.get("format") == 3 else None
+        if home.path in self._findings:
+            return self._findings[home.path].comparison
+        if home.source == "retrain" and home.state in ENDED:
+            written = read_object(self._library.places.file(home.path, COMPARISON))
+            return written if written.get("format") == 3 else None
         return None
 
     def version(self, home: Home) -> int:
-        """Return how many comparisons were made of this campaign."""
         return self._versions.get(home.path, 0)
 
     def device_seconds(self, home: Home) -> float | None:
-        """Return the device seconds of all runs that were read; None before any was."""
-        known = [self._seconds[run.path][1] for run in home.runs if run.path in self._seconds]
-        return math.fsum(known) if known else None
+        seconds = [self._seconds[run.path][1] for run in home.runs if run.path in self._seconds]
+        return math.fsum(seconds) if seconds else None
 
     def signature(self, home: Home) -> Signature:
         """Return what changes with a comparison's result: states, settings, evaluations, declarations, interim
@@ -114,10 +117,9 @@ class Findings:
         self.ask([home for home in homes if not self._is_written(home)])
 
     def _is_written(self, home: Home) -> bool:
-        """Return whether the campaign has ended and its comparison is newer than every evaluation."""
-        written = touched(home.path / COMPARISON) if home.state in ("done", "failed", "stopped") else None
-        newest = [moment for run in home.runs if (moment := touched(run.path / EVALS))]
-        return written is not None and written >= max(newest, default=0.0) and self.known(home) is not None
+        written = touched(home.path / COMPARISON) if home.state in ENDED else None
+        newest = max((moment for run in home.runs if (moment := touched(run.path / EVALS))), default=0.0)
+        return written is not None and written >= newest and self.last_comparison(home) is not None
 
     def ask(self, homes: Iterable[Home], first: bool = False) -> None:
         """Read and compare campaigns in the background where something is new, small ones before large ones; ``first``:
@@ -126,8 +128,8 @@ class Findings:
             stamps = [stamp_of(run.path / METRICS) for run in home.runs]
             signature = (self.signature(home), stamps)
             with self._turn:
-                _, known, was_first = self._requests.get(home.path, (None, None, False))
-                if known == signature and (was_first or not first):
+                _, earlier, was_first = self._requests.get(home.path, (None, None, False))
+                if earlier == signature and (was_first or not first):
                     continue
                 self._requests[home.path] = home, signature, first
                 size = 0 if first else sum(stamp.size for stamp in stamps if stamp)
@@ -162,8 +164,8 @@ class Findings:
                 numbers.column(key)
 
     def _compare_if_changed(self, home: Home) -> None:
-        signature, kept = self.signature(home), self._kept.get(home.path)
-        if kept is not None and kept.signature == signature:
+        signature, last = self.signature(home), self._findings.get(home.path)
+        if last is not None and last.signature == signature:
             return
         try:
             finding = self._compare(home, signature)
@@ -172,7 +174,7 @@ class Findings:
             why = f"the comparison failed ({type(error).__name__}); the terminal shows where"
             finding = Finding(signature, None, why)
         with self._turn:
-            self._kept[home.path] = finding
+            self._findings[home.path] = finding
             self._versions[home.path] = self.version(home) + 1
             self._turn.notify_all()
 
@@ -181,30 +183,60 @@ class Findings:
             return Finding(signature, None, FOREIGN)
         read = reader(self._library, {run.run_id: run for run in home.runs})
         try:
-            found = compare_directories([home.path], read=read) | {"directories": [home.place]}
+            comparison = compare_directories([home.path], read=read) | {"directories": [home.location]}
         except RetrainError as error:
             return Finding(signature, None, self._library.places.with_places(str(error)))
         except FILE_ERRORS as error:
-            why = f"its files cannot be compared as they are: {type(error).__name__}"
-            return Finding(signature, None, why)
+            return Finding(signature, None, f"its files cannot be compared as they are: {type(error).__name__}")
         try:
-            power = power_of(home, found)
+            power = power_of(home, comparison)
         except (RetrainError, *FILE_ERRORS):
             power = []  # no spread yet, or a plan that this release does not read
-        return Finding(signature, found, None, power)
+        return Finding(signature, comparison, None, power)
 
 
-def verdict_of(comparison: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the primary difference in short: of several conditions beside the baseline, the largest."""
-    if not comparison:
+def verdict_of(comparison: Row | None) -> JsonObject | None:
+    conditions = comparison["conditions"][1:] if comparison else []
+    others = [condition for condition in conditions if condition.get("typical_difference") is not None]
+    if not comparison or not others:
         return None
-    others = [one for one in comparison["conditions"][1:] if one.get("typical_difference") is not None]
-    if not others:
-        return None
-    one = max(others, key=lambda each: abs(each["typical_difference"]))
-    low, high = one.get("difference_interval") or (None, None)
+    largest = max(others, key=lambda condition: abs(condition["typical_difference"]))
+    low, high = largest.get("difference_interval") or (None, None)
     return {
-        "label": one["label"], "word": one["verdict"], "sentence": one["sentence"],
-        "difference": one["typical_difference"], "low": low, "high": high,
+        "label": largest["label"], "word": largest["verdict"], "sentence": largest["sentence"],
+        "difference": largest["typical_difference"], "low": low, "high": high,
         "margin": comparison.get("margin"), "share": bool(comparison.get("share")), "baseline": comparison["baseline"],
     }  # fmt: skip
+
+
+def power_of(home: Home, comparison: Row) -> list[JsonObject]:
+    """Return how many fresh seeds would show the differences seen so far: lines of words, and of TOML to paste."""
+    others = comparison["conditions"][1:]
+    if not others or not home.manifest:
+        return []
+    measure = Measure(comparison["summary"], comparison["metric"])
+    spread = pair_spread([condition["differences"] for condition in others])
+    if not spread:
+        return []
+    seeds = sorted({spec.seed for spec in read_plan(home.path).specs})
+    lines: list[JsonObject] = []
+    for condition in others:
+        if not condition["typical_difference"]:
+            continue
+        target = abs(condition["typical_difference"])
+        needed = seeds_needed(len(others), target / spread)
+        seen = f"a difference of {amount(target, measure)}, as {condition['label']} shows it so far,"
+        if needed is None:
+            line = f"{seen} would need more than 10,000 seeds"
+        elif needed <= len(seeds):
+            line = f"{seen} needs {needed} seeds, which are planned ({len(seeds)})"
+        else:
+            line = f"{seen} is found with {100 * WANTED_POWER:.0f} % probability by {needed} fresh seeds"
+        few = needed is not None and len(seeds) < needed <= 1_000
+        lines.append({"label": condition["label"], "line": line, "needed": needed,
+                      "toml": _toml(seeds, needed) if few and needed else None})  # fmt: skip
+    return lines
+
+
+def _toml(seeds: list[int], needed: int) -> str:
+    return f"seeds = {list(range(seeds[-1] + 1, seeds[-1] + 1 + needed))}"

@@ -44,7 +44,6 @@ class Guard:
         self.cookie = f"retrain_ui_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that must not pass; pass every other one to the application."""
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
@@ -58,7 +57,6 @@ class Guard:
         await (answer or self.app)(scope, receive, with_headers)
 
     def _stopped(self, scope: Scope, headers: Headers) -> Response | None:
-        """Return the error of a request that must not pass, whoever sent it; None where it may."""
         method, path = scope["method"], scope["path"]
         if not self._is_ours(name_in(headers.get("host", ""))):
             return error_response(403, "this server is asked under another name than the one that it listens at")
@@ -118,7 +116,6 @@ def _is_cross_site(headers: Headers) -> bool:
 
 
 def _post_error(headers: Headers) -> Response | None:
-    """Return the error of a post that another page sends, or that is no JSON."""
     if _is_cross_site(headers):
         return error_response(403, "another page must not move this one")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from retrain.errors import CheckpointError, UsageError
 from retrain.files import Stamp, dumps, stamp_of
@@ -25,7 +24,7 @@ from retrain.records.tokens import TokenFile
 from retrain.util.jsonl import Tail, json_lines
 
 TOOL_ERRORS = "tools/tool_errors"
-KEPT_FILES = 16  # Recorded iterations of which the problems' groups are kept
+CACHED_FILES = 16  # Recorded iterations of which the problems' groups are cached
 _COMPLETION: FieldKinds = {kinds.is_count: "step group sample", kinds.are_texts: "tags", kinds.is_text: "completion"}
 _ROLLOUT: FieldKinds = {
     kinds.is_count: "group_idx traj_idx",
@@ -36,11 +35,14 @@ _ROLLOUT: FieldKinds = {
     kinds.is_text: "stop_reason ended",
 }
 _STEP: FieldKinds = {kinds.is_number: "ac_len ob_len", kinds.is_object: "logs"}
+ROLLOUT_KEYS = (
+    "group", "sample", "reward", "correct", "advantage", "stop_reason", "ended", "discarded", "error", "metrics",
+)  # fmt: skip
 _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kinds.is_count, "reward": kinds.is_number}
 
 
 @dataclass(frozen=True)
-class Iteration:
+class IterationEntry:
     """A line of the index; the counts are None where a run of an earlier release left none."""
 
     split: str
@@ -61,134 +63,126 @@ class Iteration:
 class Index:
     """The iterations of one run, read on as they come. Every ``refresh`` costs what is new; several threads may.
 
-    ``place`` is the name of the run's directory in errors.
+    ``location`` is the name of the run's directory in errors.
     """
 
-    def __init__(self, run: Path, find: FindFile, place: str):
-        self.run, self.place = run, place
+    def __init__(self, run: Path, find: FindFile, location: str):
+        self.run, self.location = run, location
         self._find, self._lock = find, Lock()
         self._tail = Tail(run / ITERATIONS)
-        self._known: dict[tuple[str, int], Iteration] = {}
+        self._iterations: dict[tuple[str, int], IterationEntry] = {}
 
-    def refresh(self) -> Mapping[tuple[str, int], Iteration]:
+    def refresh(self) -> Mapping[tuple[str, int], IterationEntry]:
         """Return all iterations by split and number, in the order in which they were made; never changed afterwards."""
         with self._lock:
             if self.file(ITERATIONS) is None:
-                self._tail, self._known = Tail(self.run / ITERATIONS), {}
+                self._tail, self._iterations = Tail(self.run / ITERATIONS), {}
                 return self._listed()
             replaced, rows = self._tail.rows()
             if replaced or rows:
-                known = {} if replaced else dict(self._known)
-                known |= {(one.split, one.number): one for row in rows if (one := _iteration(row)) is not None}
-                self._known = known
-            return self._known or self._listed()
+                read = {(one.split, one.number): one for row in rows if (one := _iteration(row)) is not None}
+                self._iterations = read if replaced else self._iterations | read
+            return self._iterations or self._listed()
+
+    def of_split(self, split: str) -> list[IterationEntry]:
+        return [iteration for iteration in self.refresh().values() if iteration.split == split]
 
     def file(self, name: str) -> Path | None:
-        """Return a file of the run, where it is there and may be read."""
         return self._find(self.run, name)
 
-    def tokens(self, one: Iteration) -> TokenFile | None:
-        """Open the file of a recorded iteration; None of another."""
-        path = self.file(one.tokens) if one.tokens else None
-        return TokenFile(path, f"{self.place}/{one.tokens}") if path is not None else None
+    def tokens(self, iteration: IterationEntry) -> TokenFile | None:
+        path = self.file(iteration.tokens) if iteration.tokens else None
+        return TokenFile(path, f"{self.location}/{iteration.tokens}") if path is not None else None
 
-    def groups(self, one: Iteration, problem: str) -> Sequence[int]:
-        """Return the groups of a recorded iteration that are of this problem, in their order."""
-        path = self.file(one.tokens) if one.tokens else None
-        return _groups(path, f"{self.place}/{one.tokens}", stamp_of(path)).get(problem, ()) if path is not None else ()
+    def groups(self, iteration: IterationEntry, problem: str) -> Sequence[int]:
+        path = self.file(iteration.tokens) if iteration.tokens else None
+        if path is None:
+            return ()
+        return _groups(path, f"{self.location}/{iteration.tokens}", stamp_of(path)).get(problem, ())
 
-    def lines(self, name: str, wanted: FieldKinds, begin: int = 0, end: int | None = None) -> Iterator[Row]:
+    def lines(self, name: str, fields: FieldKinds, begin: int = 0, end: int | None = None) -> Iterator[Row]:
         """Yield the objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone,
         give nothing. Raises CheckpointError for an object with a value of another kind."""
         for at, row in json_lines(self.file(name), begin, end):
             try:
-                yield checked(row, {}, wanted)
+                yield checked(row, {}, fields)
             except ValueError as error:
-                raise CheckpointError(f"{self.place}/{name} is damaged: the line at byte {at}: {error}") from error
+                raise CheckpointError(f"{self.location}/{name} is damaged: the line at byte {at}: {error}") from error
 
-    def summaries(self, one: Iteration) -> Iterator[Row]:
-        for row in self.lines(f"{one.name}{SUMMARIES}", _ROLLOUT):
+    def summaries(self, iteration: IterationEntry) -> Iterator[Row]:
+        name = f"{iteration.name}{SUMMARIES}"
+        for row in self.lines(name, _ROLLOUT):
             try:
                 row["steps"] = [checked(step, {}, _STEP) for step in row.get("steps") or ()]
             except ValueError as error:
-                raise CheckpointError(f"{self.place}/{one.name}{SUMMARIES} is damaged: in a step, {error}") from error
+                raise CheckpointError(f"{self.location}/{name} is damaged: in a step, {error}") from error
             yield row
 
     def completions(self, name: str, begin: int = 0, end: int | None = None) -> Iterator[Row]:
-        """Yield the lines of ``GENERATIONS`` or ``EVALUATIONS``."""
         return self.lines(name, _COMPLETION, begin, end)
 
-    def get(self, split: str, number: int | None) -> Iteration:
+    def get(self, split: str, number: int | None) -> IterationEntry:
         """Return an iteration; for None the newest recorded one, or else the newest. Raises UsageError without one."""
-        known = self.refresh()
-        own = [one for one in known.values() if one.split == split]
-        if not own:
+        iterations = {iteration.number: iteration for iteration in self.of_split(split)}
+        if not iterations:
             raise UsageError(f"{self.run.name} has sampled nothing as {split} yet")
+        *_, newest = iterations.values()
         if number is None:
-            return next((one for one in reversed(own) if one.tokens), own[-1])
-        if (split, number) not in known:
-            raise UsageError(f"{self.run.name} has no iteration {number} of {split}; the last is {own[-1].number}")
-        return known[split, number]
+            return next((each for each in reversed(iterations.values()) if each.tokens), newest)
+        if number not in iterations:
+            raise UsageError(f"{self.run.name} has no iteration {number} of {split}; the last is {newest.number}")
+        return iterations[number]
 
-    def _listed(self) -> dict[tuple[str, int], Iteration]:
-        """Return the iterations that the names of files tell, for runs that keep no index."""
+    def _listed(self) -> dict[tuple[str, int], IterationEntry]:
         files = RunReader(self.run).summary_files()
-        return {(split, step): Iteration(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
+        return {(split, step): IterationEntry(split, step, name.removesuffix(SUMMARIES)) for split, step, name in files}
 
 
-def _iteration(row: Mapping[str, Any]) -> Iteration | None:
-    """Return a line of the index; None where it is no such line, or names a file outside of the run."""
+def _iteration(row: Row) -> IterationEntry | None:
     try:
         name, tokens, lines = str(row["name"]), row.get("tokens"), row.get("lines")
         if any("/" in each or each.startswith(".") for each in (name, str(tokens or "x"))):
             return None
-        place = (lines[0], lines[1]) if lines and all(kinds.is_count(each) for each in lines[:2]) else None
-        known = {key: value for key, kind in _COUNTS.items() if kind(value := row.get(key))}
-        at = row["iteration"]
-        one = Iteration(str(row["split"]), at, name, lines=place, tokens=tokens and str(tokens), **known)
-        return one if kinds.is_count(at) else None
+        ends = (lines[0], lines[1]) if lines and all(kinds.is_count(each) for each in lines[:2]) else None
+        counts = {key: value for key, kind in _COUNTS.items() if kind(value := row.get(key))}
+        number = row["iteration"]
+        iteration = IterationEntry(str(row["split"]), number, name, lines=ends, tokens=tokens and str(tokens), **counts)
+        return iteration if kinds.is_count(number) else None
     except (KeyError, TypeError, IndexError):
         return None
 
 
-def rollouts_of(index: Index, one: Iteration) -> list[Row]:
-    """Return every rollout of an iteration as far as it is recorded, in sampling order: ``index``, ``group``,
-    ``sample``, ``problem_id``, ``tags``, ``reward``, ``correct``, ``advantage``, ``length``, ``turns``,
-    ``stop_reason``, ``ended``, ``discarded``, ``error``, ``metrics``, ``tool_errors``, ``prompt``, ``text`` and
-    ``whole``: whether these texts are complete."""
-    if (tokens := index.tokens(one)) is not None:
+def rollouts_of(index: Index, iteration: IterationEntry) -> list[Row]:
+    """Return every rollout of an iteration as far as it is recorded, in sampling order; ``whole`` says whether its
+    ``prompt`` and ``text`` are complete."""
+    if (tokens := index.tokens(iteration)) is not None:
         with tokens as file:
             prompt = cache(file.prompt)
             return [_of_tokens(i, line, prompt(line["group"])) for i, line in enumerate(file.lines())]
-    texts = _texts(index, one)
-    return [_of_summary(i, row, texts) for i, row in enumerate(index.summaries(one))]
+    texts = _texts(index, iteration)
+    return [_of_summary(i, row, texts) for i, row in enumerate(index.summaries(iteration))]
 
 
-def first_problem(index: Index, one: Iteration) -> str | None:
-    """Return the problem of an iteration's first rollout; None where there is none."""
-    if (tokens := index.tokens(one)) is not None:
+def first_problem(index: Index, iteration: IterationEntry) -> str | None:
+    if (tokens := index.tokens(iteration)) is not None:
         with tokens as file:
             return file.prompt(next(file.lines())["group"])["problem_id"] if len(file) else None
-    first = next(index.summaries(one), None)
+    first = next(index.summaries(iteration), None)
     return None if first is None else str(first.get("problem_id"))
 
 
-@lru_cache(KEPT_FILES)
-def _groups(path: Path, shown: str, stamp: Stamp | None) -> Mapping[str, Sequence[int]]:
-    """Return the groups of every problem of a file of tokens."""
-    found: dict[str, list[int]] = defaultdict(list)
-    with TokenFile(path, shown) as file:
+@lru_cache(CACHED_FILES)
+def _groups(path: Path, name: str, stamp: Stamp | None) -> Mapping[str, Sequence[int]]:
+    by_problem: dict[str, list[int]] = defaultdict(list)
+    with TokenFile(path, name) as file:
         for group, prompt in enumerate(file.prompts()):
-            found[prompt["problem_id"]].append(group)
-    return dict(found)
+            by_problem[prompt["problem_id"]].append(group)
+    return dict(by_problem)
 
 
-def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -> Row:
-    keys = (
-        "group", "sample", "reward", "correct", "advantage", "stop_reason", "ended", "discarded", "error", "metrics",
-    )  # fmt: skip
+def _of_tokens(index: int, line: Row, prompt: Row) -> Row:
     turns = line["turns"]
-    return {key: line.get(key) for key in keys} | {
+    return {key: line.get(key) for key in ROLLOUT_KEYS} | {
         "index": index,
         "problem_id": prompt["problem_id"],
         "tags": prompt["tags"],
@@ -201,7 +195,7 @@ def _of_tokens(index: int, line: Mapping[str, Any], prompt: Mapping[str, Any]) -
     }
 
 
-def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, int], Row]) -> Row:
+def _of_summary(index: int, row: Row, texts: Mapping[tuple[int, int], Row]) -> Row:
     steps = row.get("steps") or []
     group, sample = row.get("group_idx", 0), row.get("traj_idx", 0)
     text = texts.get((group, sample), {})
@@ -230,26 +224,25 @@ def _of_summary(index: int, row: Mapping[str, Any], texts: Mapping[tuple[int, in
     }
 
 
-def _content(message: Mapping[str, Any]) -> str:
-    """Return a message's text; contents in parts as JSON."""
+def _content(message: Row) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else dumps(content)
 
 
-def _tool_errors(metrics: Mapping[str, Any]) -> int:
+def _tool_errors(metrics: Row) -> int:
     value = metrics.get(TOOL_ERRORS)
     return int(value) if kinds.is_number(value) else 0
 
 
-def _texts(index: Index, one: Iteration) -> dict[tuple[int, int], Row]:
+def _texts(index: Index, iteration: IterationEntry) -> dict[tuple[int, int], Row]:
     """Return the shortened completions of an iteration by group and sample; {} where the index has no lines of it."""
-    if one.lines is None:
+    if iteration.lines is None:
         return {}
-    found: dict[tuple[int, int], Row] = {}
+    texts: dict[tuple[int, int], Row] = {}
     group, before = -1, None
-    for row in index.completions(GENERATIONS if one.split == TRAIN else EVALUATIONS, *one.lines):
+    for row in index.completions(GENERATIONS if iteration.split == TRAIN else EVALUATIONS, *iteration.lines):
         if row.get("group") is None:  # an evaluation: groups follow each other, each from its first sample on
             group += not row.get("sample") or row.get("problem_id") != before
             before = row.get("problem_id")
-        found[group if row.get("group") is None else row["group"], row.get("sample") or 0] = row
-    return found
+        texts[group if row.get("group") is None else row["group"], row.get("sample") or 0] = row
+    return texts

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
 from retrain.records.foreign import ForeignReader
 from retrain.records.foreign.cookbook import CookbookReader
 from retrain.records.foreign.trackio import TrackioReader
 from retrain.records.foreign.trl import TrlReader
 from retrain.records.reader import read_object
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, MANIFEST
 from retrain.ui.answers import ApiError
 from retrain.ui.iterations import Index
@@ -35,41 +35,40 @@ class Library:
         self.places, self.pool = places, pool
         self.readers: Sequence[ForeignReader] = (CookbookReader(), TrlReader(), TrackioReader())
         self._lock = RLock()
-        self._found: list[Path] = []
+        self._paths: list[Path] = []
         self._looked = 0.0
         self._homes: dict[Path, CachedHome] = {}
         self._indices: dict[Path, Index] = {}
         self._checked: dict[Path, float] = {}
 
     def homes(self) -> list[Home]:
-        """Return every campaign and run, as they are now, the latest first."""
         with self._lock:
             if time.monotonic() - self._looked > FRESH_S:
-                self._found = [path for root in self.places.roots.values() for path in self._below(root, DEPTH)]
+                self._paths = [path for root in self.places.roots.values() for path in self._below(root, DEPTH)]
                 self._looked = time.monotonic()
-            found = list(dict.fromkeys(self._found))
-        homes = [home for path in found if (home := self._read(path)) is not None]
-        return sorted(homes, key=lambda home: (-(home.updated or 0.0), home.place))
+            paths = list(dict.fromkeys(self._paths))
+        homes = [home for path in paths if (home := self._read(path)) is not None]
+        return sorted(homes, key=lambda home: (-(home.updated or 0.0), home.location))
 
-    def home(self, place: str) -> Home:
-        """Return the campaign or run at a place; of a run of a campaign, that run alone. Raises ApiError (404)."""
-        campaign = self._campaign_of(place)
+    def home(self, location: str) -> Home:
+        """Return the campaign or run at a location; of a run of a campaign, that run alone. Raises ApiError (404)."""
+        campaign = self._campaign_of(location)
         if campaign is not None:
-            return campaign.of_run(next(run for run in campaign.runs if run.place == place))
-        home = self._read(self.places.find(place))
+            return campaign.of_run(next(run for run in campaign.runs if run.location == location))
+        home = self._read(self.places.find(location))
         if home is None:
-            raise nothing(place)
+            raise nothing(location)
         return home
 
-    def campaign(self, place: str) -> Home:
-        """Return the campaign at a place, or that of the run there; of a run without a campaign, the run itself."""
-        return self._campaign_of(place) or self.home(place)
+    def campaign(self, location: str) -> Home:
+        """Return the campaign at a location, or that of the run there; of a run without a campaign, the run itself."""
+        return self._campaign_of(location) or self.home(location)
 
-    def run(self, place: str) -> Run:
-        """Return the run at a place; of a campaign its single one. Raises ApiError (404) where there are several."""
-        home = self.home(place)
+    def run(self, location: str) -> Run:
+        """Return the run at a location; of a campaign its single one. Raises ApiError (404) where there are several."""
+        home = self.home(location)
         if len(home.runs) != 1:
-            raise nothing(place)
+            raise nothing(location)
         return home.runs[0]
 
     def numbers(self, run: Run, refresh: bool = True, make: bool = False) -> Numbers:
@@ -78,20 +77,19 @@ class Library:
         now = time.monotonic()
         if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
             if not stays_inside(run.path, self.places):
-                raise nothing(run.place)
+                raise nothing(run.location)
             self._checked[run.path] = now
         numbers = self.pool.of(run, self.places.file)
         if refresh:
             numbers.refresh(make)
         return numbers
 
-    def evaluations(self, run: Run) -> list[dict[str, Any]]:
-        """Return the rows of a run's evaluations, without reading its other numbers."""
+    def evaluations(self, run: Run) -> list[Row]:
         numbers = self.numbers(run, refresh=False)
         numbers.refresh_evaluations()
         return numbers.evaluations()
 
-    def settings(self, run: Run) -> dict[str, Any]:
+    def settings(self, run: Run) -> Row:
         """Return the resolved settings, nested or flat; of ours also what the run began with."""
         if run.reader is not None and run.foreign is not None:
             return run.reader.config(run.foreign, self.places.file)
@@ -102,21 +100,19 @@ class Library:
 
     def index(self, run: Run) -> Index:
         with self._lock:
-            return self._indices.setdefault(run.path, Index(run.path, self.places.file, run.place))
+            return self._indices.setdefault(run.path, Index(run.path, self.places.file, run.location))
 
-    def _campaign_of(self, place: str) -> Home | None:
-        """Return the campaign one or two levels above a run's place, inside its root."""
-        parts = place.split("/")
+    def _campaign_of(self, location: str) -> Home | None:
+        parts = location.split("/")
         for up in (2, 1):
             if len(parts) > up:
                 with suppress(ApiError, OSError):
                     home = self._read(self.places.find("/".join(parts[:-up])))
-                    if home is not None and any(run.place == place for run in home.runs):
+                    if home is not None and any(run.location == location for run in home.runs):
                         return home
         return None
 
     def _read(self, path: Path) -> Home | None:
-        """Return the campaign or run in a directory, None if it is neither. Unchanged files give the same object."""
         with self._lock:
             moment, stamp, home = self._homes.get(path, (-1e9, None, None))
         if time.monotonic() - moment > FRESH_S:

@@ -6,11 +6,10 @@ Runs that belong together have a mean with the 95 % t interval over runs at each
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from retrain.ui.answers import ApiError, Query, plain
+from retrain.ui.answers import ApiError, JsonObject, Query, plain
 from retrain.ui.decimation import MOST_POINTS, Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
@@ -60,8 +59,7 @@ def inside(xs: np.ndarray, part: Window | None) -> slice:
 def lines_of(
     library: Library, runs: Sequence[Run], key: str, x: str, smoothing: Smoothing
 ) -> tuple[dict[str, Line], Smoothing]:
-    """Return the smoothed lines of the runs that have the metric, by place, and how they were smoothed."""
-    lines = {run.place: line for run in runs if (line := _line_of(library, run, key, x)) is not None}
+    lines = {run.location: line for run in runs if (line := _line_of(library, run, key, x)) is not None}
     smoothing = smoothing.for_points(max((len(line.steps) for line in lines.values()), default=0))
     for line in lines.values():
         line.values = smoothing.of(line.steps, line.raw)
@@ -79,9 +77,10 @@ def _line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
             steps, last = np.unique(steps[::-1], return_index=True)
             values = values[::-1][last]
         xs = xs_of(numbers, x, steps, updates=Measure(key=key).is_held_out)
-    known = np.isfinite(xs)
-    left_out = int(np.sum(~known))
-    return Line(run, steps[known], values[known], values[known], xs[known], left_out) if known.any() else None
+    finite = np.isfinite(xs)
+    if not finite.any():
+        return None
+    return Line(run, steps[finite], values[finite], values[finite], xs[finite], int(np.sum(~finite)))
 
 
 def most_points(lines: int) -> int:
@@ -89,18 +88,17 @@ def most_points(lines: int) -> int:
     return max(200, min(MOST_POINTS, ALL_POINTS // max(1, lines)))
 
 
-def shown(line: Line, most: int, part: Window | None) -> dict[str, Any]:
-    """Return a line as JSON: ``points`` [x, smoothed], thinned so that extremes stay, and ``raw`` at these points."""
+def run_line(line: Line, most: int, part: Window | None) -> JsonObject:
     cut = inside(line.xs, part)
     xs, values, raw = line.xs[cut], line.values[cut], line.raw[cut]
     chosen = extremes(values, most)
     return {
-        "place": line.run.place, "label": line.run.label, "seed": line.run.seed, "state": line.run.state,
+        "place": line.run.location, "label": line.run.label, "seed": line.run.seed, "state": line.run.state,
         "points": table(xs[chosen], values[chosen]), "raw": plain(raw[chosen]),
     }  # fmt: skip
 
 
-def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> dict[str, Any]:
+def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> JsonObject:
     """Return ``mean`` [x, y] with ``raw``, the mean of the runs' own values, ``band`` [x, low, high] and ``n`` runs.
 
     The mean is over the finished runs; while none is, over all, up to the last step that all have (``of`` says which).
@@ -108,21 +106,21 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
     """
     finished = [line for line in lines if line.run.state == "done"]
     chosen, of = (finished, "finished") if finished else (list(lines), "all")
-    found: dict[str, Any] = {"mean": [], "raw": [], "band": [], "of": of, "n": len(chosen)}
+    answer: JsonObject = {"mean": [], "raw": [], "band": [], "of": of, "n": len(chosen)}
     xs, values, raw = _at_common_steps(chosen) if chosen else (np.empty(0), np.empty((0, 0)), np.empty((0, 0)))
     cut = inside(xs, part)
     xs, values, raw = xs[cut], values[:, cut], raw[:, cut]
     if not len(xs):
-        return found
+        return answer
     mean = values.mean(axis=0)
     places = extremes(mean, MEAN_POINTS)
     xs, mean, values = xs[places], mean[places], values[:, places]
-    found |= {"mean": table(xs, mean), "raw": plain(raw[:, places].mean(axis=0))}
+    answer |= {"mean": table(xs, mean), "raw": plain(raw[:, places].mean(axis=0))}
     if band == "range" and len(chosen) > 1:
-        found["band"] = table(xs, values.min(axis=0), values.max(axis=0))
+        answer["band"] = table(xs, values.min(axis=0), values.max(axis=0))
     elif band == "interval" and (ends := interval_of_means(values, share)) is not None:
-        found["band"] = table(xs, *ends)
-    return found
+        answer["band"] = table(xs, *ends)
+    return answer
 
 
 def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -135,7 +133,7 @@ def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.
     return xs.mean(axis=0), values, raw
 
 
-def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[Any]]:
+def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]]:
     """Return the steps that all lines have, and where each line has them."""
     common = lines[0].steps
     for line in lines[1:]:
@@ -160,7 +158,7 @@ def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
     return differences
 
 
-def counts(lines: Sequence[Line], part: Window | None) -> list[Any]:
+def counts(lines: Sequence[Line], part: Window | None) -> list[list[float | None]]:
     """Return [x, runs that have a value] wherever that changes."""
     if not lines:
         return []
@@ -176,6 +174,5 @@ def counts(lines: Sequence[Line], part: Window | None) -> list[Any]:
     return table(xs[places], count[places])
 
 
-def table(*columns: np.ndarray) -> list[Any]:
-    """Return rows of numbers for JSON."""
+def table(*columns: np.ndarray) -> list[list[float | None]]:
     return [list(row) for row in zip(*map(plain, columns), strict=True)]

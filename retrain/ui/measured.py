@@ -12,6 +12,7 @@ from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
 from retrain.ui.sources import Run
+from retrain.verdicts.pooling import Reader
 from retrain.verdicts.results import SECTIONS, Measure, RunResult, read_run
 
 WHOLE_BYTES = 2 << 20
@@ -27,7 +28,6 @@ class ColumnRun(RunResult):
     numbers: Numbers | None = field(default=None, repr=False)
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """Return the curve as ``RunResult`` does; of a long run's training from float32."""
         if self.numbers is None or Measure(key=key).held_out:
             return super().curve(key)
         steps, values = points_of(self.numbers, key)
@@ -49,31 +49,23 @@ def result_of(library: Library, run: Run) -> ColumnRun:
     )  # fmt: skip
 
 
-def reader(library: Library, runs: Mapping[str, Run]) -> Any:
-    """Return a function that reads the runs of a campaign for a comparison: small ones from their rows, others from
-    columns."""
-
+def reader(library: Library, runs: Mapping[str, Run]) -> Reader:
     def read(directory: Path, entry: Mapping[str, Any]) -> RunResult:
         run = runs.get(str(entry["run_id"]))
         if run is None:  # its files lie elsewhere, or the manifest does not have it
             state = "missing" if entry["state"] == "missing" else "failed"
             return RunResult(entry["run_id"], entry["label"], entry["seed"], state, "outside", directory)
         if entry["state"] == "running":
-            entry = dict(entry) | {"state": run.state}
+            entry = {**entry, "state": run.state}
         metrics = library.file(run, METRICS)
-        return (
-            read_run(directory, entry) if _is_small(metrics) else _without_rows(directory, entry, library.numbers(run))
-        )
+        if metrics is None or metrics.stat().st_size <= WHOLE_BYTES:
+            return read_run(directory, entry)
+        return _without_rows(directory, entry, library.numbers(run))
 
     return read
 
 
-def _is_small(metrics: Path | None) -> bool:
-    return metrics is None or metrics.stat().st_size <= WHOLE_BYTES
-
-
 def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
-    """Return the run as ``read_run`` does, with columns in the place of rows."""
     path = directory / entry["path"]
     facts = RunReader(path).config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
@@ -94,8 +86,9 @@ def _graded_row(numbers: Numbers) -> dict[str, float]:
         ends = np.isin(low, (0.0, 1.0)) & np.isin(high, (0.0, 1.0))
         other = np.isfinite(low + high + mean + std) & (~ends | (np.abs(std**2 - mean * (1 - mean)) > 1e-5))
     places = np.flatnonzero(other)
-    return {key: float(column[places[0]]) for key, column in zip(GRADED, (low, high, mean, std), strict=True)} \
-        if len(places) else {}  # fmt: skip
+    if not len(places):
+        return {}
+    return {key: float(column[places[0]]) for key, column in zip(GRADED, (low, high, mean, std), strict=True)}
 
 
 def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:

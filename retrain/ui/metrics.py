@@ -2,10 +2,12 @@
 
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import TypedDict
 
 from retrain.records.catalogue import METRICS, SECTIONS, Metric
+from retrain.records.schema.base import Row
+from retrain.ui.answers import JsonObject
 
 WATCH = (
     "eval/<name>/correct_rate", "correct_rate", "mean_reward", "env/all/by_group/frac_mixed", "entropy",
@@ -24,9 +26,28 @@ HISTOGRAMS = {
 """Metrics that are the mean of a number which every rollout has, by its name in ``/api/histogram``."""
 
 
+class Healthy(TypedDict):
+    text: str
+    low: float | None
+    high: float | None
+
+
+class MetricFacts(TypedDict):
+    key: str
+    section: str
+    group: str
+    name: str
+    unit: str
+    definition: str
+    note: str | None
+    healthy: Healthy | None
+    aliases: list[str]
+    alias_of: str | None
+
+
 @functools.cache
-def about(key: str) -> dict[str, Any]:
-    metric, alias = _found(key)
+def about(key: str) -> MetricFacts:
+    metric, alias = _metric_of(key)
     head, _, name = key.rpartition("/")
     section = _SECTION_OF[metric.key] if metric else head.partition("/")[0] or GENERAL
     return {
@@ -38,57 +59,49 @@ def about(key: str) -> dict[str, Any]:
         "definition": _plain(metric.definition) if metric else "",
         "note": f"another name of {metric.key}" if metric and alias else None,
         "healthy": healthy_of(metric) if metric else None,
-        "aliases": [name for names in metric.aliases.values() for name in names] if metric else [],
+        "aliases": _aliases(metric) if metric else [],
         "alias_of": metric.key if metric and alias else None,
     }
 
 
-def listed(keys: Collection[str], ranges: Mapping[str, Any]) -> list[dict[str, Any]]:
+def listed(keys: Collection[str], ranges: Row) -> list[JsonObject]:
     """Return the metrics of these keys in the catalogue's order, without the aliases of one that is there."""
     there = set(keys)
-    out = []
+    metrics: list[JsonObject] = []
     for key in keys:
-        facts = about(key)
         is_named = any(metric.key in there for metric in _BY_ALIAS.get(key, ())) and not _is_own(key, there)
         if is_named or _repeats(key, there):
             continue
         spread = {name: other for name in STATISTICS if (other := _statistic(key, name)) in there}
         histogram = HISTOGRAMS.get(key) or _component(key)
-        out.append(facts | {"range": _range_of(key, ranges), "spread": spread or None, "histogram": histogram})
-    return sorted(out, key=lambda facts: _ORDER.get(facts["section"], len(_ORDER)))
+        more = {"range": _range_of(key, ranges), "spread": spread or None, "histogram": histogram}
+        metrics.append({**about(key), **more})
+    return sorted(metrics, key=lambda facts: _ORDER.get(str(facts["section"]), len(_ORDER)))
 
 
 def name_in(key: str, keys: Collection[str]) -> str:
-    """Return the name that a metric has among these keys: its own, or that of the tool which wrote them."""
     facts = about(key)
     names = (key, facts["alias_of"], *facts["aliases"])
     return next((name for name in names if name is not None and name in keys), key)
 
 
 def watched(keys: Collection[str]) -> list[str]:
-    """Return the keys of ``WATCH`` that are there, at most a dozen; of other tools' runs by their names for them."""
-    found: dict[str, None] = {}
-    for pattern in WATCH:
-        found |= dict.fromkeys(named(pattern, keys))
-    return list(found)[:MOST_WATCHED]
+    return list(dict.fromkeys(key for pattern in WATCH for key in named(pattern, keys)))[:MOST_WATCHED]
 
 
 def named(pattern: str, keys: Collection[str]) -> list[str]:
-    """Return the keys of a metric of the catalogue; where there are none, the first of another tool's names for it."""
-    own = [key for key in keys if re.fullmatch(_regex(pattern), key)]
     metric = _BY_PATTERN.get(pattern)
-    aliases = [name for names in metric.aliases.values() for name in names] if metric else []
-    return own or [name for name in aliases if name in keys][:1]
+    aliases = _aliases(metric) if metric else []
+    matching = [key for key in keys if re.fullmatch(_regex(pattern), key)]
+    return matching or [name for name in aliases if name in keys][:1]
 
 
 def tags_of(keys: Collection[str]) -> list[str]:
-    """Return the tags and environments that have metrics of their own."""
-    found = dict.fromkeys(parts[1] for key in keys if len(parts := key.split("/")) > 2 and parts[0] == "env")
-    return [tag for tag in found if tag != "all"]
+    tags = dict.fromkeys(parts[1] for key in keys if len(parts := key.split("/")) > 2 and parts[0] == "env")
+    return [tag for tag in tags if tag != "all"]
 
 
-def healthy_of(metric: Metric) -> dict[str, Any] | None:
-    """Return the catalogue's words about the healthy range, and its ends where they name them."""
+def healthy_of(metric: Metric) -> Healthy | None:
     text = metric.healthy
     if not text:
         return None
@@ -106,6 +119,10 @@ def healthy_of(metric: Metric) -> dict[str, Any] | None:
     return {"text": _plain(text), "low": low, "high": high}
 
 
+def _aliases(metric: Metric) -> list[str]:
+    return [name for names in metric.aliases.values() for name in names]
+
+
 def _plain(text: str) -> str:
     return text.replace("`", "")
 
@@ -117,44 +134,42 @@ def _regex(key: str) -> str:
 
 
 _SECTION_OF = {metric.key: section for section, metrics in SECTIONS.items() for metric in metrics}
-_ORDER = {section: place for place, section in enumerate(SECTIONS)}
+_ORDER = {section: rank for rank, section in enumerate(SECTIONS)}
 _BY_PATTERN = {metric.key: metric for metric in METRICS}
 _BY_ALIAS: dict[str, list[Metric]] = {}
 for _metric in METRICS:
-    for _name in (name for names in _metric.aliases.values() for name in names):
+    for _name in _aliases(_metric):
         _BY_ALIAS.setdefault(_name, []).append(_metric)
 _FAMILIES = [(metric.key, re.compile(_regex(metric.key)), metric) for metric in METRICS if "<" in metric.key]
 _ALIAS_FAMILIES = [(name, re.compile(_regex(name)), metrics[0]) for name, metrics in _BY_ALIAS.items() if "<" in name]
 
 
-def _found(key: str) -> tuple[Metric | None, bool]:
+def _metric_of(key: str) -> tuple[Metric | None, bool]:
     """Return the catalogue's entry of a key, and whether the key is another tool's name for it."""
     if key in _BY_PATTERN:
         return _BY_PATTERN[key], False
     if key in _BY_ALIAS:
         return _BY_ALIAS[key][0], True
     for families, alias in ((_FAMILIES, False), (_ALIAS_FAMILIES, True)):
-        found = [(name, metric) for name, pattern, metric in families if pattern.fullmatch(key)]
-        if found:  # ``reward_<name>_gini_mean`` says more than ``reward_<name>_mean``, which matches too
-            return max(found, key=lambda each: len(re.sub(r"<\w+>", "", each[0])))[1], alias
+        matching = [(name, metric) for name, pattern, metric in families if pattern.fullmatch(key)]
+        if matching:  # ``reward_<name>_gini_mean`` says more than ``reward_<name>_mean``, which matches too
+            return max(matching, key=lambda each: len(re.sub(r"<\w+>", "", each[0])))[1], alias
     return None, False
 
 
 def _names_of(key: str, metric: Metric) -> Iterator[str]:
-    """Yield the catalogue's keys of a metric with the names that this alias has in the place of placeholders."""
-    for names in metric.aliases.values():
-        for name in names:
-            match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
-            if match is not None:
-                filled = metric.key
-                for part in match.groups():
-                    filled = re.sub(r"<\w+>", lambda _, part=part: part, filled, count=1)
-                yield filled
+    """Yield the catalogue's keys of a metric with the names that this alias has in place of placeholders."""
+    for name in _aliases(metric):
+        match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
+        if match is not None:
+            filled = metric.key
+            for part in match.groups():
+                filled = re.sub(r"<\w+>", lambda _, part=part: part, filled, count=1)
+            yield filled
 
 
 def _repeats(key: str, there: set[str]) -> bool:
-    """Return whether a key is an alias of a family's member that is there too."""
-    metric, alias = _found(key)
+    metric, alias = _metric_of(key)
     return metric is not None and alias and any(name in there for name in _names_of(key, metric))
 
 
@@ -168,7 +183,6 @@ def _is_own(key: str, there: set[str]) -> bool:
 
 
 def _statistic(key: str, name: str) -> str | None:
-    """Return the key of another statistic of the same quantity, where this one is its mean."""
     if key == "mean_reward":
         return f"reward_{name}"
     for pattern, to in ((r"(.*)/mean", r"\1/{}"), (r"(.*)_mean", r"\1_{}"), (r"(.*/)mean_(.*)", r"\1{}_\2")):
@@ -182,12 +196,11 @@ def _component(key: str) -> str | None:
     return match[1] if match else None
 
 
-def _range_of(key: str, ranges: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the range that the run declared for the reward or component that a metric is of."""
+def _range_of(key: str, ranges: Row) -> JsonObject | None:
     name = "reward" if key in ("mean_reward", "reward_min", "reward_max") or key.endswith("reward/total") else None
     if name is None and (match := re.fullmatch(r"(?:rewards|env)/(?:all/)?([^/]+)(?:/(?:mean|min|max))?", key)):
         name = match[1]
-    found = ranges.get(name) if name else None
-    if not isinstance(found, Mapping):
+    declared = ranges.get(name) if name else None
+    if not isinstance(declared, dict):
         return None
-    return {"min": found.get("min"), "max": found.get("max"), "invert": bool(found.get("invert"))}
+    return {"min": declared.get("min"), "max": declared.get("max"), "invert": bool(declared.get("invert"))}

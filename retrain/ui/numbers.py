@@ -9,11 +9,10 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from retrain.files import stamp_of
 from retrain.records.columns import BLOCK, Columns, ColumnWriter, float32
 from retrain.records.foreign import FindFile, ForeignReader, ForeignRun
 from retrain.records.kinds import is_number
-from retrain.records.schema.base import Row
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import ApiError
 from retrain.ui.sources import Run
@@ -40,33 +39,32 @@ TOKEN_KEYS = ("num_tokens",)
 STEP_TIME_KEYS = ("step_time_s", "time/total", "step_time")
 CACHED_FROM = 1 << 20  # Size of `metrics.jsonl` in bytes from which its columns are cached in a file
 MANY = 4 * BLOCK  # Fewest rows outside of blocks for which new blocks are written
-KEPT_BYTES = 48 << 20  # Bytes of columns kept in memory, over all runs
+CACHED_BYTES = 48 << 20  # Bytes of columns in memory, over all runs
 UNUSED_S = 30 * 86400.0
 
 
 class Store:
     """Columns in memory, over all runs, the least recently used given up first."""
 
-    def __init__(self, most: int = KEPT_BYTES):
-        self._kept: OrderedDict[tuple[Path, str], tuple[int, np.ndarray]] = OrderedDict()
+    def __init__(self, most: int = CACHED_BYTES):
+        self._columns: OrderedDict[tuple[Path, str], tuple[int, np.ndarray]] = OrderedDict()
         self._bytes, self._most, self._lock = 0, most, RLock()
 
     def get(self, path: Path, key: str, version: int) -> np.ndarray | None:
-        """Return the column that was put, if it is of this version."""
         with self._lock:
-            found = self._kept.get((path, key))
-            if found is None or found[0] != version:
+            version_there, column = self._columns.get((path, key), (None, None))
+            if version_there != version:
                 return None
-            self._kept.move_to_end((path, key))
-            return found[1]
+            self._columns.move_to_end((path, key))
+            return column
 
     def put(self, path: Path, key: str, version: int, column: np.ndarray) -> None:
         with self._lock:
-            _, before = self._kept.pop((path, key), (0, np.empty(0)))
-            self._kept[path, key] = version, column
+            _, before = self._columns.pop((path, key), (0, np.empty(0)))
+            self._columns[path, key] = version, column
             self._bytes += column.nbytes - before.nbytes
-            while self._bytes > self._most and self._kept:
-                _, (_, dropped) = self._kept.popitem(last=False)
+            while self._bytes > self._most and self._columns:
+                _, (_, dropped) = self._columns.popitem(last=False)
                 self._bytes -= dropped.nbytes
 
 
@@ -81,9 +79,9 @@ class RunNumbers:
         self.metrics, self._store, self._cache = metrics, store, cache
         self._lock = RLock()
         self._columns = Columns(metrics)
-        self._evals, self._rows = Tail(evals), list[dict[str, Any]]()
+        self._evals, self._rows = Tail(evals), list[Row]()
         self._version, self._length = 0, -1
-        self._signature: tuple[Any, Any] | None = None
+        self._signature: object = None
         self._cached = self._tried = self.reading = False
         self._making = RLock()
         self._keys: dict[str, None] | None = None
@@ -100,7 +98,6 @@ class RunNumbers:
             self.refresh_evaluations()
 
     def refresh_evaluations(self) -> None:
-        """Read what is new of the evaluations alone."""
         with self._lock:
             replaced, rows = self._evals.rows()
             if replaced or rows:
@@ -122,13 +119,11 @@ class RunNumbers:
         self._signature = stamp_of(self.metrics), stamp_of(self._columns.columns)
 
     def _lacks_columns(self) -> bool:
-        """Return whether this is a long run whose columns are in no file."""
         beside = self.metrics.with_name(COLUMNS)
         beside_there = beside.is_file() and not beside.is_symlink()
         return not self._tried and not beside_there and _size(self.metrics) > CACHED_FROM
 
     def _is_made(self) -> bool:
-        """Return whether the cache has all rows, from an earlier time."""
         made = stamp_of(self._cache.with_suffix(MADE)) if self._cache is not None else None
         metrics = stamp_of(self.metrics)
         return made is not None and metrics is not None and made.written >= metrics.written
@@ -161,7 +156,6 @@ class RunNumbers:
         return True
 
     def __len__(self) -> int:
-        """Return the number of rows: steps that are finished."""
         with self._lock:
             return len(self._columns)
 
@@ -176,7 +170,7 @@ class RunNumbers:
             return self._keys
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> Values:
         with self._lock:
             if row := self._columns.last:
                 return row
@@ -187,16 +181,15 @@ class RunNumbers:
     def column(self, key: str) -> np.ndarray:
         """Return float32 [rows], NaN where a row has no such number."""
         with self._lock:
-            found = self._store.get(self.metrics, key, self._version)
-            if found is None or len(found) < len(self._columns):
-                before = np.empty(0, np.float32) if found is None else found
-                found = np.concatenate([before, self._columns.column(key, since=len(before))])
-                found.setflags(write=False)
-                self._store.put(self.metrics, key, self._version, found)
-            return found
+            column = self._store.get(self.metrics, key, self._version)
+            if column is None or len(column) < len(self._columns):
+                before = np.empty(0, np.float32) if column is None else column
+                column = np.concatenate([before, self._columns.column(key, since=len(before))])
+                column.setflags(write=False)
+                self._store.put(self.metrics, key, self._version, column)
+            return column
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return the rows of ``evals.jsonl``."""
+    def evaluations(self) -> list[Row]:
         with self._lock:
             return self._rows
 
@@ -206,8 +199,6 @@ class RunNumbers:
 
 
 class TableNumbers:
-    """The numbers of another tool's run, whose rows are held in memory; read anew whenever they change."""
-
     reading = False
 
     def __init__(self, run: ForeignRun, reader: ForeignReader, find: FindFile):
@@ -236,14 +227,13 @@ class TableNumbers:
         return self._columns.keys()
 
     @property
-    def last(self) -> Mapping[str, Any]:
+    def last(self) -> Values:
         return self._rows[-1] if self._rows else {}
 
     def column(self, key: str) -> np.ndarray:
         return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
 
-    def evaluations(self) -> list[dict[str, Any]]:
-        """Return nothing: evaluations of other tools are keys of the rows."""
+    def evaluations(self) -> list[Row]:
         return []
 
     def lock(self) -> AbstractContextManager[object]:
@@ -254,8 +244,6 @@ Numbers = RunNumbers | TableNumbers
 
 
 class Pool:
-    """The numbers of all runs, one object for each run."""
-
     def __init__(self, cache: Path | None = None):
         self._cache, self._store, self._lock = cache, Store(), RLock()
         self._runs: dict[str, Numbers] = {}
@@ -265,9 +253,9 @@ class Pool:
     def of(self, run: Run, find: FindFile) -> Numbers:
         """Return the numbers of a run, whose files the caller has found inside the given directories."""
         with self._lock:
-            if run.place not in self._runs:
-                self._runs[run.place] = self._new(run, find)
-            return self._runs[run.place]
+            if run.location not in self._runs:
+                self._runs[run.location] = self._new(run, find)
+            return self._runs[run.location]
 
     def _new(self, run: Run, find: FindFile) -> Numbers:
         foreign, reader = run.foreign, run.reader
@@ -345,13 +333,12 @@ def _first(numbers: Numbers, names: tuple[str, ...]) -> np.ndarray | None:
 
 
 def _size(path: Path) -> int:
-    found = stamp_of(path)
-    return found.size if found else 0
+    stamp = stamp_of(path)
+    return stamp.size if stamp else 0
 
 
 @contextmanager
 def _only_one(cache: Path) -> Iterator[None]:
-    """Hold a lock, so that of several servers one writes a file of the cache at a time."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with open(cache.with_suffix(LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,12 +1,13 @@
 """Names of directories in URLs, and their confinement: nothing outside of the given directories is ever opened.
 
-A place is ``<root>/<relative path>``, where the root is the name of a directory given on the command line. A path that
-leads out of its root, over ``..`` or a symbolic link, is refused as if there were nothing.
+A location is ``<root>/<relative path>``, where the root is the name of a directory given on the command line. A path
+that leads out of its root, over ``..`` or a symbolic link, is refused as if there were nothing.
 """
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 from retrain.errors import UsageError
@@ -26,13 +27,9 @@ from retrain.records.schema.layout import (
 )
 from retrain.ui.answers import ApiError
 
-MOST = 4096  # Characters of a place
+MOST = 4096  # Characters of a location
 
-
-READ = (
-    METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES,
-    LOG, SPANS, EVALUATIONS, GENERATIONS,
-)  # fmt: skip
+READ = (METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES, LOG, SPANS, EVALUATIONS, GENERATIONS)
 """Files of a run that are read by others than this page's own code; none of them may lead elsewhere."""
 
 
@@ -47,18 +44,18 @@ class Places:
                 raise UsageError(f"{directory} {problem}; type: retrain ui logs, or the directory of a campaign or run")
             real = Path(os.path.realpath(directory))
             if real not in self.roots.values():
-                self.roots[_free(real.name or "root", self.roots)] = real
+                self.roots[_unused(real.name or "root", self.roots)] = real
 
-    def find(self, place: str) -> Path:
-        """Return the directory of a place, as its real path. Raises ApiError (404) for everything that is none."""
-        parts = place.split("/")
-        odd = not place or len(place) > MOST or "\0" in place or any(part in ("", ".", "..") for part in parts)
+    def find(self, location: str) -> Path:
+        """Return the directory of a location, as its real path. Raises ApiError (404) for everything that is none."""
+        parts = location.split("/")
+        odd = not location or len(location) > MOST or "\0" in location or any(part in ("", ".", "..") for part in parts)
         root = self.roots.get(parts[0])
         if odd or root is None:
-            raise nothing(place)
+            raise nothing(location)
         path = self._real(root.joinpath(*parts[1:]))
         if path is None or not path.is_dir():
-            raise nothing(place)
+            raise nothing(location)
         return path
 
     def file(self, directory: Path, name: str) -> Path | None:
@@ -78,8 +75,7 @@ class Places:
         """Return whether a path leads to something in one of the roots; true of a path at which nothing is."""
         return not os.path.lexists(path) or self._real(path) is not None
 
-    def place_of(self, path: Path) -> str:
-        """Return the place of a directory below a root, under the root that is nearest to it."""
+    def location_of(self, path: Path) -> str:
         near = [(len(root.parts), name, root) for name, root in self.roots.items() if path.is_relative_to(root)]
         _, name, root = max(near)
         relative = path.relative_to(root).as_posix()
@@ -92,7 +88,6 @@ class Places:
         return text
 
     def _real(self, path: Path) -> Path | None:
-        """Return where a path leads, links followed; None where that is outside of all roots, or nothing."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):
@@ -116,11 +111,10 @@ def _is_plain(run: Path, name: str, places: Places) -> bool:
     return stat.S_ISREG(mode) or (stat.S_ISLNK(mode) and places.file(run, name) is not None)
 
 
-def nothing(place: str) -> ApiError:
-    """Return the error for a place at which there is nothing to show."""
-    return ApiError(404, f"there is nothing to show at {place[:200]!r}")
+def nothing(location: str) -> ApiError:
+    return ApiError(404, f"there is nothing to show at {location[:200]!r}")
 
 
-def _free(name: str, taken: dict[str, Path]) -> str:
-    numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
-    return name if name not in taken else next(each for each in numbered if each not in taken)
+def _unused(name: str, roots: Mapping[str, Path]) -> str:
+    numbered = (f"{name}-{number}" for number in count(2))
+    return name if name not in roots else next(each for each in numbered if each not in roots)

@@ -1,10 +1,10 @@
 """The application: the API, the page's files, and one shell for every address of a page."""
 
 import asyncio
-import functools
 import mimetypes
 import zlib
 from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -17,32 +17,33 @@ from starlette.types import ASGIApp
 
 from retrain import __version__
 from retrain.records.pages import STATIC, environment
-from retrain.ui.answers import error_response
-from retrain.ui.api import (
-    campaign,
-    columns,
-    compare,
-    curves,
-    histogram,
-    lora,
-    metrics,
-    notes,
-    places,
-    problems,
-    rollouts,
-    run,
-    timeline,
-    view,
-)  # fmt: skip
-from retrain.ui.findings import Findings
+from retrain.ui.answers import JsonRoute, error_response
+from retrain.ui.api import view
+from retrain.ui.api.campaign import campaign, places, runs
+from retrain.ui.api.columns import columns
+from retrain.ui.api.compare import compare
+from retrain.ui.api.curves import curves
+from retrain.ui.api.histogram import histogram
+from retrain.ui.api.lora import lora
+from retrain.ui.api.metrics import metrics, why
+from retrain.ui.api.notes import log, notes
+from retrain.ui.api.problems import problem, problems, prompt
+from retrain.ui.api.rollouts import iterations, rollout, rollouts, search
+from retrain.ui.api.run import run
+from retrain.ui.api.timeline import timeline
+from retrain.ui.context import ApiContext, Endpoint
 from retrain.ui.guard import Guard
 from retrain.ui.library import Library
-from retrain.ui.summary import Summaries
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    places, campaign, runs, curves, metrics, why, columns, run, histogram, notes, log, compare, timeline, lora,
+    iterations, rollouts, rollout, search, problems, problem, prompt,
+)  # fmt: skip
 
 VIEWS = (
     "campaign", "metrics", "problems", "prompt", "rollouts", "tokens", "timeline", "lora", "compare", "notes",
 )  # fmt: skip
-"""Pages besides the first one: ``/<view>/<place>?…``."""
+"""Pages besides the first one: ``/<view>/<location>?…``."""
 FILES = ("/api/", "/static/")
 FOR_EVER = "public, max-age=31536000, immutable"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
@@ -56,45 +57,30 @@ def app_of(
     token: str | None = None,
     closing: Callable[[], bool] = lambda: False,
 ) -> ASGIApp:
-    """Return the application. ``host`` and ``port`` are where it listens, ``token`` what a request must bring;
-    ``closing`` returns whether the server ends."""
-    findings = Findings(library)
+    context = ApiContext.over(library)
     app = Starlette(
-        routes=[*api_routes(library, findings, closing), *page_routes()],
+        routes=[*api_routes(context), *view.routes(context, VIEWS, closing), *page_routes()],
         exception_handlers={HTTPException: _http, Exception: _failed},
     )
     app.router.redirect_slashes = False
     app.add_middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1)
-    findings.ask_where_needed(library.homes())
+    context.findings.ask_where_needed(library.homes())
     return Guard(app, host, token, port)
 
 
-def api_routes(library: Library, findings: Findings, closing: Callable[[], bool]) -> list[BaseRoute]:
-    summaries = Summaries(library, findings)
-    return [
-        *places.routes(library, findings, summaries),
-        *campaign.routes(library, findings, summaries),
-        *curves.routes(library),
-        *metrics.routes(library),
-        *columns.routes(library),
-        *(route for group in (run, histogram, notes, compare, timeline, lora) for route in group.routes(library)),
-        *rollouts.routes(library),
-        *problems.routes(library),
-        *view.routes(library, findings, VIEWS, closing),
-    ]
+def api_routes(context: ApiContext) -> list[JsonRoute]:
+    return [JsonRoute(f"/api/{answer.__name__}", partial(answer, context)) for answer in ENDPOINTS]
 
 
 def page_routes() -> list[BaseRoute]:
-    """Return routes for the page's files, and for its shell at every address that a page can have."""
     shells = [
-        Route(path, _shell, methods=["GET"]) for name in VIEWS for path in (f"/{name}", f"/{name}/{{place:path}}")
+        Route(path, _shell, methods=["GET"]) for name in VIEWS for path in (f"/{name}", f"/{name}/{{location:path}}")
     ]
     return [Route("/", _shell, methods=["GET"]), *shells, Route("/static/{path:path}", _static, methods=["GET"])]
 
 
-@functools.cache
+@cache
 def static_version() -> str:
-    """Return a checksum of the page's files: URLs with it may be cached for ever."""
     digest = zlib.crc32(__version__.encode())
     files = {path.relative_to(STATIC).as_posix(): path for path in sorted(STATIC.rglob("*")) if path.is_file()}
     for name, path in files.items():
@@ -102,15 +88,12 @@ def static_version() -> str:
     return f"{digest:08x}"
 
 
-@functools.cache
+@cache
 def shell_html(static: str | None = None, copy: str = "") -> str:
     """Return the page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without
     a server, which holds its scripts beside it."""
-    return (
-        environment()
-        .get_template("shell.html")
-        .render(version=__version__, static=static or f"/static/{static_version()}", copy=copy)
-    )
+    template = environment().get_template("shell.html")
+    return template.render(version=__version__, static=static or f"/static/{static_version()}", copy=copy)
 
 
 def _shell(request: Request) -> Response:
@@ -118,16 +101,15 @@ def _shell(request: Request) -> Response:
 
 
 def _static(request: Request) -> Response:
-    """Answer with a file of the page, with the version in its address or without."""
     name: str = request.path_params["path"]
     version, _, rest = name.partition("/")
-    kept = version == static_version()
-    found = _inside(rest if kept else name)
-    if found is None:
+    is_versioned = version == static_version()
+    path = _inside(rest if is_versioned else name)
+    if path is None:
         return error_response(404, f"the page has no file {name[:100]!r}")
-    kind = TYPES.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"
-    headers = {"Cache-Control": FOR_EVER if kept else "no-cache"}
-    return Response(found.read_bytes(), media_type=kind, headers=headers)
+    kind = TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    headers = {"Cache-Control": FOR_EVER if is_versioned else "no-cache"}
+    return Response(path.read_bytes(), media_type=kind, headers=headers)
 
 
 def _inside(name: str) -> Path | None:
@@ -150,6 +132,5 @@ def _http(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
-    """Answer after a mistake of ours, whose traceback is in the terminal."""
     await asyncio.sleep(0)
     return error_response(500, f"retrain ui failed here ({type(error).__name__}); the terminal shows where")

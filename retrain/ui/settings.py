@@ -1,48 +1,44 @@
 """Settings of runs as dotted keys, and the keys in which runs or groups of them differ."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from retrain.config.root import flat
+from retrain.records.schema.base import Row
+from retrain.ui.answers import JsonObject
 
+# Entries of a run's config.json that are no settings.
 FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
          "heldout_hashes")  # fmt: skip
-"""Entries of a run's ``config.json`` that are no settings."""
 NAMES = ("run_id", "logging", "data_hash", "heldout_hash", "initial_adapter")
 MOST_VALUES = 4  # Values of one key that a group is shown with
 
 
-def settings_in(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a run's facts by dotted key."""
+def settings_in(facts: Row) -> Row:
     return dict(flat({key: value for key, value in facts.items() if key not in FACTS and key not in NAMES}))
 
 
-def table_in(facts: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the table of this name; {} where there is none."""
-    found = facts.get(name)
-    return dict(found) if isinstance(found, dict) else {}
+def table_in(facts: Row, name: str) -> Row:
+    table = facts.get(name)
+    return dict(table) if isinstance(table, dict) else {}
 
 
-def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[dict[str, Any]]:
+def differing(a: Row, b: Row) -> list[JsonObject]:
     """Return every key whose values differ; null where one side has none."""
-    return [
-        {"key": key, "a": a.get(key), "b": b.get(key)} for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)
-    ]
+    return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in a | b if a.get(key) != b.get(key)]
 
 
-def varying(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys that do not have the same value in all runs."""
+def varying(settings: Sequence[Row]) -> list[str]:
     keys = dict.fromkeys(key for each in settings for key in each)
     return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
 
 
-def group_differences(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def group_differences(groups: Sequence[Sequence[Row]]) -> list[JsonObject]:
     """Return the keys in which groups of runs differ, without seeds, each with at most ``MOST_VALUES`` of the
     ``values`` that every group has."""
-    found = []
+    differences: list[JsonObject] = []
     for key in varying([each for group in groups for each in group]):
         values = [list({str(each.get(key)): each.get(key) for each in group}.values()) for group in groups]
         differs = len({tuple(sorted(map(str, each))) for each in values}) > 1
         if differs and not key.endswith(("seed", "seeds")):
-            found.append({"key": key, "values": [each[:MOST_VALUES] for each in values]})
-    return found
+            differences.append({"key": key, "values": [each[:MOST_VALUES] for each in values]})
+    return differences

@@ -1,12 +1,11 @@
 """Campaigns and runs as the page sees them, whichever tool wrote their directories."""
 
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from retrain.config.evaluation import PART
 from retrain.errors import RetrainError
@@ -17,6 +16,7 @@ from retrain.records.kinds import is_number
 from retrain.records.reader import is_held, read_manifest, read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, EVALS, FINAL, LOCK, LOG, MANIFEST, METRICS, NOTES
+from retrain.ui.answers import JsonObject
 from retrain.ui.places import Places, stays_inside
 from retrain.util.jsonl import Tail, last_row
 
@@ -29,7 +29,7 @@ class Run:
     """One run. ``index`` is that of its condition, the baseline's 0; ``pair`` is what runs of different conditions
     share when they are a pair; ``worker`` is who trains it now, as in "1 gpu:0", where there are several."""
 
-    place: str
+    location: str
     path: Path
     run_id: str
     label: str
@@ -49,24 +49,28 @@ class Run:
     def pair(self) -> tuple[int, int]:
         return 0, self.seed or 0
 
-    def to_json(self) -> dict[str, Any]:
-        names = ("place", "run_id", "label", "index", "seed", "state", "reason", "step", "max_steps", "worker")
+    @property
+    def head(self) -> JsonObject:
+        return {"place": self.location, "label": self.label, "index": self.index, "seed": self.seed}
+
+    def to_json(self) -> JsonObject:
+        names = ("run_id", "label", "index", "seed", "state", "reason", "step", "max_steps", "worker")
         seconds = None if self.written is None else max(0.0, time.time() - self.written)
-        return {name: getattr(self, name) for name in names} | {"age_s": seconds}
+        return {"place": self.location, **{name: getattr(self, name) for name in names}, "age_s": seconds}
 
 
 @dataclass(frozen=True)
 class Home:
     """A campaign or a single run: what one entry of the first page is about. ``manifest`` is that of retrain."""
 
-    place: str
+    location: str
     path: Path
     kind: str
     source: str
     name: str
     runs: Sequence[Run]
     updated: float | None = None
-    manifest: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Row = field(default_factory=dict)
     missing: Sequence[str] = ()
     is_lockless: bool = False  # Only the time of its last row says whether it trains
 
@@ -87,11 +91,9 @@ class Home:
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
 
     def of_run(self, run: Run) -> "Home":
-        """Return one of its runs as a home of its own."""
-        return replace(self, place=run.place, path=run.path, kind="run", name=run.run_id, runs=[run], manifest={})
+        return replace(self, location=run.location, path=run.path, kind="run", name=run.run_id, runs=[run], manifest={})
 
     def stamp(self, places: Places) -> Hashable:
-        """Return what changes when the directory has to be read again."""
         recent = [is_recent(run.written) for run in self.runs] if self.is_lockless else None
         if self.source != OURS:
             readers = [run.reader.stamp(run.foreign, places.file) for run in self.runs if run.reader and run.foreign]
@@ -103,19 +105,18 @@ class Home:
 
 
 def our_home(path: Path, places: Places) -> Home | None:
-    """Return a campaign or run of retrain with all runs that its manifest names; None for another directory."""
-    place = places.place_of(path)
+    location = places.location_of(path)
     if places.file(path, MANIFEST) is None:
-        return _without_manifest(path, place, places) if is_our_run(path, places) else None
+        return _without_manifest(path, location, places) if is_our_run(path, places) else None
     try:
         manifest = read_manifest(path)
     except RetrainError as error:
-        return Home(place, path, "campaign", OURS, path.name, [], missing=[places.with_places(str(error))])
+        return Home(location, path, "campaign", OURS, path.name, [], missing=[places.with_places(str(error))])
     entries, labels = manifest["runs"], _labels(manifest)
     lock = places.file(path, LOCK)
     held = lock is not None and is_held(lock)
     runs = [
-        _run(path, place, entry, labels.index(entry["label"]), held, places)
+        _run(path, location, entry, labels.index(entry["label"]), held, places)
         for entry in entries
         if stays_inside(path / entry["path"], places)
     ]
@@ -123,20 +124,18 @@ def our_home(path: Path, places: Places) -> Home | None:
     updated = max([manifest.get("updated") or 0.0, *(run.written for run in runs if run.written)])
     missing = [] if len(runs) == len(entries) else ["runs whose files lie outside of the directories given"]
     name = str(manifest.get("name") or path.name)
-    return Home(
-        place, path, "run" if single else "campaign", OURS, name, runs, updated, manifest, missing
-    )  # fmt: skip
+    return Home(location, path, "run" if single else "campaign", OURS, name, runs, updated, manifest, missing)
 
 
-def _labels(manifest: Mapping[str, Any]) -> list[str]:
+def _labels(manifest: Row) -> list[str]:
     labels = list(dict.fromkeys(str(entry["label"]) for entry in manifest["runs"]))
     first = (manifest.get("declared") or {}).get("baseline")
     return [first, *(label for label in labels if label != first)] if first in labels else labels
 
 
-def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, held: bool, places: Places) -> Run:
-    own = entry["path"] == "."
-    path = home if own else home / entry["path"]
+def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: Places) -> Run:
+    is_single = entry["path"] == "."
+    path = home if is_single else home / entry["path"]
     metrics = places.file(path, METRICS)
     state = "interrupted" if entry["state"] == "running" and not held else entry["state"]
     step, rows = whole(entry["step"]), []
@@ -146,30 +145,28 @@ def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, held: boo
     seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
     return Run(
-        place if own else f"{place}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
+        location if is_single else f"{location}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
         whole(entry.get("seed")), state, entry.get("reason"), step, whole(entry.get("max_steps")), touched(metrics),
         median(seconds) if seconds else None,
         worker if isinstance(worker, str) else None,
     )  # fmt: skip
 
 
-def _without_manifest(path: Path, place: str, places: Places) -> Home | None:
-    """Return a run of a campaign that is looked at without it, from its own files."""
+def _without_manifest(path: Path, location: str, places: Places) -> Home | None:
     if not stays_inside(path, places):
         return None
     facts, metrics = read_object(places.file(path, CONFIG)), places.file(path, METRICS)
     row, training, written = _last_row(metrics), facts.get("training") or {}, touched(metrics)
     ended = places.folder(path, FINAL) is not None
     run = Run(
-        place, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
+        location, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
         whole(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
         whole(row.get("step"), -1) + 1, whole(training.get("max_steps")), written,
     )  # fmt: skip
-    return Home(place, path, "run", OURS, path.name, [run], written, is_lockless=True)
+    return Home(location, path, "run", OURS, path.name, [run], written, is_lockless=True)
 
 
 def is_our_run(path: Path, places: Places) -> bool:
-    """Return whether a directory without a manifest is a run of retrain."""
     if places.file(path, METRICS) is None and places.file(path, LOG) is None:
         return False
     facts = read_object(places.file(path, CONFIG))
@@ -177,21 +174,20 @@ def is_our_run(path: Path, places: Places) -> bool:
 
 
 def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | None:
-    """Return a run of another tool, or a folder of them as a campaign; the first condition by name is the baseline."""
-    place, found = places.place_of(path), reader.runs(path, places.file)
-    single = len(found) == 1 and found[0].directory == path
-    labels = list(dict.fromkeys(run.condition for run in found))
+    location, foreign = places.location_of(path), reader.runs(path, places.file)
+    single = len(foreign) == 1 and foreign[0].directory == path
+    labels = list(dict.fromkeys(run.condition for run in foreign))
     runs = [
         Run(
-            place if single else f"{place}/{run.name}", run.directory, run.name, run.condition,
+            location if single else f"{location}/{run.name}", run.directory, run.name, run.condition,
             labels.index(run.condition), run.seed, run.state, None, run.step, run.max_steps, run.written, foreign=run,
             reader=reader,
         )
-        for run in found
+        for run in foreign
     ]  # fmt: skip
-    times = [run.written for run in runs if run.written]
-    kind, updated = "run" if single else "campaign", max(times, default=None)
-    home = Home(place, path, kind, reader.tool, path.name, runs, updated, {}, reader.missing, is_lockless=True)
+    updated = max((run.written for run in runs if run.written), default=None)
+    kind = "run" if single else "campaign"
+    home = Home(location, path, kind, reader.tool, path.name, runs, updated, {}, reader.missing, is_lockless=True)
     return home if runs else None
 
 
@@ -209,5 +205,5 @@ def _last_row(metrics: Path | None) -> Row:
 
 def touched(path: Path | None) -> float | None:
     """Return when a file was last written, as Unix time."""
-    found = stamp_of(path)
-    return None if found is None else found.written / 1e9
+    stamp = stamp_of(path)
+    return None if stamp is None else stamp.written / 1e9

@@ -1,16 +1,17 @@
 """Campaigns and runs in a few numbers: the entries of the first page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retrain.config.evaluation import HELDOUT
 from retrain.files import Stamp, stamp_of
 from retrain.records.kinds import is_number
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import NOTES
+from retrain.ui.answers import JsonObject
 from retrain.ui.decimation import evenly_spaced
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
@@ -21,51 +22,48 @@ from retrain.util.jsonl import Tail
 MOST_NOTES = 4_096  # Runs whose last note is kept
 SPARK_POINTS, SPARK_CONDITIONS = 30, 8
 STATES = ("done", "failed", "running", "stopped", "interrupted")
-
-
 DETAILS = ("devices", "heldout", "note", "verdict")
 
 
 class Summaries:
-    """Entries of the first page. What is read from files of runs is kept while nothing of the directory changes."""
-
     def __init__(self, library: Library, findings: Findings):
         self._library, self._findings = library, findings
-        self._kept: dict[Path, tuple[Home, int, dict[str, Any]]] = {}
+        self._details: dict[Path, tuple[Home, int, Row]] = {}
 
     def is_known(self, home: Home) -> bool:
-        kept = self._kept.get(home.path)
-        return kept is not None and kept[0] is home and kept[1] == self._findings.version(home)
+        read_home, version, _ = self._details.get(home.path, (None, -1, {}))
+        return read_home is home and version == self._findings.version(home)
 
-    def of(self, home: Home, read: bool = True) -> dict[str, Any]:
+    def of(self, home: Home, read: bool = True) -> JsonObject:
         """Return the ``Summary`` of the API. ``DETAILS`` are null where they are not known and ``read`` is false."""
         if read and not self.is_known(home):
-            self._kept[home.path] = home, self._findings.version(home), self._details(home)
-        found = summary_of(home) | (self._kept[home.path][2] if self.is_known(home) else dict.fromkeys(DETAILS))
-        seconds, estimate = self._findings.device_seconds(home), found.pop("seconds", None)
+            self._details[home.path] = home, self._findings.version(home), self._read_details(home)
+        summary: Row = summary_of(home)
+        summary |= self._details[home.path][2] if self.is_known(home) else dict.fromkeys(DETAILS)
+        seconds, estimate = self._findings.device_seconds(home), summary.pop("seconds", None)
         seconds = estimate if seconds is None else seconds
-        return found | {"device_hours": None if seconds is None else seconds / 3600.0,
-                        "devices": found["workers"] or found["devices"]}  # fmt: skip
+        return summary | {"device_hours": None if seconds is None else seconds / 3600.0,
+                          "devices": summary["workers"] or summary["devices"]}  # fmt: skip
 
-    def _details(self, home: Home) -> dict[str, Any]:
-        comparison = self._findings.known(home) if home.kind == "campaign" else None
+    def _read_details(self, home: Home) -> Row:
+        comparison = self._findings.last_comparison(home) if home.kind == "campaign" else None
         conditions = comparison["conditions"] if comparison else []
+        seconds = sum((each.get("seconds_per_run") or 0.0) * len(each["finished"]) for each in conditions)
         return {
             "devices": devices_of(self._library, home),
             "heldout": heldout_of(self._library, home),
             "note": newest_note(self._library, home),
             "verdict": verdict_of(comparison),
-            "seconds": sum((one.get("seconds_per_run") or 0.0) * len(one["finished"]) for one in conditions) or None,
+            "seconds": seconds or None,
         }
 
 
-def summary_of(home: Home) -> dict[str, Any]:
-    """Return what is known of a campaign or run without reading more of its files."""
+def summary_of(home: Home) -> JsonObject:
     states = [run.state for run in home.runs]
     seeds = {run.seed for run in home.runs if run.seed is not None}
     done = {seed for seed in seeds if all(run.state == "done" for run in home.runs if run.seed == seed)}
     return {
-        "place": home.place,
+        "place": home.location,
         "kind": home.kind,
         "source": home.source,
         "name": home.name,
@@ -87,7 +85,6 @@ def _by_number(worker: str) -> tuple[int, str]:
 
 
 def devices_of(library: Library, home: Home) -> list[str]:
-    """Return the device that the first run of ours was built on; [] where nothing says it."""
     built = library.settings(home.runs[0]).get("built") if home.runs and home.runs[0].reader is None else None
     device = built.get("device") if isinstance(built, dict) else None
     return [device] if isinstance(device, str) else []
@@ -100,63 +97,60 @@ def seconds_left(runs: Sequence[Run]) -> float | None:
     return steps / rate if rate else None
 
 
-def heldout_of(library: Library, home: Home) -> dict[str, Any] | None:
+def heldout_of(library: Library, home: Home) -> JsonObject | None:
     """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], at most so many as
     a sparkline shows, and the ``last`` evaluation with its interval. None where nothing was evaluated."""
-    rows = {run.place: library.evaluations(run) for run in home.runs}
+    rows = {run.location: library.evaluations(run) for run in home.runs}
     names = sets_of(str(row.get("name", HELDOUT)) for each in rows.values() for row in each)
     conditions = []
     for index, label in enumerate(home.labels[:SPARK_CONDITIONS] if names else ()):
-        evaluated = [curve for run in home.of(label) if (curve := _by_step(rows[run.place], names[0]))]
+        evaluated = [curve for run in home.of(label) if (curve := _by_step(rows[run.location], names[0]))]
         steps = sorted(set.intersection(*map(set, evaluated))) if evaluated else []
         if not steps:
             continue
         chosen = evenly_spaced(steps, SPARK_POINTS)
         key = f"eval/{names[0]}/correct_rate"
         points = [[step, float(np.mean([curve[step][key] for curve in evaluated]))] for step in chosen]
-        last = mean_evaluation([curve[steps[-1]] for curve in evaluated], names[0])
-        conditions.append({"label": label, "index": index, "points": points, "last": {"step": steps[-1]} | last})
+        last = {"step": steps[-1], **mean_evaluation([curve[steps[-1]] for curve in evaluated], names[0])}
+        conditions.append({"label": label, "index": index, "points": points, "last": last})
     return {"set": names[0], "conditions": conditions} if conditions else None
 
 
-def _by_step(rows: Sequence[Mapping[str, Any]], held_out: str) -> dict[int, Mapping[str, Any]]:
-    """Return the evaluations of a held-out set that have an accuracy, by the updates done."""
-    own = [row for row in rows if row.get("name", HELDOUT) == held_out and isinstance(row.get("step"), int)]
-    return {row["step"]: row for row in own if is_number(row.get(f"eval/{held_out}/correct_rate"))}
+def _by_step(rows: Sequence[Row], held_out: str) -> dict[int, Row]:
+    named = [row for row in rows if row.get("name", HELDOUT) == held_out and isinstance(row.get("step"), int)]
+    return {row["step"]: row for row in named if is_number(row.get(f"eval/{held_out}/correct_rate"))}
 
 
-def mean_evaluation(rows: Sequence[Mapping[str, Any]], held_out: str) -> dict[str, Any]:
+def mean_evaluation(rows: Sequence[Row], held_out: str) -> JsonObject:
     """Return the mean accuracy of an evaluation of several runs. All have answered the same problems: the interval is
     that of one run with this accuracy."""
     if len(rows) == 1:
-        return evaluation_rate(rows[0], held_out) | {"runs": 1}
+        return {**evaluation_rate(rows[0], held_out), "runs": 1}
     key, problems = (f"eval/{held_out}/{name}" for name in ("correct_rate", "problems"))
     mean = {key: float(np.mean([row[key] for row in rows])), problems: rows[0].get(problems)}
-    return evaluation_rate(mean, held_out) | {"runs": len(rows)}
+    return {**evaluation_rate(mean, held_out), "runs": len(rows)}
 
 
-def newest_note(library: Library, home: Home) -> dict[str, Any] | None:
-    """Return the last warning of the run that was noted last; without any, the last remark."""
-    found: list[tuple[bool, float, dict[str, Any]]] = []
+def newest_note(library: Library, home: Home) -> JsonObject | None:
+    notes: list[tuple[bool, float, JsonObject]] = []
     for run in home.runs:
         path = library.file(run, NOTES)
         stamp = stamp_of(path)
         note = _last_note(path, stamp) if path is not None and stamp is not None else None
         if note is not None:
-            short = {key: note.get(key) for key in ("level", "step", "text")} | {"run": run.run_id, "place": run.place}
-            found.append((note.get("level") == "warning", touched(path) or 0.0, short))
-    return max(found, key=lambda each: each[:2])[2] if found else None
+            keys = ("level", "step", "text")
+            short: JsonObject = {**{key: note.get(key) for key in keys}, "run": run.run_id, "place": run.location}
+            notes.append((note.get("level") == "warning", touched(path) or 0.0, short))
+    return max(notes, key=lambda each: each[:2])[2] if notes else None
 
 
-def notes_of(library: Library, run: Run) -> list[dict[str, Any]]:
-    """Return all whole rows of a run's ``notes.jsonl``."""
+def notes_of(library: Library, run: Run) -> list[Row]:
     path = library.file(run, NOTES)
     return Tail(path).rows()[1] if path is not None else []
 
 
 @lru_cache(MOST_NOTES)
-def _last_note(path: Path, stamp: Stamp) -> dict[str, Any] | None:
-    """Return the last warning of the file's last rows, else the last row; read again only where the file changed."""
+def _last_note(path: Path, stamp: Stamp) -> Row | None:
     _, rows = Tail(path, last_only=True).rows()
     warnings = [row for row in rows if row.get("level") == "warning"]
     return (warnings or rows)[-1] if rows else None

@@ -6,7 +6,7 @@ from tests.ui.addresses import HOME, HOSTILE
 from tests.ui.hostile import BIDI, IMAGE, LINK, NUL, SCRIPT
 
 MODULES = ("lib/html", "lib/answer", "components/chart", "components/marks", "components/states",
-           "components/data_table", "colours", "charts/ticks")  # fmt: skip
+           "components/table", "colours", "charts/ticks")  # fmt: skip
 # Makes the page's modules known to later scripts, and an element to render into.
 LOAD = f"""async () => {{
   const static_ = document.querySelector("script[type=module]").src.replace(/app\\.js$/, "");
@@ -173,7 +173,7 @@ def test_a_table_sorts_by_its_columns_and_keys_go_along_its_rows(kit):
       kit.columns = [{key: "name", title: "name", value: (row) => row[0], cell: (row) => row[0]},
         {key: "n", title: "n", number: true, value: (row) => row[1], cell: (row) => row[1] ?? "–"}];
       kit.rows = [["b10", 2], ["b9", null], ["a", 7]];
-      kit.draw = (sort, down) => kit.render(kit.html`<${kit.DataTable} label="runs" columns=${kit.columns}
+      kit.draw = (sort, down) => kit.render(kit.html`<${kit.Table} label="runs" columns=${kit.columns}
         rows=${kit.rows} keyOf=${(row) => row[0]} sort=${sort} down=${down} noun="run" onSort=${kit.draw} />`,
         document.getElementById("kit"));
       kit.draw();

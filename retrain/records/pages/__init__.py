@@ -25,7 +25,7 @@ POLICY = (
 
 
 def document(template: str, *, styles: Sequence[str], script: str, libraries: Sequence[str] = (),
-             made_by: str = "retrain", **values: Any) -> str:  # fmt: skip
+             made_by: str = "retrain", **values: object) -> str:  # fmt: skip
     """Return a whole document from a template that extends ``page.html``. ``styles``, ``script`` and ``libraries`` are
     files of the page: the script is a module that is joined with those that it imports, and libraries are classic
     scripts that run before it. ``title`` is among the values."""
@@ -58,7 +58,7 @@ def environment() -> Any:
     return made
 
 
-def _finalize(value: Any) -> Any:
+def _finalize(value: object) -> object:
     """Return a value with its invisible characters replaced; markup, which only templates make, stays."""
     return visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 

@@ -9,7 +9,7 @@ value targets in thousandths. The size is bounded by the constants below; what i
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,10 +64,10 @@ class Chip(NamedTuple):
     tag: str = "span"
 
 
-def rollout_page(batch: Batch, shown: int) -> str:
-    """Return the page; the first ``shown`` groups appear with their texts, every group in the overview and table."""
+def rollout_page(batch: Batch, num_groups: int) -> str:
+    """Return the page; the first ``num_groups`` appear with their texts, every group in the overview and table."""
     groups = batch.groups
-    chosen = groups[:shown]
+    chosen = groups[:num_groups]
     samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
     limit = fair_share(PAGE_CHARACTERS, SAMPLE_CHARACTERS, samples)
     return document(
@@ -105,7 +105,7 @@ def _percent(share: float | None) -> str:
     return "none" if share is None else percent(share)
 
 
-def _overview(groups: Sequence[CreditedGroup]) -> dict[str, Any]:
+def _overview(groups: Sequence[CreditedGroup]) -> dict[str, object]:
     """Return a row of squares per group, coloured by reward between the smallest and the largest of the iteration."""
     values = [v for group in groups for v in group.rewards_N.tolist() if np.isfinite(v)]
     low, high = (min(values), max(values)) if values else (0.0, 0.0)
@@ -143,7 +143,7 @@ def _modes(groups: Sequence[CreditedGroup]) -> dict[str, str]:
     return modes
 
 
-def _group(batch: Batch, group: CreditedGroup, limit: int) -> dict[str, Any]:
+def _group(batch: Batch, group: CreditedGroup, limit: int) -> dict[str, object]:
     return {
         "prompt": group.prompt,
         "problem": group.prompt.problem,
@@ -155,7 +155,7 @@ def _group(batch: Batch, group: CreditedGroup, limit: int) -> dict[str, Any]:
     }
 
 
-def _sample(batch: Batch, rollout: CreditedRollout, limit: int) -> dict[str, Any]:
+def _sample(batch: Batch, rollout: CreditedRollout, limit: int) -> dict[str, object]:
     limit = max(LEAST_TURN_CHARACTERS, limit // max(1, len(rollout.turns)))
     reward, advantage = rollout.reward.total_reward, advantage_of(rollout)
     return {
@@ -185,18 +185,17 @@ def _chips(rollout: CreditedRollout) -> Iterator[Chip]:
         yield Chip("cut off", "warn", "ended by max_tokens")
 
 
-def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[str, Any]]:
+def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[str, object]]:
     """Yield what the policy said in each turn, and what it read since the turn before."""
-    at = 0
+    end = 0
     for index, turn in enumerate(rollout.turns):
-        own = slice(at, at + len(turn.action))
-        at = own.stop
-        text, tokens = _tokens(batch, rollout, own, turn.action.text, limit)
-        seen = {"observed": ""} if index == 0 else _observation(turn)
+        start, end = end, end + len(turn.action)
+        text, tokens = _tokens(batch, rollout, slice(start, end), turn.action.text, limit)
+        seen: dict[str, object] = {"observed": ""} if index == 0 else _observation(turn)
         yield seen | {"tokens": tokens, "pieces": list(_pieces(text[:limit])), "left": max(0, len(text) - limit)}
 
 
-def _observation(turn: Turn) -> dict[str, Any]:
+def _observation(turn: Turn) -> dict[str, object]:
     """Render the environment's messages of a turn, or the whole conversation where the environment rewrote it."""
     who = "everything, rewritten" if turn.fresh else ", ".join(dict.fromkeys(_speaker(m) for m in turn.messages))
     heads = [who, f"{len(turn.observation_ids):,} tokens"]
@@ -248,28 +247,30 @@ def _pieces(text: str) -> Iterator[tuple[str, int | None]]:
     yield text[start:], None
 
 
-def _tokens(batch: Batch, rollout: CreditedRollout, own: slice, said: str, limit: int) -> tuple[str, dict[str, str]]:
-    """Return the text of an action, whose tokens are ``own`` of the rollout's, and the attributes with these tokens;
-    no attributes when they cannot be placed in the text."""
+def _tokens(
+    batch: Batch, rollout: CreditedRollout, turn: slice, recorded: str, limit: int
+) -> tuple[str, dict[str, str]]:
+    """Return the text of an action, whose tokens are those of ``turn``, and the attributes with these tokens; no
+    attributes when they cannot be placed in the text."""
     if batch.token_text is None:
-        return said, {}
-    text, offsets = batch.token_text(rollout.token_ids[own])
-    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", said).strip():
-        return said, {}
+        return recorded, {}
+    text, offsets = batch.token_text(rollout.token_ids[turn])
+    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", recorded).strip():
+        return recorded, {}
     ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
     ends_T = np.minimum(np.maximum.accumulate(ends_T), limit)
     lengths_T = np.diff(ends_T, prepend=0)
     seen = int((np.cumsum(lengths_T) < min(len(text), limit)).sum()) + 1
     keep = slice(0, min(seen, len(lengths_T)))
-    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[own][keep], 100)}
+    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[turn][keep], 100)}
     if rollout.token_advantages_T is not None:
-        columns["a"] = _scaled(rollout.token_advantages_T[own][keep], 1000)
+        columns["a"] = _scaled(rollout.token_advantages_T[turn][keep], 1000)
     if rollout.planning_T is not None:
-        columns["p"] = _runs(rollout.planning_T[own][keep])
+        columns["p"] = _runs(rollout.planning_T[turn][keep])
     if rollout.values_T is not None:
-        columns["v"] = _scaled(rollout.values_T[own][keep], 1000)
+        columns["v"] = _scaled(rollout.values_T[turn][keep], 1000)
         if rollout.value_targets_T is not None:
-            columns["t"] = _scaled(rollout.value_targets_T[own][keep], 1000)
+            columns["t"] = _scaled(rollout.value_targets_T[turn][keep], 1000)
     return text, {name: "".join(map(_vlq, values.tolist())) for name, values in columns.items()}
 
 
@@ -296,7 +297,7 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
     return np.diff(np.concatenate([[0], changes, [len(mask_T)]]))
 
 
-def _table(groups: Sequence[CreditedGroup]) -> dict[str, Any]:
+def _table(groups: Sequence[CreditedGroup]) -> dict[str, object]:
     """Return a row for every trajectory, as far as there is room."""
     rollouts = [(index, sample, rollout) for index, group in enumerate(groups)
                 for sample, rollout in enumerate(group.rollouts)]  # fmt: skip

@@ -1,11 +1,9 @@
 """``/api/columns``: metrics of runs as columns, for charts; only a part of the axis, or only new rows, on request."""
 
-from typing import Any
-
 import numpy as np
-from starlette.routing import Route
 
-from retrain.ui.answers import ApiError, Query, json_route, plain
+from retrain.ui.answers import ApiError, JsonObject, Query, plain
+from retrain.ui.context import ApiContext
 from retrain.ui.decimation import Smoothing, extremes
 from retrain.ui.library import Library
 from retrain.ui.lines import Window, inside, window_of_query
@@ -18,27 +16,25 @@ USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
 """Points of a line where the query does not say, and of all lines together: a chart has so many pixels."""
 
 
-def routes(library: Library) -> list[Route]:
-    def columns(query: Query) -> dict[str, Any]:
-        places = query.texts("at", MOST_PLACES)
-        keys, x = query.texts("key", MOST_KEYS), query.choice("x", AXES)
-        runs = [run for place in places for run in library.home(place).runs]
-        points = query.number("points", max(FEWEST, min(USUAL, TOGETHER // max(1, len(runs)))), 2, MOST_POINTS)
-        since, smoothing = query.number("since", 0, 0, 1 << 40), Smoothing.parse(query.text("smooth", "none"))
-        part = window_of_query(query)
-        return {"runs": [columns_of(library, run, keys, x, points, since, smoothing, part) for run in runs]}
-
-    return [json_route("/api/columns", columns)]
+def columns(context: ApiContext, query: Query) -> JsonObject:
+    library = context.library
+    places = query.texts("at", MOST_PLACES)
+    keys, x = query.texts("key", MOST_KEYS), query.choice("x", AXES)
+    runs = [run for location in places for run in library.home(location).runs]
+    points = query.number("points", max(FEWEST, min(USUAL, TOGETHER // max(1, len(runs)))), 2, MOST_POINTS)
+    since, smoothing = query.number("since", 0, 0, 1 << 40), Smoothing.parse(query.text("smooth", "none"))
+    part = window_of_query(query)
+    return {"runs": [columns_of(library, run, keys, x, points, since, smoothing, part) for run in runs]}
 
 
 def columns_of(
     library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
     part: Window | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> JsonObject:  # fmt: skip
     """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about
     ``points`` are kept, at which the first column is least and greatest in its stretch."""
     numbers = library.numbers(run)
-    head: dict[str, Any] = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
+    head: JsonObject = {**run.head}
     with numbers.lock():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:
@@ -46,8 +42,8 @@ def columns_of(
             axis = (steps if x == "step" else axis_of(numbers, x))[since:]
         except ApiError as error:
             return head | {"x": [], "columns": {}} | ({} if numbers.reading else {"error": error.text})
-        known = np.isfinite(axis)
-        rows = np.flatnonzero(known)[inside(axis[known], part)]
+        finite = np.isfinite(axis)
+        rows = np.flatnonzero(finite)[inside(axis[finite], part)]
         dense, sparse = {}, {}
         for key in keys:
             if key.startswith("eval/") and numbers.evaluations():
@@ -57,8 +53,8 @@ def columns_of(
             is_raw = smoothing.is_none or key.startswith("eval/")
             values = raw if is_raw else smoothing.for_points(len(raw)).of(steps, raw)
             dense[key] = values[since:][rows], None if is_raw else raw[since:][rows]
-    if not known.all():
-        head["note"] = f"there are {np.sum(~known)} {UNPLACED}"
+    if not finite.all():
+        head["note"] = f"there are {np.sum(~finite)} {UNPLACED}"
     axis = axis[rows]
     places = _places(next((values for values, _ in dense.values()), axis), points)
     columns = {key: _column(values, raw, axis, places, points) for key, (values, raw) in dense.items()}
@@ -69,18 +65,16 @@ def _places(values: np.ndarray, most: int) -> np.ndarray:
     return extremes(values, most) if len(values) > most else np.arange(len(values))
 
 
-def _column(
-    values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int
-) -> dict[str, Any]:
+def _column(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int) -> JsonObject:
     """Return a column at the rows ``places``; a sparse one, with few values there, has rows of its own as ``x``."""
     known = np.isfinite(values)
     is_sparse = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
     own = _places(values, most) if is_sparse else places
-    found = {"y": plain(values[own]), "raw": None if raw is None else plain(raw[own])}
-    return found | {"x": plain(axis[own])} if is_sparse else found
+    column: JsonObject = {"y": plain(values[own]), "raw": None if raw is None else plain(raw[own])}
+    return column | {"x": plain(axis[own])} if is_sparse else column
 
 
-def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> dict[str, Any]:
+def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> JsonObject:
     """Return the values of an evaluation at the x of the updates that were done then; the last one has no row."""
     steps, values = points_of(numbers, key)
     at = xs_of(numbers, x, steps, updates=True)

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from starlette.routing import Route
 
 from retrain.records.reader import RunReader
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FINAL, SAVED
 from retrain.ui.adapters import DIRECTIONS, Spectrum, norm, overlap, spectra
-from retrain.ui.answers import Query, json_route, plain
+from retrain.ui.answers import JsonObject, Query, plain
+from retrain.ui.context import ApiContext
 from retrain.ui.decimation import evenly_spaced
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, Run
@@ -22,23 +21,19 @@ MOST_RUNS, MOST_CHECKPOINTS = 12, 12
 MOST_BYTES = 1 << 30  # Bytes of adapters that one page reads
 
 
-def routes(library: Library) -> list[Route]:
-    def lora(query: Query) -> dict[str, Any]:
-        home = library.home(query.text("at"))
-        shown = shown_runs(library, home)
-        return {
-            "runs": [run_of(library, run, len(home.runs) == 1) for run in shown],
-            "squeeze": squeezed(home),
-            "overlap": overlaps(library, shown),
-            "directions": DIRECTIONS,
-            "left_out": len(home.runs) - len(shown),
-        }
-
-    return [json_route("/api/lora", lora)]
+def lora(context: ApiContext, query: Query) -> JsonObject:
+    home = context.library.home(query.text("at"))
+    runs = readable_runs(context.library, home)
+    return {
+        "runs": [adapter_json(context.library, run, len(home.runs) == 1) for run in runs],
+        "squeeze": squeezed(home),
+        "overlap": overlaps(context.library, runs),
+        "directions": DIRECTIONS,
+        "left_out": len(home.runs) - len(runs),
+    }
 
 
-def shown_runs(library: Library, home: Home) -> list[Run]:
-    """Return the first runs, as many as can be read while somebody waits."""
+def readable_runs(library: Library, home: Home) -> list[Run]:
     chosen, size = [], 0
     for run in home.runs[:MOST_RUNS]:
         adapters = adapters_of(library, run)
@@ -51,16 +46,13 @@ def shown_runs(library: Library, home: Home) -> list[Run]:
     return chosen
 
 
-def run_of(library: Library, run: Run, whole: bool) -> dict[str, Any]:
-    """Return one run's newest adapter by module; with ``whole`` also its earlier checkpoints."""
-    adapters = adapters_of(library, run)
-    newest = adapters[-1:] if not whole else adapters
-    found = [(step, read) for step, path in newest if (read := _read(library, path))]
-    head = {"place": run.place, "label": run.label, "index": run.index, "seed": run.seed}
-    if not found:
-        return head | {"step": None, "modules": [], "energy": [], "checkpoints": []}
-    step, modules = found[-1]
-    return head | {
+def adapter_json(library: Library, run: Run, all_checkpoints: bool) -> JsonObject:
+    adapters = adapters_of(library, run)[0 if all_checkpoints else -1 :]
+    checkpoints = [(step, read) for step, path in adapters if (read := _read(library, path))]
+    if not checkpoints:
+        return run.head | {"step": None, "modules": [], "energy": [], "checkpoints": []}
+    step, modules = checkpoints[-1]
+    return run.head | {
         "step": step,
         "modules": [
             {"name": name, "norm": norm(spectrum), "energy": plain(spectrum.energy)}
@@ -70,7 +62,7 @@ def run_of(library: Library, run: Run, whole: bool) -> dict[str, Any]:
         "checkpoints": [
             {"step": step, "norm": float(np.sqrt(sum(norm(each) ** 2 for each in read.values()))),
              "energy": plain(mean_energy(read))}
-            for step, read in found
+            for step, read in checkpoints
         ],
     }  # fmt: skip
 
@@ -85,34 +77,35 @@ def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
 
 def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
     """Return (updates done, directory) of at most a dozen checkpoints in their order, and of the final adapter."""
-    found: list[tuple[int | None, Path]] = []
+    checkpoints: list[tuple[int | None, Path]] = []
     if library.places.folder(run.path, SAVED) is not None:
         with suppress(OSError):
             names = sorted((entry.name for entry in RunReader(run.path).checkpoint_directories()), key=_number)
             paths = [(_number(name), library.places.folder(run.path, f"{SAVED}/{name}")) for name in names]
-            found = [(step, path) for step, path in paths if step >= 0 and path is not None]
-    found = evenly_spaced(found, MOST_CHECKPOINTS)
+            checkpoints = [(step, path) for step, path in paths if step >= 0 and path is not None]
+    checkpoints = evenly_spaced(checkpoints, MOST_CHECKPOINTS)
     final = library.places.folder(run.path, FINAL)
-    return [*found, (run.step, final)] if final is not None and (not found or found[-1][0] != run.step) else found
+    if final is not None and (not checkpoints or checkpoints[-1][0] != run.step):
+        return [*checkpoints, (run.step, final)]
+    return checkpoints
 
 
-def overlaps(library: Library, runs: Sequence[Run]) -> list[dict[str, Any]]:
+def overlaps(library: Library, runs: Sequence[Run]) -> list[JsonObject]:
     """Return for every two runs the mean overlap of their leading directions over modules, beside chance."""
     read = [(run, modules) for run in runs
             if (adapters := adapters_of(library, run)) and (modules := _read(library, adapters[-1][1]))]  # fmt: skip
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     for (a, mine), (b, its) in combinations(read, 2):
         shared = [(value, DIRECTIONS / mine[name].directions.shape[0]) for name in mine
                   if name in its and (value := overlap(mine[name], its[name])) is not None]  # fmt: skip
         if shared:
             mean, chance = (float(np.mean([pair[i] for pair in shared])) for i in (0, 1))
-            out.append({"a": a.place, "b": b.place, "same_condition": a.label == b.label, "overlap": mean,
+            out.append({"a": a.location, "b": b.location, "same_condition": a.label == b.label, "overlap": mean,
                         "chance": min(1.0, chance), "modules": len(shared)})  # fmt: skip
     return out
 
 
-def squeezed(home: Home) -> list[dict[str, Any]]:
-    """Return the squeeze tables of the campaign, with the accuracy by rank where it was verified."""
+def squeezed(home: Home) -> list[JsonObject]:
     tables = [home.manifest.get("squeeze"), *(home.manifest.get("squeezes") or {}).values()]
     return [{key: value for key, value in table.items() if key not in ("run", "compressed")}
             for table in tables if isinstance(table, dict)]  # fmt: skip

@@ -3,15 +3,14 @@
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from starlette.routing import Route
 
 from retrain.records.reader import read_object
 from retrain.records.schema.layout import CHECKPOINTS, LOG, PLAN
-from retrain.ui.answers import ApiError, Query, json_route, plain
+from retrain.ui.answers import ApiError, JsonObject, Query, plain
 from retrain.ui.banner import shown_path
+from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.measured import points_of
 from retrain.ui.metrics import about, named
@@ -32,16 +31,14 @@ COMPLETIONS = "env/all/total_episodes"  # Those that the truncated share of a st
 LOG_BYTES = 4 << 20  # Bytes at the end of the log in which resumes are looked for
 
 
-def routes(library: Library) -> list[Route]:
-    def run(query: Query) -> dict[str, Any]:
-        found, x = library.run(query.text("at")), query.choice("x", AXES)
-        numbers = library.numbers(found)
-        return {"tiles": tiles_of(numbers), "command": command_of(library, found), "marks": marks_of(library, found, x)}
-
-    return [json_route("/api/run", run)]
+def run(context: ApiContext, query: Query) -> JsonObject:
+    library = context.library
+    run, x = library.run(query.text("at")), query.choice("x", AXES)
+    tiles = tiles_of(library.numbers(run))
+    return {"tiles": tiles, "command": command_of(library, run), "marks": marks_of(library, run, x)}
 
 
-def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
+def tiles_of(numbers: Numbers) -> list[JsonObject]:
     """Return the last value of each of ``TILES`` with its step; of a rate also its interval and ``n``."""
     tiles = []
     for pattern, name in TILES.items():
@@ -49,7 +46,7 @@ def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
             steps, values = points_of(numbers, key)
             if not len(steps):
                 continue
-            tile = {"key": key, "name": name, "unit": about(key)["unit"], "value": plain(values[-1:])[0],
+            tile: JsonObject = {"key": key, "name": name, "unit": about(key)["unit"], "value": plain(values[-1:])[0],
                     "step": int(steps[-1])}  # fmt: skip
             held_out = Measure(key=key).held_out
             rows = [row for row in numbers.evaluations() if held_out is not None and row.get("name") == held_out]
@@ -59,14 +56,13 @@ def tiles_of(numbers: Numbers) -> list[dict[str, Any]]:
                 tile["name"] = name if held_out == "heldout" else f"{name}: {held_out}"
             elif name == "truncated" and len(counts := points_of(numbers, COMPLETIONS)[1]):
                 rate = rate_of(values[-1] * counts[-1], int(counts[-1]))
-                tile |= {name: rate[name] for name in ("low", "high", "n")}
+                tile |= {"low": rate["low"], "high": rate["high"], "n": rate["n"]}
             tiles.append(tile)
     return tiles
 
 
 def command_of(library: Library, run: Run) -> str | None:
-    """Return the command that launched the run or its campaign; None of another tool's run."""
-    home = library.campaign(run.place)
+    home = library.campaign(run.location)
     plan = read_object(library.places.file(home.path, PLAN))
     if not isinstance(plan.get("file"), str):
         return None
@@ -75,7 +71,7 @@ def command_of(library: Library, run: Run) -> str | None:
     return shlex.join(["retrain", "train", shown_path(path), "--out", shown_path(home.path), *sets])
 
 
-def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:
+def marks_of(library: Library, run: Run, x: str) -> list[JsonObject]:
     """Return {"x", "step", "kind"} of every evaluation, checkpoint and resume, in order; a step counts the updates
     done."""
     numbers = library.numbers(run, refresh=False)
@@ -85,16 +81,18 @@ def marks_of(library: Library, run: Run, x: str) -> list[dict[str, Any]]:
         "checkpoint": [row.get("batch") for row in Tail(checkpoints).rows()[1]] if checkpoints else [],
         "resume": _resumes(library.file(run, LOG)),
     }
-    whole = {kind: sorted({step for step in each if isinstance(step, int)}) for kind, each in steps.items()}
-    known = sorted((step, kind) for kind, each in whole.items() for step in each[:: 1 + len(each) // MOST_MARKS])
-    if not known or not len(numbers):
+    marks: list[tuple[int, str]] = []
+    for kind, values in steps.items():
+        unique = sorted({step for step in values if isinstance(step, int)})
+        marks += [(step, kind) for step in unique[:: 1 + len(unique) // MOST_MARKS]]
+    marks.sort()
+    if not marks or not len(numbers):
         return []
     try:
-        places = plain(xs_of(numbers, x, np.array([step for step, _ in known], np.float64), updates=True))
+        xs = plain(xs_of(numbers, x, np.array([step for step, _ in marks], np.float64), updates=True))
     except ApiError:  # a run that has no such axis
         return []
-    return [{"x": place, "step": step, "kind": kind}
-            for place, (step, kind) in zip(places, known, strict=True) if place is not None]  # fmt: skip
+    return [{"x": at, "step": step, "kind": kind} for at, (step, kind) in zip(xs, marks, strict=True) if at is not None]
 
 
 def _resumes(log: Path | None) -> list[int]:

@@ -1,39 +1,29 @@
 """``/api/timeline``: what some steps of a run spent their time on, by lane."""
 
-from pathlib import Path
-from typing import Any
-
-from starlette.routing import Route
-
 from retrain.records.pages.timeline import spans_json, steps_of
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import SPANS
-from retrain.ui.answers import Query, json_route
-from retrain.ui.library import Library
+from retrain.ui.answers import JsonObject, Query
+from retrain.ui.context import ApiContext
 from retrain.util.jsonl import LineIndex
 
 MOST_STEPS, USUAL_STEPS, MOST_SPANS = 1_000, 100, 40_000
 
 
-def routes(library: Library) -> list[Route]:
-    kept: dict[Path, LineIndex] = {}
-
-    def timeline(query: Query) -> dict[str, Any]:
-        run = library.run(query.text("at"))
-        path = library.file(run, SPANS)
-        lines = kept.setdefault(path, LineIndex(path)) if path is not None else None
-        count = lines.refresh() if lines is not None else 0
-        # A row is a step; after a resume a row's place may be before its number, never behind it.
-        start = query.number("from", max(0, count - USUAL_STEPS), 0, 1 << 40)
-        end = query.number("to", start + USUAL_STEPS, 0, 1 << 40)
-        start, end = min(start, count), min(end, start + MOST_STEPS, count)
-        rows = [row for row in lines.read(start, end) if _is_whole(row)] if lines is not None else []
-        return {"place": run.place, "steps": count, "from": start, "to": end, **spans_json(steps_of(rows), MOST_SPANS)}
-
-    return [json_route("/api/timeline", timeline)]
+def timeline(context: ApiContext, query: Query) -> JsonObject:
+    run = context.library.run(query.text("at"))
+    path = context.library.file(run, SPANS)
+    lines = context.spans.setdefault(path, LineIndex(path)) if path is not None else None
+    count = lines.refresh() if lines is not None else 0
+    # A row is a step; after a resume a row may stand before its number, never behind it.
+    start = query.number("from", max(0, count - USUAL_STEPS), 0, 1 << 40)
+    end = query.number("to", start + USUAL_STEPS, 0, 1 << 40)
+    start, end = min(start, count), min(end, start + MOST_STEPS, count)
+    rows = [row for row in lines.read(start, end) if _is_complete(row)] if lines is not None else []
+    return {"place": run.location, "steps": count, "from": start, "to": end, **spans_json(steps_of(rows), MOST_SPANS)}
 
 
-def _is_whole(row: dict[str, Any]) -> bool:
-    """Return whether a row has the step and spans that ``steps_of`` reads."""
+def _is_complete(row: Row) -> bool:
     spans = row.get("spans")
     if not isinstance(row.get("step"), int) or not isinstance(spans, list):
         return False

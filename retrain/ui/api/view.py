@@ -9,30 +9,28 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from retrain.ui.answers import ApiError, Query, error_response
+from retrain.ui.context import ApiContext
 from retrain.ui.events import Pages, stream
-from retrain.ui.findings import Findings
-from retrain.ui.library import Library
 
 MOST_BODY = 16_384
 MOST_URL = 8_192
 
 
-def routes(library: Library, findings: Findings, views: Sequence[str], closing: Callable[[], bool]) -> list[Route]:
-    """Return the routes of this group; ``views`` are the names of the pages."""
+def routes(context: ApiContext, views: Sequence[str], closing: Callable[[], bool]) -> list[Route]:
     pages = Pages()
 
     async def events(request: Request) -> Response:
         try:
             query = Query(request)
-            place = request.query_params.get("at") or None
-            if place is not None:
-                library.places.find(query.text("at"))
+            location = request.query_params.get("at") or None
+            if location is not None:
+                context.library.places.find(query.text("at"))
             pages.check()
         except ApiError as error:
             return error_response(error.status, error.text)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(
-            stream(library, findings, place, pages, closing), media_type="text/event-stream", headers=headers
+            stream(context, location, pages, closing), media_type="text/event-stream", headers=headers
         )
 
     async def view(request: Request) -> Response:
@@ -48,10 +46,10 @@ def routes(library: Library, findings: Findings, views: Sequence[str], closing: 
 def view_in(body: bytes, views: Sequence[str]) -> str:
     """Return the address of a view of this server from a post. Raises ApiError for every other address."""
     try:
-        asked = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError):
-        asked = None
-    url = asked.get("url") if isinstance(asked, dict) else None
+        message = None
+    url = message.get("url") if isinstance(message, dict) else None
     if not isinstance(url, str) or not _is_page(url, views):
         known = ", ".join(f"/{name}/…" for name in views[:3])
         raise ApiError(400, f'send {{"url": "…"}} with the address of a page of this server: /, {known}')

@@ -1,17 +1,15 @@
 // The page's frame: header, navigation, the view that the address names, and the server's events.
 
 import {listen} from "./api.js";
-import {themeChanged} from "./colours.js";
+import {switchTheme, themeChanged} from "./colours.js";
 import {Empty, Failed} from "./components/states.js";
 import {madeAt} from "./copy.js";
 import {frameKey, help, startKeys} from "./keys.js";
-import {AddressContext} from "./lib/address.js";
+import {AddressContext, go, link, onRoute, startRouter} from "./lib/address.js";
 import {html, render, useErrorBoundary} from "./lib/html.js";
 import {EVERY_KIND, announce} from "./lib/answer.js";
 import {nameOf} from "./names.js";
-import {switchTheme} from "./lib/theme_button.js";
 import {owner, readPlaces} from "./places.js";
-import {go, link, onRoute, startRouter} from "./router.js";
 import {Campaign} from "./views/campaign.js";
 import {Campaigns} from "./views/campaigns.js";
 import {Compare} from "./views/compare.js";

@@ -1,4 +1,5 @@
-// Colour, dash and shape of a condition by its index: those of the report, so that it looks alike everywhere.
+// Colour, dash and shape of a condition by its index: those of the report, so that it looks alike everywhere; light and
+// dark, and the button that switches between them on a page of its own.
 
 export const COLOURS = 8;
 export const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
@@ -54,4 +55,18 @@ export function faded(rgb, alpha) {
 export function themeChanged() {
   known = {};
   document.dispatchEvent(new CustomEvent("theme"));
+}
+
+// Return the theme that the page has from now on.
+export function switchTheme() {
+  const {dataset} = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  dataset.theme = (dataset.theme || system) === "dark" ? "light" : "dark";
+  return dataset.theme;
+}
+
+export function startThemeButton() {
+  const button = /** @type {HTMLButtonElement} */ (document.getElementById("theme"));
+  button.hidden = false;
+  button.addEventListener("click", switchTheme);
 }

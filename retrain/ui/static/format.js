@@ -85,6 +85,17 @@ export function clock(unix) {
   return new Date(1000 * unix).toLocaleString(undefined, {dateStyle: "medium", timeStyle: "short"});
 }
 
+/** Return the least and the greatest of the values that are known; null where none is. @param {Maybe[]} values */
+export function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value === null || value === undefined || !Number.isFinite(value)) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : null;
+}
+
 export function plural(many, word) {
   return `${many} ${word}${many === 1 ? "" : "s"}`;
 }

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from retrain.ui.differences import changes, compared, words
+from retrain.ui.differences import changes, compared, words_of
 
 
 def common(a, b):
@@ -33,7 +33,7 @@ def test_changes_make_one_of_the_other_and_keep_as_much_as_can_be(seed):
 
 
 def test_white_space_belongs_to_the_word_before_it():
-    assert words("  so, the\n\nanswer is 4.\t") == ["  ", "so", ", ", "the\n\n", "answer ", "is ", "4", ".\t"]
+    assert words_of("  so, the\n\nanswer is 4.\t") == ["  ", "so", ", ", "the\n\n", "answer ", "is ", "4", ".\t"]
     assert compared("it is five", "it was five") == (
         ["it ", "is ", "five"],
         ["it ", "was ", "five"],

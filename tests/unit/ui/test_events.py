@@ -8,8 +8,8 @@ from helpers.pages import campaign, client_of, evaluation, get, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import HttpServer, listening_socket
+from retrain.ui.context import ApiContext
 from retrain.ui.events import changes, snapshot
-from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
@@ -24,29 +24,29 @@ def library(tmp_path, monkeypatch):
 
 
 def test_a_new_comparison_is_told_and_made_when_its_files_change(library, tmp_path):
-    findings, run = Findings(library), tmp_path / "one/runs/grpo+none_s1"
+    context, run = ApiContext.over(library), tmp_path / "one/runs/grpo+none_s1"
 
     def version():
-        findings.comparison(library.home("one"), 60.0)
-        return findings.version(library.home("one"))
+        context.findings.comparison(library.home("one"), 60.0)
+        return context.findings.version(library.home("one"))
 
     assert version() == 1
     append_jsonl(run / "metrics.jsonl", [row(6)])  # no comparison reads it
     assert version() == 1
-    seen = snapshot(library, findings, "one")
+    seen = snapshot(context, "one")
     append_jsonl(run / "evals.jsonl", [evaluation(6, 0.5)])
     assert version() == 2
-    found = changes(library, seen, snapshot(library, findings, "one"))
+    found = changes(library, seen, snapshot(context, "one"))
     assert {"place": "one", "what": ["comparison"]} in found
     run_changes = next(each for each in found if each["place"] == "one/runs/grpo+none_s1")
     assert "evals" in run_changes["what"]
     manifest = read_json(tmp_path / "one/manifest.json")
     for key, value in (("interim", {"seeds": [1]}), ("declared", {"margin": 0.1}), ("notes", ["repeated"])):
-        before = findings.signature(library.home("one"))
+        before = context.findings.signature(library.home("one"))
         write_json(tmp_path / "one/manifest.json", manifest := manifest | {key: value})
-        assert findings.signature(library.home("one")) != before
+        assert context.findings.signature(library.home("one")) != before
     shutil.rmtree(run)
-    found = changes(library, seen, snapshot(library, findings, "one"))
+    found = changes(library, seen, snapshot(context, "one"))
     assert any(each["place"] == "one/runs/grpo+none_s1" for each in found)
 
 

@@ -128,7 +128,7 @@ def test_roots_have_names_of_their_own(tmp_path):
     places = Places([tmp_path / "a/logs", tmp_path / "b/logs", tmp_path / "c/logs", tmp_path / "a/logs"])
     assert list(places.roots) == ["logs", "logs-2", "logs-3"]
     assert places.find("logs-2/x") == tmp_path / "b/logs/x"
-    assert places.place_of(tmp_path / "b/logs/x") == "logs-2/x"
+    assert places.location_of(tmp_path / "b/logs/x") == "logs-2/x"
     with pytest.raises(UsageError, match="type: retrain ui logs"):
         Places([tmp_path / "none"])
 

@@ -177,14 +177,14 @@ def test_conditions_that_go_on_are_compared_at_a_step_that_all_have(tmp_path):
     first, second = evaluated(tmp_path / "b1", {0: 0.0, 5: 1.0, 7: 0.0}), evaluated(tmp_path / "b2", {0: 0.0, 5: 1.0})
     runs = {"a": [done, evaluated(tmp_path / "a2", {0: 1.0, 5: 1.0})], "b": [first, second, begun]}
     going = {index.run for several in runs.values() for index in several} - {done.run}
-    found = matrix(runs, "heldout", going).shown()
+    found = matrix(runs, "heldout", going).selection()
     assert found["common"] == 5
     assert found["taken"] == {
         "a": {"runs": 1, "of": "finished", "before": [0], "after": [5]},
         "b": {"runs": 2, "of": "all", "before": [0], "after": [5]},  # not the one that has begun just now
     }
     assert ends_of(found) == {"a": (0.0, 1.0, 1), "b": (0.0, 1.0, 2)}
-    early = matrix({"a": [begun]}, "heldout").shown()  # what is after training is not what was before
+    early = matrix({"a": [begun]}, "heldout").selection()  # what is after training is not what was before
     assert ends_of(early) == {"a": (1.0, None, 0)}
     assert early["taken"]["a"] == {"runs": 1, "of": "finished", "before": [0], "after": []}
 
@@ -210,7 +210,7 @@ def test_problems_that_got_worse_are_tested_over_seeds(tmp_path):
         runs["other"].append(own[1])
     seeds = {run.run: seed for own in runs.values() for seed, run in enumerate(own)}
     runs["other"].reverse()  # they are paired by their seeds
-    found = matrix(runs, "heldout", (), seeds).shown("worse")
+    found = matrix(runs, "heldout", (), seeds).selection("worse")
     assert [row["id"] for row in found["problems"]] == ["p0", "p1", "p2"]
     tests = [row["rates"]["other"]["tests"] for row in found["problems"]]
     for against in ("before", "baseline"):
@@ -221,7 +221,7 @@ def test_problems_that_got_worse_are_tested_over_seeds(tmp_path):
         ("base", "before", 0), ("other", "before", 1), ("other", "baseline", 1),
     ]  # fmt: skip
     assert "1 problem of 3 worse than under the baseline over 7 runs" in found["tests"][2]["words"]
-    few = matrix({"other": runs["other"][:3]}, "heldout").shown("worse")
+    few = matrix({"other": runs["other"][:3]}, "heldout").selection("worse")
     assert few["tests"][0]["least_holm"] == 3 / 8
     assert "nothing can be shown" in few["tests"][0]["words"]
 
@@ -229,7 +229,7 @@ def test_problems_that_got_worse_are_tested_over_seeds(tmp_path):
 def test_one_draw_before_training_is_no_draw_for_each_seed(tmp_path):
     """retrain samples the untrained model once for all runs: a problem that it solved by luck did not get worse."""
     runs = {"a": [answered(tmp_path / str(seed), [1], [0]) for seed in range(9)]}
-    found = matrix(runs, "heldout").shown()
+    found = matrix(runs, "heldout").selection()
     assert found["tests"][0]["shared"]
     assert found["problems"][0]["rates"]["a"]["tests"]["before"]["p"] == 1 / 10
     assert "share one draw before training" in found["tests"][0]["words"]

@@ -1,5 +1,6 @@
 // What a chart draws: lines of one or more conditions, aligned to a common x for the canvas.
 
+import {extent} from "../format.js";
 import {table} from "./save.js";
 
 /**
@@ -50,13 +51,9 @@ export function aligned(lines, rough = null) {
   return {x, columns: tables.map((table) => [...rest.splice(0, table.length - 1), null, null].slice(0, 3))};
 }
 
-function finite(values) {
-  return /** @type {number[]} */ ((values || []).filter((value) => isValue(value) && Number.isFinite(value)));
-}
-
 // Return where the middle 98 % of the values lie, with room around: what "without outliers" shows.
 export function middle(lines) {
-  const values = lines.flatMap((line) => finite(line.y)).sort((a, b) => a - b);
+  const values = lines.flatMap((line) => line.y.filter(Number.isFinite)).sort((a, b) => a - b);
   if (values.length < 20) return null;
   const low = values[Math.floor(0.01 * (values.length - 1))];
   const high = values[Math.ceil(0.99 * (values.length - 1))];
@@ -65,16 +62,8 @@ export function middle(lines) {
   return {low: low - room, high: high + room, outside};
 }
 
-/** @returns {[number, number] | null} */
 export function extremes(lines) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const line of lines) {
-    for (const y of [line.y, line.low, line.high].flatMap(finite)) {
-      if (y < low) low = y;
-      if (y > high) high = y;
-    }
-  }
-  return low <= high ? [low, high] : null;
+  return extent(lines.flatMap(({y, low, high}) => extent([...y, ...(low || []), ...(high || [])]) || []));
 }
 
 // Return a range no narrower than a hundred-thousandth of its values' size: what float32 rounds shall look flat.

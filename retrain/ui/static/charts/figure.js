@@ -1,6 +1,7 @@
 // A chart of lines as a picture of its own: SVG with plain colours, legend and axes' titles.
 
 import {DASHES, SHAPES, css, dashOf, ink, shapeOf} from "../colours.js";
+import {extent} from "../format.js";
 import {html, renderElement} from "../lib/html.js";
 import {extremes, flat, isValue} from "./data.js";
 import {X_TITLES, linearTicks, logTicks, xTexts, yTexts} from "./ticks.js";
@@ -78,18 +79,14 @@ function legendEntries(lines) {
  * @returns {{x: Axis, y: Axis}}
  */
 function axesOf(lines, {logX, logY, zoom, limits, zero}, top) {
-  const xs = lines.flatMap((line) => line.x).filter((x) => Number.isFinite(x) && !(logX && x <= 0));
-  const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
-  let [left, right] = zoom || [least(xs), -least(xs.map((x) => -x))];
-  if (!(left < right)) {
-    const centre = Number.isFinite(left) ? left : 0.5;
-    [left, right] = [centre - 0.5, centre + 0.5];
-  }
+  const positive = (values) => extent(values.filter((value) => value > 0));
+  const xs = lines.flatMap((line) => line.x);
+  let [left, right] = zoom || (logX ? positive(xs) : extent(xs)) || [0, 1];
+  if (!(left < right)) [left, right] = [left - 0.5, left + 0.5];
   let [low, high] = limits ? [limits.low, limits.high] : extremes(lines) || [0, 1];
   if (!logY) [low, high] = flat(low, high);
   if (zero) [low, high] = [Math.min(low, 0), Math.max(high, 0)];
-  if (logY && low <= 0)
-    low = Math.min(high / 1e3, least(lines.flatMap((line) => line.y.map(Number).filter((y) => y > 0))));
+  if (logY && low <= 0) low = Math.min(high / 1e3, (positive(lines.flatMap((line) => line.y)) || [Infinity])[0]);
   if (!(low < high)) [low, high] = [low - 0.5, high + 0.5];
   return {
     x: {low: left, high: right, log: Boolean(logX), start: LEFT, end: WIDTH - RIGHT},

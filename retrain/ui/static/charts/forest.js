@@ -3,7 +3,7 @@
 import {colour} from "../colours.js";
 import {Hatch} from "../components/interval_bar.js";
 import {Mark} from "../components/marks.js";
-import {niceStep, shortened, tickText} from "../format.js";
+import {extent, niceStep, shortened, tickText} from "../format.js";
 import {html, useId, useRef} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
 import {SaveMenu, standaloneCopy} from "./save.js";
@@ -29,8 +29,7 @@ const TOP = 6;
  * @param {number[]} values
  */
 function axis(values, start, end, wanted, stepOf = niceStep) {
-  let [low, high] = [Math.min(...values), Math.max(...values)];
-  if (!Number.isFinite(low)) [low, high] = [0, 1];
+  let [low, high] = extent(values) || [0, 1];
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {
     const room = Math.abs(high) * 0.1 || 0.5;
     [low, high] = [low - room, high + room];
@@ -59,13 +58,16 @@ export function FigureCard({heading, words, title, csv, children}) {
   </figure>`;
 }
 
-/** @param {ForestOptions & {rows: ForestRow[]}} props */
-export function Forest(props) {
-  const [root, width] = useWidth();
-  return html`<div class="forest" ref=${root}>
-    ${width > 0 && html`<${ForestPicture} ...${props} width=${width} />`}
-  </div>`;
+// Return a component that draws a picture as wide as there is room.
+function wide(Picture) {
+  return (props) => {
+    const [root, width] = useWidth();
+    return html`<div class="forest" ref=${root}>${width > 0 && html`<${Picture} ...${props} width=${width} />`}</div>`;
+  };
 }
+
+/** @type {(props: ForestOptions & {rows: ForestRow[]}) => any} */
+export const Forest = wide(ForestPicture);
 
 /** @param {ForestOptions & {rows: ForestRow[], width: number}} props */
 function ForestPicture({rows, label, xTitle, unit, zero, margin, width}) {
@@ -146,24 +148,14 @@ function timeStep(least) {
   return DURATIONS.find((each) => each >= least) || niceStep(least);
 }
 
-/**
- * Cost against gain: a point for each condition, its interval upright, the baseline where it costs and gains nothing.
- * @param {object} props
- * @param {{name: string, index: number, x: number, y: number, interval: [number, number] | null, hint: string}[]}
- *   props.points
- * @param {string} props.label
- * @param {string} props.xTitle
- * @param {(x: number) => string} props.xText
- * @param {string} props.yTitle
- * @param {string} props.unit
- */
-export function Gain(props) {
-  const [root, width] = useWidth();
-  return html`<div class="forest" ref=${root}>
-    ${width > 0 && html`<${GainPicture} ...${props} width=${width} />`}
-  </div>`;
-}
+// Cost against gain: a point for each condition, its interval upright, the baseline where it costs and gains nothing.
+export const Gain = wide(GainPicture);
 
+/**
+ * @param {{points: {name: string, index: number, x: number, y: number, interval: [number, number] | null,
+ *   hint: string}[], label: string, xTitle: string, xText: (x: number) => string, yTitle: string, unit: string,
+ *   width: number}} props
+ */
 function GainPicture({points, label, xTitle, xText, yTitle, unit, width}) {
   const [height, left] = [250, 58];
   const bottom = height - 40;

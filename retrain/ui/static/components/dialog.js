@@ -1,6 +1,7 @@
 // Dialogs: one at a time, over everything, closed by Escape, its button or a click beside it.
 
 import {html, render, useEffect, useElement, useId} from "../lib/html.js";
+import {ClosableHead} from "./states.js";
 
 function Dialog({title, id, class: name, onClose, children}) {
   const dialog = useElement();
@@ -14,8 +15,7 @@ function Dialog({title, id, class: name, onClose, children}) {
   };
   const attributes = {id, class: name, "aria-labelledby": heading, onClose, onClick: outside};
   return html`<dialog ref=${dialog} ...${attributes}>
-    <div class="head"><h2 id=${heading}>${title}</h2><button type="button" onClick=${close}>Close</button></div>
-    ${children}
+    <${ClosableHead} title=${title} id=${heading} onClose=${close} />${children}
   </dialog>`;
 }
 

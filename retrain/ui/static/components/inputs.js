@@ -127,8 +127,8 @@ export function Copyable({text, label, message, children}) {
   </div>`;
 }
 
-// A button of one sign; `label` names it.
-export function SignButton({label, hint = label, onPress, disabled = false, children}) {
+/** Return a button of one sign; `label` names it. */
+export function signButton(sign, label, onPress, {hint = label, disabled = false} = {}) {
   const attributes = {type: "button", class: "bare", title: hint, "aria-label": label, disabled};
-  return html`<button ...${attributes} onClick=${onPress}>${children}</button>`;
+  return html`<button ...${attributes} onClick=${onPress}>${sign}</button>`;
 }

@@ -1,9 +1,31 @@
-// A paired difference with its interval as one small bar around zero.
+// A verdict as it is drawn: its class (never a new judgement, only the server's word), and its difference with the
+// interval as one small bar around zero.
 
+import {niceStep} from "../format.js";
 import {html, useId} from "../lib/html.js";
-import {classOf, isOpen} from "../verdicts.js";
 
 const COLOURS = {up: "var(--good)", down: "var(--bad)", same: "var(--muted)", unclear: "var(--warn)"};
+
+// "cannot tell", interim and exploratory findings are drawn hatched everywhere.
+export function isOpen(word) {
+  return /^(cannot tell|interim|exploratory)/.test(word || "");
+}
+
+export function classOf(word) {
+  const short = (word || "").replace(/^typical runs /, "");
+  if (/^better/.test(short)) return "up";
+  if (/^worse/.test(short)) return "down";
+  if (/^(alike|higher|lower)/.test(short)) return "same";
+  return "unclear";
+}
+
+// Return how far the axis of several differences reaches, so that their bars can be compared.
+export function reach(verdicts) {
+  const ends = verdicts.flatMap((each) => [each.low, each.high, each.difference, each.margin]);
+  const most = Math.max(1e-9, ...ends.filter((value) => Number.isFinite(value)).map(Math.abs));
+  const step = niceStep(most / 2);
+  return step * Math.ceil(most / step - 1e-9);
+}
 
 // A pattern for areas from which nothing may be concluded yet, for an SVG's `<defs>`.
 export function Hatch({id, paint}) {
@@ -13,8 +35,7 @@ export function Hatch({id, paint}) {
   </pattern>`;
 }
 
-// `verdict`: {difference, low, high, margin, word, sentence}. `most`: what either end of the bar stands for (`reach`
-// in verdicts.js).
+// `verdict`: {difference, low, high, margin, word, sentence}. `most`: what either end of the bar stands for (`reach`).
 export function IntervalBar({verdict, most, width = 190, height = 26}) {
   const id = useId();
   const {difference, low, high, margin, word, sentence} = verdict;

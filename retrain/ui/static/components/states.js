@@ -6,6 +6,14 @@ export function Title({title, words = "", children = null}) {
   return html`<div class="title"><h1>${title}</h1><p class="muted">${words}</p>${children}</div>`;
 }
 
+// The head of something that is opened beside or above the rest.
+export function ClosableHead({title, words = "", id = null, onClose}) {
+  return html`<div class="head">
+    <h2 id=${id}>${title}${words && html`<small>${words}</small>`}</h2>
+    <button type="button" onClick=${onClose}>Close</button>
+  </div>`;
+}
+
 export function Loading({children = "Reading …"}) {
   return html`<p class="state" role="status"><span class="spin" aria-hidden="true" />${children}</p>`;
 }

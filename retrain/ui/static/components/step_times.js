@@ -5,7 +5,7 @@ import {linearTicks} from "../charts/ticks.js";
 import {duration, percent, shortened} from "../format.js";
 import {html} from "../lib/html.js";
 import {useWidth} from "../lib/width.js";
-import {Table} from "./table.js";
+import {Table, numberColumn} from "./table.js";
 
 const PHASES = ["rollout", "score", "credit", "update", "cohort", "eval", "checkpoint", "record"];
 const HEIGHT = 210;
@@ -25,6 +25,17 @@ export function stepOf(shown, number) {
 function paintOf(names) {
   const all = [...PHASES.filter((name) => names.includes(name)), ...names.filter((name) => !PHASES.includes(name))];
   return all.map((name, i) => [name, name === "other" ? "var(--line)" : `var(--c${(i % 8) + 1})`]);
+}
+
+/** How many steps are in sight at a time. */
+export const WINDOW = 60;
+
+// Buttons that lead to the steps before and behind those `shown`, which are `from` to `to` of `count` rows.
+export function StepWindow({shown, from, to, count, words, onMove, children = null}) {
+  const button = (text, start, disabled) =>
+    html`<button type="button" disabled=${disabled} onClick=${() => onMove(start)}>${text}</button>`;
+  return html`${button("◂ earlier", from - WINDOW, from <= 0)}${button("later ▸", to, to >= count)}${children}
+    <span class="muted small">steps ${shown[0].step} to ${shown[shown.length - 1].step}${words}</span>`;
 }
 
 export function StepTimes({shown, phases, lanes, cut = false, step: number, choose}) {
@@ -57,7 +68,7 @@ function PhaseTable({steps, step, paint}) {
     sum((each) => each.end - each.start),
   );
   const name = ([text, fill]) => html`<span class="swatch" style=${{"--series": fill}} aria-hidden="true" />${text}`;
-  const column = (key, title, text) => ({key, title, number: true, cell: ([phase]) => text(phase)});
+  const column = (key, title, text) => numberColumn(key, title, ([phase]) => text(phase));
   const columns = [
     {key: "phase", title: "phase", cell: name},
     column("step", `step ${step.step}`, (phase) => (step.seconds[phase] ? duration(step.seconds[phase]) : "–")),

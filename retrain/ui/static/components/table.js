@@ -1,6 +1,8 @@
-// Tables by columns.
+// Tables by columns, which may sort by one of them, and whose rows may be opened and gone along by the keys j and k.
 
-import {html} from "../lib/html.js";
+import {step, useKeys} from "../keys.js";
+import {html, useMemo} from "../lib/html.js";
+import {Condition} from "./marks.js";
 
 /**
  * @typedef {object} Column
@@ -15,10 +17,42 @@ import {html} from "../lib/html.js";
  * @property {string} [hint]
  */
 
-// A column's heading; `children` stand for its title.
-export function Heading({column: {number, hint, title}, sorted = null, children = title}) {
-  const name = number ? "number" : null;
-  return html`<th scope="col" class=${name} title=${hint} aria-sort=${sorted}>${children}</th>`;
+/** @returns {Column} */
+export function numberColumn(key, title, cell, more = {}) {
+  return {key, title, number: true, cell, ...more};
+}
+
+/** @type {Column} */
+export const CONDITION_COLUMN = {
+  key: "condition",
+  title: "condition",
+  cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`,
+};
+
+/** @param {Column | undefined} column */
+function sorted(rows, column, down) {
+  const value = column && column.value;
+  if (!value) return rows;
+  const compare = (a, b) => {
+    const [x, y] = [value(a), value(b)];
+    const missing = Number(x === null || x === undefined) - Number(y === null || y === undefined);
+    if (missing) return missing; // at the end in both directions
+    const order =
+      typeof x === "string" ? x.localeCompare(String(y), undefined, {numeric: true}) : Number(x) - Number(y);
+    return down ? -order : order;
+  };
+  return [...rows].sort(compare);
+}
+
+function Heading({column: {key, title, value, number, hint}, active, down, onSort}) {
+  const choose = () => onSort(key, active ? !down : Boolean(number));
+  const arrow = active ? (down ? " ↓" : " ↑") : "";
+  const button = html`<button type="button" class="bare sort" onClick=${choose}>${title}${arrow}</button>`;
+  const isSortable = value && onSort;
+  const order = active && isSortable ? (down ? "descending" : "ascending") : null;
+  return html`<th scope="col" class=${number ? "number" : null} title=${hint} aria-sort=${order}>
+    ${isSortable ? button : title}
+  </th>`;
 }
 
 function Cell({column: {title, cell, number, head, share}, row}) {
@@ -29,17 +63,38 @@ function Cell({column: {title, cell, number, head, share}, row}) {
   return html`<td class=${name} style=${style} data-name=${title}>${content}</td>`;
 }
 
-// `region`: Tab reaches it, so that keys scroll it: for a wide table without links. `tall`: many rows scroll inside
-// of it. `attributes`: of a row.
-export function Table({columns, rows, keyOf, label, class: name = "tight", region, tall, heading, attributes}) {
+// `sort`: key of the column. `onOpen`: for Enter and a click on the row. `noun`: what a row is, for the help of j and
+// k; none: no keys. `region`: Tab reaches the table, so that keys scroll it: for a wide one without links. `tall`: many
+// rows scroll inside of it.
+export function Table({columns, rows, keyOf, label, sort, down = false, onSort, ...rest}) {
+  const {onOpen, selected, noun, region, tall, class: name = "tight"} = rest;
+  const by = columns.find((each) => each.key === sort);
+  const ordered = useMemo(() => sorted(rows, by, down), [rows, sort, down]);
+  const selector = `table[aria-label="${CSS.escape(label)}"] tbody tr`;
+  useKeys(
+    noun ? {j: [`next ${noun}`, () => step(selector, 1)], k: [`previous ${noun}`, () => step(selector, -1)]} : null,
+  );
+  const head = (column) =>
+    html`<${Heading} key=${column.key} column=${column} active=${column === by} down=${down} onSort=${onSort} />`;
+  const body = (row) => {
+    const open = (event) => {
+      if (!event.target.closest("a, button, input, select, summary")) onOpen(row);
+    };
+    const press = (event) => event.key === "Enter" && open(event);
+    const attributes = {
+      "data-key": keyOf(row),
+      tabindex: noun || onOpen ? "-1" : null,
+      "aria-selected": selected ? String(selected(row)) : null,
+      ...(onOpen ? {onClick: open, onKeyDown: press} : {}),
+    };
+    const cells = columns.map((column) => html`<${Cell} key=${column.key} column=${column} row=${row} />`);
+    return html`<tr key=${keyOf(row)} ...${attributes}>${cells}</tr>`;
+  };
   const place = region ? {tabindex: "0", role: "region", "aria-label": label} : {};
-  const head = heading || ((column) => html`<${Heading} key=${column.key} column=${column} />`);
-  const cells = (row) => columns.map((column) => html`<${Cell} key=${column.key} column=${column} row=${row} />`);
-  const body = (row) => html`<tr key=${keyOf(row)} ...${attributes && attributes(row)}>${cells(row)}</tr>`;
   return html`<div class=${tall ? "scroll tall" : "scroll"} ...${place}>
     <table class=${name} aria-label=${label}>
       <thead><tr>${columns.map(head)}</tr></thead>
-      <tbody>${rows.map(body)}</tbody>
+      <tbody>${ordered.map(body)}</tbody>
     </table>
   </div>`;
 }

@@ -1,6 +1,6 @@
 // What a token can be coloured by: a scale from numbers to classes of tokens.css, and every number in words.
 
-import {count, number, plural} from "../format.js";
+import {count, extent, number, plural} from "../format.js";
 
 const LEVELS = 6;
 const CATEGORIES = 8;
@@ -120,17 +120,6 @@ function between(low, high, write) {
     return /** @type {[string, string]} */ ([css(at), write(share, number(at))]);
   };
   return {css, stops: (high > low ? [0, 0.25, 0.5, 0.75, 1] : [0]).map(stop)};
-}
-
-/** Return the least and the greatest of the values that are known; null where none is. @param {Values} values */
-export function extent(values) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const value of values) {
-    if (value === null || !Number.isFinite(value)) continue;
-    low = Math.min(low, value);
-    high = Math.max(high, value);
-  }
-  return low <= high ? [low, high] : null;
 }
 
 /** @param {string} name of NUMBERS @param {Values} values @returns {Scale} */

@@ -1,9 +1,8 @@
-// The address as components read and change it.
+// The address is the whole state: /<view>/<place>?<query>. Views read it and change it here only. A copy without a
+// server has one address, so there the state stands behind a hash sign.
 
-import {here, link, patch as patchAddress} from "../router.js";
+import {isCopy} from "../copy.js";
 import {createContext, useCallback, useContext} from "./html.js";
-
-export {go, link} from "../router.js";
 
 /**
  * @typedef {Record<string, string>} Query
@@ -11,17 +10,84 @@ export {go, link} from "../router.js";
  * @typedef {(changes: Record<string, unknown>, options?: {replace?: boolean}) => void} Patch
  */
 
+/** @type {((state: State) => void)[]} */
+const listeners = [];
+
+// Segments of a path may keep what is safe there, so that links stay readable.
+function segment(text) {
+  return encodeURIComponent(text).replace(/%(2B|3D|40|3A|2C|24|26)/g, (code) => decodeURIComponent(code));
+}
+
+function plain(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch (error) {
+    return text;
+  }
+}
+
+export function link(view, place, query) {
+  const path = view === "campaigns" ? "/" : `/${view}/${(place || "").split("/").map(segment).join("/")}`;
+  const given = Object.entries(query || {}).filter(
+    ([, value]) => ![null, undefined, ""].includes(/** @type {any} */ (value)),
+  );
+  const pairs = given.map(([key, value]) => [key, String(value)]);
+  const text = new URLSearchParams(pairs).toString().replace(/%2F/g, "/").replace(/%2C/g, ",");
+  return (isCopy() ? "#" : "") + (text ? `${path}?${text}` : path);
+}
+
+// Path and query of this view, wherever they stand.
+function address() {
+  if (!isCopy()) return [location.pathname, location.search];
+  const [path, ...query] = (location.hash.slice(1) || "/").split("?");
+  return [path, query.join("?")];
+}
+
+export function here() {
+  const [path, search] = address();
+  const [, view, ...rest] = path.split("/");
+  const query = Object.fromEntries(new URLSearchParams(search));
+  delete query.token;
+  return {view: view || "campaigns", place: rest.map(plain).join("/").replace(/\/+$/, ""), query};
+}
+
+export function go(url, {replace = false} = {}) {
+  const present = isCopy() ? location.hash : location.pathname + location.search;
+  if (url !== present) history[replace ? "replaceState" : "pushState"](null, "", url);
+  listeners.forEach((run) => run(here()));
+}
+
+export function onRoute(run) {
+  listeners.push(run);
+}
+
+export function startRouter() {
+  addEventListener("popstate", () => listeners.forEach((run) => run(here())));
+  document.addEventListener("click", (event) => {
+    const anchor = /** @type {Element} */ (event.target).closest("a");
+    const modified = event.button || event.metaKey || event.ctrlKey || event.shiftKey;
+    if (!anchor || !anchor.hasAttribute("href") || event.defaultPrevented || modified) return;
+    if (anchor.target || anchor.hasAttribute("download") || anchor.origin !== location.origin) return;
+    const target = anchor.getAttribute("href") || "";
+    if (target.startsWith("#") && !(isCopy() && target.startsWith("#/"))) return;
+    event.preventDefault();
+    go(isCopy() ? target : anchor.pathname + anchor.search);
+  });
+  listeners.forEach((run) => run(here()));
+}
+
 export const AddressContext = createContext(/** @type {State} */ ({view: "", place: "", query: {}}));
 
 // Return the view's place and query. `patch` changes keys of the query (null removes one; `{replace: true}` while
-// typing); it does nothing once the page shows another view. `linkTo` is a link to this view with other keys.
+// typing or sliding) and does nothing once the page shows another view. `linkTo` is a link to this view with another
+// query.
 export function useAddress() {
   const {view, place, query} = useContext(AddressContext);
   /** @type {Patch} */
   const patch = useCallback(
     (changes, options) => {
       const now = here();
-      if (now.view === view && now.place === place) patchAddress(changes, options);
+      if (now.view === view && now.place === place) go(link(view, place, {...now.query, ...changes}), options);
     },
     [view, place],
   );

@@ -5,11 +5,10 @@ import {columnsOf} from "../charts/data.js";
 import {FigureCard} from "../charts/forest.js";
 import {Histograms} from "../charts/histogram.js";
 import {table} from "../charts/save.js";
-import {themeChanged} from "../colours.js";
+import {startThemeButton, themeChanged} from "../colours.js";
 import {Chart} from "../components/chart.js";
 import {Legend} from "../components/marks.js";
 import {html, render, useMemo, useState} from "../lib/html.js";
-import {startThemeButton} from "../lib/theme_button.js";
 import {Forests} from "../views/campaign_parts.js";
 
 /**

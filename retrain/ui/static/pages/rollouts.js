@@ -1,6 +1,6 @@
 // The page of one iteration's rollouts: colours of tokens, the order of answers and rows. All texts stand in the HTML.
 
-import {startThemeButton} from "../lib/theme_button.js";
+import {startThemeButton} from "../colours.js";
 import {facts, scaleOf} from "../components/token_scales.js";
 import {clear, colour, tokenSpan, tokensOf} from "./tokens.js";
 

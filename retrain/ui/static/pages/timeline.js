@@ -1,10 +1,8 @@
 // The page of a run's timeline: the steps that it carries, a window of them at a time.
 
-import {StepTimes, stepOf} from "../components/step_times.js";
+import {StepTimes, StepWindow, WINDOW, stepOf} from "../components/step_times.js";
 import {html, render, useLayoutEffect, useState} from "../lib/html.js";
-import {startThemeButton} from "../lib/theme_button.js";
-
-const WINDOW = 60;
+import {startThemeButton} from "../colours.js";
 
 function Times({data}) {
   const {shown: all, phases, lanes} = data;
@@ -26,14 +24,8 @@ function Times({data}) {
     document.addEventListener("keydown", press);
     return () => document.removeEventListener("keydown", press);
   });
-  const button = (text, start, disabled) =>
-    html`<button type="button" disabled=${disabled} onClick=${() => move(start)}>${text}</button>`;
-  return html`<div class="tools no-print">
-      ${button("◂ earlier", from - WINDOW, from <= 0)}${button("later ▸", from + WINDOW, from + WINDOW >= all.length)}
-      <span class="muted small">
-        steps ${shown[0].step} to ${shown[shown.length - 1].step}; h and l go from step to step
-      </span>
-    </div>
+  const place = {shown, from, to: from + WINDOW, count: all.length, words: "; h and l go from step to step"};
+  return html`<div class="tools no-print"><${StepWindow} ...${place} onMove=${move} /></div>
     <${StepTimes} ...${{shown, phases, lanes}} step=${chosen} choose=${(step) => setChosen(String(step))} />`;
 }
 

@@ -1,8 +1,7 @@
 // One campaign: what came of it, in a sentence and as a picture; curves; cost; how many more seeds; its runs.
 
-import {Condition} from "../components/marks.js";
 import {Answered, NotRecorded, Title} from "../components/states.js";
-import {DataTable} from "../components/data_table.js";
+import {CONDITION_COLUMN, Table, numberColumn} from "../components/table.js";
 import {ago, count, duration, hours, plural} from "../format.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer} from "../lib/answer.js";
@@ -47,23 +46,24 @@ function factsOf({summary: {conditions, workers, left_s, device_hours, updated},
   return facts.filter(Boolean).join(" · ");
 }
 
+function agoText(seconds) {
+  return typeof seconds === "number" ? `${duration(seconds)} ago` : "–";
+}
+
 const COLUMNS = [
-  {key: "condition", title: "condition", cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`},
-  {key: "seed", title: "seed", number: true, cell: (run) => run.seed},
+  CONDITION_COLUMN,
+  numberColumn("seed", "seed", (run) => run.seed),
   {key: "state", title: "state", cell: (run) => html`<${RunState} ...${run} />`},
-  {key: "steps", title: "steps", number: true, cell: (run) => html`<${RunSteps} ...${run} />`},
-  {
-    ...{key: "changed", title: "changed"},
-    cell: ({age_s}) => html`<span class="muted">${typeof age_s === "number" ? `${duration(age_s)} ago` : "–"}</span>`,
-  },
+  numberColumn("steps", "steps", (run) => html`<${RunSteps} ...${run} />`),
+  {key: "changed", title: "changed", cell: ({age_s: age}) => html`<span class="muted">${agoText(age)}</span>`},
   {key: "links", title: "look at", cell: (run) => html`<${RunLinks} ...${run} />`},
 ];
 
 function Runs({runs}) {
   const rows = [...runs].sort((a, b) => a.index - b.index || a.seed - b.seed);
   const open = (run) => go(link("metrics", run.place));
-  const table = {columns: COLUMNS, rows, keyOf: (run) => run.place, label: "runs", noun: "run"};
-  return html`<section id="runs"><h2>Runs</h2><${DataTable} ...${table} onOpen=${open} /></section>`;
+  const table = {class: "tight wide", columns: COLUMNS, rows, keyOf: (run) => run.place, label: "runs", noun: "run"};
+  return html`<section id="runs"><h2>Runs</h2><${Table} ...${table} onOpen=${open} /></section>`;
 }
 
 function RunState({state, reason, worker}) {

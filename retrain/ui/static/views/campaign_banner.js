@@ -6,7 +6,7 @@ import {Banner} from "../components/states.js";
 import {plural} from "../format.js";
 import {html} from "../lib/html.js";
 import {link} from "../lib/address.js";
-import {classOf, isOpen} from "../verdicts.js";
+import {classOf, isOpen} from "../components/interval_bar.js";
 
 const ONE_CONDITION = "One condition only: there is nothing to compare it with.";
 const NOTHING = "No two conditions have a finished run with a value.";

@@ -4,7 +4,7 @@ import {conditionLines, countsOf, differenceLines} from "../charts/curve_lines.j
 import {Chart} from "../components/chart.js";
 import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
 import {useCurveSettings, useMetric} from "../components/curve_controls.js";
-import {SignButton} from "../components/inputs.js";
+import {signButton} from "../components/inputs.js";
 import {useKeys} from "../keys.js";
 import {link, useAddress} from "../lib/address.js";
 import {useCurves} from "../lib/answer.js";
@@ -32,6 +32,8 @@ function differenceWords(body) {
   return `mean of the pairs, n: how many; ${words}, no verdict`;
 }
 
+const NO_BODY = {x: "step", share: false, about: null, conditions: [], differences: []};
+
 // The mean of each condition or group of /api/curves, without the hidden ones; a click on a step opens rollouts of
 // `runs`.
 export function ConditionChart({body, metric, settings, runs = [], ...more}) {
@@ -40,7 +42,7 @@ export function ConditionChart({body, metric, settings, runs = [], ...more}) {
     const conditions = body ? body.conditions.filter(({index}) => !hidden.has(index)) : [];
     return body ? [conditionLines({...body, conditions}, thin), countsOf(conditions)] : [null, null];
   }, [body, thin, hidden]);
-  const {key, x, share, about} = body || {key: metric || "", x: "step", share: false, about: null};
+  const {key, x, share, about} = body || {...NO_BODY, key: metric || ""};
   const {range, healthy} = about || {range: null, healthy: null};
   const options = {lines, counts, x, share, range, healthy, unit: share ? "%" : "", ...plot, ...more};
   const words = body && levelWords(body, counts !== null);
@@ -50,29 +52,13 @@ export function ConditionChart({body, metric, settings, runs = [], ...more}) {
 
 function DifferenceChart({body, metric, settings: {hidden, plot}, ...more}) {
   const lines = useMemo(() => body && differenceLines(body).filter(({index}) => !hidden.has(index)), [body, hidden]);
-  const {key, x, share, conditions, differences} = body || {
-    key: metric || "",
-    x: "step",
-    conditions: [],
-    differences: [],
-  };
+  const {key, x, share, conditions, differences} = body || {...NO_BODY, key: metric || ""};
   const baseline = conditions.length ? conditions[0].label : "the baseline";
-  const options = {
-    x,
-    lines,
-    share: share ? "points" : false,
-    unit: share ? "points" : "",
-    ...plot,
-    logY: false,
-    ...more,
-  };
-  return html`<${Chart}
-    title=${`${key}: difference to ${baseline}`}
-    words=${differences.length > 0 && differenceWords(body)}
-    emptyWords="No pair of runs has come so far yet"
-    zero=${true}
-    ...${options}
-  />`;
+  const points = share ? "points" : "";
+  const options = {x, lines, share: points, unit: points, zero: true, ...plot, logY: false, ...more};
+  const words = differences.length > 0 && differenceWords(body);
+  return html`<${Chart} title=${`${key}: difference to ${baseline}`} words=${words} ...${options}
+    emptyWords="No pair of runs has come so far yet" />`;
 }
 
 // `campaign`: the answer of /api/campaign.
@@ -97,7 +83,7 @@ export function Curves({campaign}) {
   const conditions = body ? body.conditions : [];
   const groups = conditions.map(({label, index}) => ({name: label, index}));
   const explain = () => metric && why(metric, campaign.runs);
-  const tools = html`<${SignButton} label="Why?" hint="what this number means" onPress=${explain}>Why?<//>`;
+  const tools = signButton("Why?", "Why?", explain, {hint: "what this number means"});
   const shared = {body, metric, settings, error, retry, height: 290, group: "campaign"};
   if (isKnown && !metric)
     return html`<section><h2>Curves</h2><p class="muted">Nothing was recorded yet.</p></section>`;

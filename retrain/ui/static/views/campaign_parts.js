@@ -3,11 +3,10 @@
 import {FigureCard, Forest, Gain} from "../charts/forest.js";
 import {table} from "../charts/save.js";
 import {Copyable} from "../components/inputs.js";
-import {Condition} from "../components/marks.js";
-import {Table} from "../components/table.js";
+import {CONDITION_COLUMN, Table, numberColumn} from "../components/table.js";
 import {amount, count, difference, duration, plural} from "../format.js";
 import {html} from "../lib/html.js";
-import {isOpen} from "../verdicts.js";
+import {isOpen} from "../components/interval_bar.js";
 
 /** @type {Record<string, string>} */
 const SUMMARIES = {
@@ -74,7 +73,8 @@ function Levels({body}) {
     return {name, index, centre, interval, note, values: valuesOf(values, finished, write), cells};
   });
   const what = `${metric}, ${SUMMARIES[summary] || summary}`;
-  const words = `${what}; a mark for each seed, line: mean, bar: 95 % interval over ${over}`;
+  const bar = intervals.some(({interval}) => interval) ? `, bar: 95 % interval over ${over}` : "";
+  const words = `${what}; a mark for each seed, line: mean${bar}`;
   const card = {heading: "Result", words, title: `${metric} by condition`, label: `${what} by condition`, rows};
   const heads = ["condition", "seed", metric, "mean", "mean low", "mean high"];
   return html`<${ForestCard} ...${card} heads=${heads} axis=${{xTitle: metric, unit: share ? "%" : ""}} />`;
@@ -100,7 +100,8 @@ function Differences({comparison: {metric, share, baseline, margin, conditions}}
     return html`<figure class="card"><h2>${heading}</h2><p class="state">No pair of finished runs yet</p></figure>`;
   }
   const words = [
-    `the same seed in both; line: typical difference${share ? " in points" : ""}, bar: 95 % interval over seeds`,
+    `the same seed in both; line: typical difference${share ? " in points" : ""}`,
+    rows.some((row) => row.interval) ? "bar: 95 % interval over seeds" : "",
     rows.some((row) => row.wider) ? "thin line: the same on new problems" : "",
     margin ? "grey: what does not matter" : "",
     rows.some((row) => row.open && row.interval) ? "hatched: cannot tell yet" : "",
@@ -133,10 +134,10 @@ export function Costs({body: {comparison, cost}}) {
     ...ends(each.difference_interval),
   ];
   const columns = [
-    {key: "condition", title: "condition", cell: ({index, label}) => html`<${Condition} index=${index}>${label}<//>`},
-    {key: "time", title: "time / run", number: true, cell: (each) => duration(each.seconds_per_run)},
-    {key: "tokens", title: "tokens / run", number: true, cell: (each) => count(each.tokens_per_run)},
-    {key: "gain", title: "typical difference", number: true, cell: write},
+    CONDITION_COLUMN,
+    numberColumn("time", "time / run", (each) => duration(each.seconds_per_run)),
+    numberColumn("tokens", "tokens / run", (each) => count(each.tokens_per_run)),
+    numberColumn("gain", "typical difference", write),
   ];
   const label = `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`;
   const xText = (value) => (value === 0 ? "0" : duration(value));
@@ -146,7 +147,8 @@ export function Costs({body: {comparison, cost}}) {
     yTitle: share ? "points" : "difference",
     unit: share ? "points" : "",
   };
-  const words = "up: better than the baseline; right: dearer; bar: 95 % interval over seeds";
+  const bar = points.some((each) => each.interval) ? "; bar: 95 % interval over seeds" : "";
+  const words = `up: better than the baseline; right: dearer${bar}`;
   const card = {heading: "Cost against gain", words, title: `cost against gain ${metric}`};
   return html`<${FigureCard} ...${card} csv=${() => table(["condition", ...heads], known.map(cells))}>
     <${Gain} points=${points} label=${label} ...${axes} />

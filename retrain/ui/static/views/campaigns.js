@@ -1,17 +1,16 @@
 // All campaigns and runs below the given directories: state, held-out accuracy, verdict, progress, newest warning.
 
-import {IntervalBar} from "../components/interval_bar.js";
+import {IntervalBar, classOf, reach} from "../components/interval_bar.js";
 import {AddressChoice, AddressSearch, AddressTabs} from "../components/inputs.js";
 import {Rate, Sparkline, Swatch} from "../components/marks.js";
 import {Answered, Empty, NotRecorded, Title} from "../components/states.js";
-import {DataTable} from "../components/data_table.js";
+import {Table, numberColumn} from "../components/table.js";
 import {ago, clock, count, difference, duration, hours, percent, plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement, useLayoutEffect, useMemo, useState} from "../lib/html.js";
 import {setPlaces} from "../places.js";
-import {classOf, reach} from "../verdicts.js";
 
 const STATES = ["running", "done", "failed", "stopped", "interrupted", "pending"];
 const MOST_CONDITIONS = 4;
@@ -102,35 +101,28 @@ function Devices({summary: {devices, device_hours}}) {
 // `most`: what either end of the bars of shares stands for.
 function columnsOf(most) {
   const best = (row) => Math.max(...conditionsOf(row).map((each) => each.last.rate));
+  const accuracy = {
+    hint: "last evaluation: mean over the runs, 95 % interval over problems, number of problems",
+    value: (row) => (conditionsOf(row).length ? best(row) : null),
+  };
+  const gain = {
+    hint: "95 % interval over seeds; grey: what does not matter",
+    value: (row) => row.verdict && row.verdict.difference,
+  };
+  const progress = {value: ({steps}) => (steps.planned ? steps.done / steps.planned : null)};
+  // What trains stands first and keeps its place while it changes.
+  const updated = {value: (row) => (row.state === "running" ? Infinity : row.updated || 0)};
+  const changed = (unix) => html`<time title=${unix ? clock(unix) : null}>${ago(unix)}</time>`;
+  const verdict = (row) => html`<${Verdict} summary=${row} most=${most} />`;
   return [
-    {...{key: "name", title: "campaign", value: (row) => row.name}, cell: (row) => html`<${Name} summary=${row} />`},
-    {
-      ...{key: "accuracy", title: "held-out accuracy, 95 %", number: true},
-      hint: "last evaluation: mean over the runs, 95 % interval over problems, number of problems",
-      value: (row) => (conditionsOf(row).length ? best(row) : null),
-      cell: (row) => html`<${Accuracy} summary=${row} />`,
-    },
-    {
-      ...{key: "difference", title: "verdict, typical difference, 95 %", number: true},
-      hint: "95 % interval over seeds; grey: what does not matter",
-      value: (row) => row.verdict && row.verdict.difference,
-      cell: (row) => html`<${Verdict} summary=${row} most=${most} />`,
-    },
-    {
-      ...{key: "progress", title: "steps", number: true},
-      value: ({steps}) => (steps.planned ? steps.done / steps.planned : null),
-      cell: (row) => html`<${Progress} summary=${row} />`,
-    },
-    {
-      ...{key: "device_hours", title: "devices", number: true, value: (row) => row.device_hours},
-      cell: (row) => html`<${Devices} summary=${row} />`,
-    },
-    {
-      ...{key: "updated", title: "changed", number: true},
-      // What trains stands first and keeps its place while it changes.
-      value: ({state, updated}) => (state === "running" ? Infinity : updated || 0),
-      cell: ({updated}) => html`<time title=${updated ? clock(updated) : null}>${ago(updated)}</time>`,
-    },
+    {key: "name", title: "campaign", value: (row) => row.name, cell: (row) => html`<${Name} summary=${row} />`},
+    numberColumn("accuracy", "held-out accuracy, 95 %", (row) => html`<${Accuracy} summary=${row} />`, accuracy),
+    numberColumn("difference", "verdict, typical difference, 95 %", verdict, gain),
+    numberColumn("progress", "steps", (row) => html`<${Progress} summary=${row} />`, progress),
+    numberColumn("device_hours", "devices", (row) => html`<${Devices} summary=${row} />`, {
+      value: (row) => row.device_hours,
+    }),
+    numberColumn("updated", "changed", (row) => changed(row.updated), updated),
   ];
 }
 
@@ -224,5 +216,5 @@ function List({places, query, isReading}) {
     patch({sort: to === "updated" ? null : to, order});
   };
   const table = {class: "campaigns", label: "campaigns", columns, rows, keyOf: (row) => row.place};
-  return html`<${DataTable} ...${table} sort=${key} down=${down} onSort=${sort} />`;
+  return html`<${Table} ...${table} sort=${key} down=${down} onSort=${sort} />`;
 }

@@ -2,7 +2,7 @@
 
 import {AS_IN_REPORT, CurveTools, GroupLegend, MetricChoice} from "../components/curve_controls.js";
 import {useCurveSettings, useMetric} from "../components/curve_controls.js";
-import {AddressChoice, AddressTick, SignButton} from "../components/inputs.js";
+import {AddressChoice, AddressTick, signButton} from "../components/inputs.js";
 import {Condition} from "../components/marks.js";
 import {Table} from "../components/table.js";
 import {useAddress} from "../lib/address.js";
@@ -10,7 +10,7 @@ import {useCurves} from "../lib/answer.js";
 import {groupKeys, namedGroups, shownValue} from "../lib/groups.js";
 import {html, useMemo} from "../lib/html.js";
 import {ConditionChart} from "./campaign_curves.js";
-import {KEY_COLUMN, PlaceField, Value} from "./compare_places.js";
+import {KEY_COLUMN, PlaceField, Value} from "./compare_pair.js";
 
 const ALONE = "one mean for each value of the key, over all runs that have it";
 
@@ -54,7 +54,7 @@ function Places({at, others}) {
   const add = (place) => place && !at.includes(place) && set([...others, place]);
   const chip = (place) => html`<li key=${place}>
     <code>${place}</code>
-    ${others.includes(place) && html`<${SignButton} label=${`leave out ${place}`} onPress=${drop(place)}>×<//>`}
+    ${others.includes(place) && signButton("×", `leave out ${place}`, drop(place))}
   </li>`;
   return html`<div class="tools">
     <ul class="places" aria-label="compared">${at.map(chip)}</ul>

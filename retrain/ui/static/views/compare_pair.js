@@ -1,15 +1,31 @@
 // In what two campaigns or runs differ: configuration, code, environment, data and initial adapter.
 
+import {Field} from "../components/inputs.js";
 import {Answered, Empty} from "../components/states.js";
 import {Table} from "../components/table.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
+import {shownValue} from "../lib/groups.js";
 import {html, useEffect} from "../lib/html.js";
-import {KEY_COLUMN, PlaceField, Value} from "./compare_places.js";
 
 const OPEN_LINES = 80;
 const SIDES = /** @type {const} */ (["a", "b"]);
+
+export const KEY_COLUMN = {key: "key", title: "key", head: true, cell: ({key}) => html`<code>${key}</code>`};
+
+// A field that offers these places and those of all campaigns.
+export function PlaceField({label, value, first = [], onChoose}) {
+  const {data} = useAnswer("places", {}, {kinds: ["state"], wait: 5000});
+  const options = [...new Set([...first, ...(data ? data.places : []).map((each) => each.place)])];
+  const field = {label, value, options, class: "place", placeholder: "a campaign or a run …"};
+  return html`<${Field} ...${field} onEnter=${(text) => onChoose(text || null)} />`;
+}
+
+export function Value({value}) {
+  const isSet = value !== null && value !== undefined;
+  return isSet ? shownValue(value) : html`<span class="muted">${shownValue(value)}</span>`;
+}
 
 export function Pair() {
   const {place, query, patch} = useAddress();

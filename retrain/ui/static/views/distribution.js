@@ -3,7 +3,7 @@
 import {Histograms, WIDTH} from "../charts/histogram.js";
 import {SaveMenu, standaloneCopy, table} from "../charts/save.js";
 import {AddressChoice, RunChoice} from "../components/inputs.js";
-import {Answered} from "../components/states.js";
+import {Answered, ClosableHead} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
@@ -101,7 +101,7 @@ export function Distribution({place, runs}) {
   };
   const close = () => patch({hist: null, run: null, step: null});
   return html`<div class="histplace"><section class="card wide">
-    <div class="head"><h2>Distribution of ${name}</h2><button type="button" onClick=${close}>Close</button></div>
+    <${ClosableHead} title=${`Distribution of ${name}`} onClose=${close} />
     <${Answered} of=${answer}>${content}<//>
   </section></div>`;
 }

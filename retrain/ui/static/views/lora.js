@@ -3,7 +3,7 @@
 import {Chart} from "../components/chart.js";
 import {RunChoice} from "../components/inputs.js";
 import {Answered, Empty, Title} from "../components/states.js";
-import {Table} from "../components/table.js";
+import {Table, numberColumn} from "../components/table.js";
 import {amount, number, percent, plural} from "../format.js";
 import {link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
@@ -70,10 +70,6 @@ function Energies({runs, run}) {
     <${Chart} title="Energy by rank" words=${BY_RANK} x="rank" group="rank" lines=${byRank} ...${shared} />
     <${Chart} title="Over checkpoints" words=${BY_STEP} x="step" group="checkpoints" lines=${byStep} ...${shared} />
   </div>`;
-}
-
-function numberColumn(key, title, cell, more = {}) {
-  return {key, title, number: true, cell, ...more};
 }
 
 function Modules({run}) {

@@ -2,7 +2,7 @@
 
 import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {Field, SignButton} from "../components/inputs.js";
+import {Field, signButton} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
 import {showToast} from "../lib/browser.js";
 import {useCurves} from "../lib/answer.js";
@@ -19,17 +19,16 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
     patch({keys: writeMine([...readMine(query.keys), {key, only: ""}]), tab: tab === "mine" ? null : tab});
     showToast(`${key} is in Mine`);
   };
-  const button = (sign, label, hint, onPress) =>
-    html`<${SignButton} label=${label} hint=${hint} onPress=${onPress}>${sign}<//>`;
   const distribution = () => patch({hist: histogram, step: null});
-  return html`${mine || button("☆", `add ${key} to Mine`, "add to Mine", pin)}
-    ${histogram && button("▥", `distribution of ${key}`, "distribution over rollouts", distribution)}
+  const size = () => patch({open: big ? null : key});
+  return html`${mine || signButton("☆", `add ${key} to Mine`, pin, {hint: "add to Mine"})}
+    ${histogram && signButton("▥", `distribution of ${key}`, distribution, {hint: "distribution over rollouts"})}
     ${
       big
-        ? button("×", "close the large chart", "close", () => patch({open: null}))
-        : button("⤢", `${key} large`, "large", () => patch({open: key}))
+        ? signButton("×", "close the large chart", size, {hint: "close"})
+        : signButton("⤢", `${key} large`, size, {hint: "large"})
     }
-    ${button("Why?", `why? ${key}`, "what this number means", () => why(key, runs))}`;
+    ${signButton("Why?", `why? ${key}`, () => why(key, runs), {hint: "what this number means"})}`;
 }
 
 // Return what a chart draws of an answer, and what there is to say of its rows.

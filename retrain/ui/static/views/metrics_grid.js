@@ -1,6 +1,6 @@
 // The charts of the Metrics page: those that are watched, all by section and group, and one's own.
 
-import {SignButton} from "../components/inputs.js";
+import {signButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
@@ -63,12 +63,11 @@ function ItemButtons({items, at}) {
   const without = items.filter((_, i) => i !== at);
   const put = (to, rest) => () => patch({keys: writeMine([...rest.slice(0, to), items[at], ...rest.slice(to)])});
   const remove = () => patch({keys: writeMine(without), tab: "mine"});
-  const button = (sign, label, hint, onPress, disabled = false) =>
-    html`<${SignButton} label=${label} hint=${hint} onPress=${onPress} disabled=${disabled}>${sign}<//>`;
-  return html`${button("◂", `move ${key} forward`, "move forward", put(at - 1, without), at === 0)}
-  ${button("▸", `move ${key} back`, "move back", put(at + 1, without), at === items.length - 1)}
-  ${button("+", `${key} once more`, "once more, for another filter", put(at, items))}
-  ${button("✕", `take ${key} out of Mine`, "take out", remove)}`;
+  const [isFirst, isLast] = [at === 0, at === items.length - 1];
+  return html`${signButton("◂", `move ${key} forward`, put(at - 1, without), {hint: "move forward", disabled: isFirst})}
+  ${signButton("▸", `move ${key} back`, put(at + 1, without), {hint: "move back", disabled: isLast})}
+  ${signButton("+", `${key} once more`, put(at, items), {hint: "once more, for another filter"})}
+  ${signButton("✕", `take ${key} out of Mine`, remove, {hint: "take out"})}`;
 }
 
 export function MyCharts({body, page, test}) {

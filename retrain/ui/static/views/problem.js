@@ -2,8 +2,8 @@
 
 import {Chart} from "../components/chart.js";
 import {Rate} from "../components/marks.js";
-import {Answered} from "../components/states.js";
-import {Table} from "../components/table.js";
+import {Answered, ClosableHead} from "../components/states.js";
+import {Table, numberColumn} from "../components/table.js";
 import {shortened} from "../format.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
@@ -39,10 +39,8 @@ function runOf(family, place, label) {
 export function Problem({set, close, ...shared}) {
   const {place, query} = useAddress();
   const answer = useAnswer("problem", {at: place, set, id: query.id}, {kinds: ["evals"], wait: 3000});
-  const content = (found) => html`<div class="head">
-      <h2>${shortened(found.problem, 120)}<small>${found.tags.join(" · ")}</small></h2>
-      <button type="button" onClick=${close}>Close</button>
-    </div>
+  const content = (found) => html`<${ClosableHead} title=${shortened(found.problem, 120)}
+      words=${found.tags.join(" · ")} onClose=${close} />
     ${found.prompt && html`<${LongText} text=${found.prompt} most=${3000} class="said promptshort" />`}
     <${Evolution} found=${found} ...${shared} />`;
   return html`<${Answered} of=${answer}>${content}<//>`;
@@ -90,12 +88,7 @@ function Evolution({found, conditions, family}) {
   );
   const columns = [
     {key: "condition", title: "condition", cell: ({label}) => label},
-    {
-      key: "step",
-      title: "step",
-      number: true,
-      cell: ({label, step}) => html`<a href=${answers(label, step)}>${step}</a>`,
-    },
+    numberColumn("step", "step", ({label, step}) => html`<a href=${answers(label, step)}>${step}</a>`),
     {key: "solved", title: "solved", cell: (row) => html`<${Rate} ...${row} />`},
   ];
   return html`<${Chart} title="Solve rate" words=${WORDS} ...${options} />

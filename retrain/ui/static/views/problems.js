@@ -3,8 +3,8 @@
 import {colour} from "../colours.js";
 import {AddressChoice, AddressSearch} from "../components/inputs.js";
 import {Condition, Rate} from "../components/marks.js";
-import {Empty, Failed, Loading, Title} from "../components/states.js";
-import {DataTable} from "../components/data_table.js";
+import {Answered, Empty, Title} from "../components/states.js";
+import {Table} from "../components/table.js";
 import {difference, number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
@@ -66,7 +66,7 @@ export function Problems() {
   const first = Math.max(0, Number(query.first) || 0);
   const question = {at: place, set, sort, tag, text, first, count: PAGE};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
-  const {data, isCurrent, error, retry} = answer;
+  const {data, isCurrent} = answer;
   const conditions = useMemo(() => {
     const labels = data ? data.conditions : [];
     const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
@@ -87,14 +87,11 @@ export function Problems() {
     s: ["next order", () => patch({sort: cycled(sorts, sort || "differ", 1), first: null})],
     Escape: ["close the problem", () => patch({id: null})],
   });
-  if (data === null || (error && !isCurrent)) {
-    const content = error ? html`<${Failed} error=${error} retry=${retry} />` : html`<${Loading} />`;
-    return html`<${Title} title="Problems" />${content}`;
-  }
-  if (!data.sets.length) return html`<${Title} title="Problems" /><${Empty} title="No evaluation yet">${HINT}<//>`;
-  const words = [data.set, plural(total, "problem"), plural(conditions.length, "condition")].join(" · ");
+  const isEvaluated = data && data.sets.length > 0;
+  const words =
+    isEvaluated && [data.set, plural(total, "problem"), plural(conditions.length, "condition")].join(" · ");
   const close = () => patch({id: null});
-  return html`<${Title} title="Problems" words=${words} /><${Tools} data=${data} /><${Judgement} data=${data} />
+  const content = () => html`<${Tools} data=${data} /><${Judgement} data=${data} />
     <div class=${`panes ${id === undefined ? "" : "opened"}`}>
       <section class="list" aria-label="problems">
         <${List} data=${data} conditions=${conditions} />
@@ -104,6 +101,9 @@ export function Problems() {
         ${id !== undefined && html`<${Problem} set=${data.set} ...${{conditions, family, close}} />`}
       </aside>
     </div>`;
+  const nothing = () => html`<${Empty} title="No evaluation yet">${HINT}<//>`;
+  return html`<${Title} title="Problems" words=${words} />
+    <${Answered} of=${answer}>${isEvaluated ? content : nothing}<//>`;
 }
 
 function Tools({data: {sets, set, of_tag: ofTag}}) {
@@ -171,5 +171,5 @@ function List({data, conditions}) {
     keyOf: (row) => row.id,
   };
   const chosen = {onOpen: (row) => patch({id: row.id}), selected: (row) => row.id === query.id};
-  return html`<${DataTable} ...${table} ...${chosen} />`;
+  return html`<${Table} ...${table} ...${chosen} />`;
 }

@@ -1,7 +1,7 @@
 // One number of a rollout along its tokens: a line, where turns begin, the chosen token.
 
-import {NUMBERS, extent, valueText} from "../components/token_scales.js";
-import {number} from "../format.js";
+import {NUMBERS, valueText} from "../components/token_scales.js";
+import {extent, number} from "../format.js";
 import {html, useMemo} from "../lib/html.js";
 
 const WIDE = 1000;

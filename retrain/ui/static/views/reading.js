@@ -145,6 +145,15 @@ export function openRollouts({metric, x, lines, runs}) {
   };
 }
 
+/** Return the keys that lead to another of the steps that there are. @returns {import("../keys.js").KeyMap} */
+export function stepKeys(about, steps, patch) {
+  const step = (by) => () => {
+    const to = about ? beside(steps, about.iteration, by) : null;
+    if (to !== null) patch({iteration: to, first: null, pos: null});
+  };
+  return {h: ["step back", step(-1)], l: ["step forward", step(1)]};
+}
+
 /** Return the value that lies `by` further in a list; null at an end. */
 export function beside(list, value, by) {
   return list[list.indexOf(value) + by] ?? null;

@@ -2,7 +2,7 @@
 
 import {AddressTick} from "../components/inputs.js";
 import {Rate} from "../components/marks.js";
-import {Answered, Empty, Title} from "../components/states.js";
+import {Answered, ClosableHead, Empty, Title} from "../components/states.js";
 import {number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
@@ -11,7 +11,7 @@ import {html, useEffect, useElement} from "../lib/html.js";
 import {SearchResults} from "./search_results.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
 import {NO_ROWS, Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName} from "./reading.js";
-import {useIterationAnswer, useNextRow, useSampled} from "./reading.js";
+import {stepKeys, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
 import {Filters, Groups, Rewards, Samples, filtersOf} from "./rollouts_parts.js";
 
 const PAGE = 100;
@@ -90,13 +90,8 @@ function keysOf({data, steps, index, choose, query, patch}) {
     if (query.group === undefined) choose(sample, {replace: true});
     else patch({iteration: data.about.iteration, index: sample, group: to.group, first: null}, {replace: true});
   };
-  const step = (by) => () => {
-    const to = data ? beside(steps, data.about.iteration, by) : null;
-    if (to !== null) patch({iteration: to, first: null});
-  };
   return /** @type {import("../keys.js").KeyMap} */ ({
-    h: ["step back", step(-1)],
-    l: ["step forward", step(1)],
+    ...stepKeys(data && data.about, steps, patch),
     g: ["next group", group(1)],
     G: ["previous group", group(-1)],
   });
@@ -117,17 +112,11 @@ function List({data, index, choose}) {
     return html`<${Empty} title="No rollout passes these filters">${data.total} were sampled in this step.<//>`;
   }
   const sort = (key, down) => patch({sort: key === "index" ? null : key, down: down ? 1 : null, first: null});
-  const table = {
-    ...{
-      label: "rollouts",
-      rows: data.rollouts,
-      keyOf: (row) => String(row.index),
-      onOpen: (row) => choose(row.index),
-    },
-    ...{sort: query.sort || "index", down: query.down === "1", onSort: sort, selected: (row) => row.index === index},
-    href: (row) => linkTo({iteration: data.about.iteration, index: row.index}),
-  };
-  return html`<${Samples} ...${table} />`;
+  const order = {sort: query.sort || "index", down: query.down === "1", onSort: sort};
+  const table = {label: "rollouts", rows: data.rollouts, keyOf: (row) => String(row.index)};
+  const href = (row) => linkTo({iteration: data.about.iteration, index: row.index});
+  return html`<${Samples} ...${table} ...${order} href=${href} selected=${(row) => row.index === index}
+    onOpen=${(row) => choose(row.index)} />`;
 }
 
 function Opened({sampled, index, choose, close}) {
@@ -152,10 +141,7 @@ function Opened({sampled, index, choose, close}) {
       ${siblings.slice(0, SIDE_BY_SIDE).map(article)}
       ${rest > 0 && html`<p class="muted">and ${rest} further samples</p>`}
     </div>`;
-    return html`<div class="head">
-        <h2>${problem ?? `rollout ${index}`}<small>${tags}</small></h2>
-        <button type="button" onClick=${close}>Close</button>
-      </div>
+    return html`<${ClosableHead} title=${problem ?? `rollout ${index}`} words=${tags} onClose=${close} />
       <div class="tools">
         ${
           siblings.length > 1 &&

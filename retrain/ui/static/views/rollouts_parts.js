@@ -1,7 +1,7 @@
 // Parts of Rollouts: the histogram of rewards to choose from, groups as strips, filters, and the table.
 
 import {AddressChoice, AddressField, AddressSearch, AddressTick} from "../components/inputs.js";
-import {DataTable} from "../components/data_table.js";
+import {Table, numberColumn} from "../components/table.js";
 import {NOTHING, number, plural, shortened} from "../format.js";
 import {isCopy} from "../copy.js";
 import {useAddress} from "../lib/address.js";
@@ -145,7 +145,8 @@ export function Samples({rows, columns = [], isSortable = true, href, ...table})
     ><span class="called">${shortName(row.problem_id ?? row.group, 24)}</span
     ><span class="muted"> · ${row.sample}</span></a
   >`;
-  const plain = (key, title, cell) => ({key, title, number: true, value: (row) => row[key], cell});
+  const plain = (key, title, cell) => numberColumn(key, title, cell, {value: (row) => row[key]});
+  const errors = (row) => row.tool_errors + Number(Boolean(row.error));
   const all = [
     ...columns,
     {key: "index", title: "rollout", value: isSortable ? (row) => row.index : undefined, cell: name},
@@ -153,11 +154,8 @@ export function Samples({rows, columns = [], isSortable = true, href, ...table})
     plain("advantage", "advantage", (row) => number(row.advantage)),
     plain("length", "tokens", (row) => row.length ?? NOTHING),
     ...(rows.some((row) => row.turns > 1) ? [plain("turns", "turns", (row) => row.turns)] : []),
-    {
-      ...{key: "errors", title: "ended", value: (row) => row.tool_errors + Number(Boolean(row.error))},
-      cell: (row) => html`<${Ended} row=${row} />`,
-    },
+    {key: "errors", title: "ended", value: errors, cell: (row) => html`<${Ended} row=${row} />`},
     {key: "text", title: "text", cell: (row) => html`<${Excerpt} row=${row} />`},
   ];
-  return html`<${DataTable} class="tight wide samples" columns=${all} rows=${rows} ...${table} />`;
+  return html`<${Table} class="tight wide samples" columns=${all} rows=${rows} ...${table} />`;
 }

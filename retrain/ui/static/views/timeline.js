@@ -1,7 +1,7 @@
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
 import {RunChoice} from "../components/inputs.js";
-import {StepTimes, stepOf} from "../components/step_times.js";
+import {StepTimes, StepWindow, WINDOW, stepOf} from "../components/step_times.js";
 import {Answered, Empty, Loading, Title} from "../components/states.js";
 import {plural} from "../format.js";
 import {useKeys} from "../keys.js";
@@ -9,8 +9,6 @@ import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
 import {nameOf} from "../names.js";
-
-const WINDOW = 60;
 
 // Rows of the file, one for each step.
 function rowsFrom(from) {
@@ -63,13 +61,12 @@ function RunTimeline({runs}) {
     <//>`;
 }
 
-function Window({data: {shown, steps, from, to}}) {
+function Window({data: {shown, steps: count, from, to}}) {
   const {query, patch} = useAddress();
-  const button = (text, changes, disabled) =>
-    html`<button type="button" disabled=${disabled} onClick=${() => patch({...changes, step: null})}>${text}</button>`;
-  return html`${button("◂ earlier", rowsFrom(from - WINDOW), from <= 0)}
-    ${button("later ▸", rowsFrom(to), to >= steps)}${button("newest", {from: null, to: null}, !query.from)}
-    <span class="muted small">
-      steps ${shown[0].step} to ${shown[shown.length - 1].step}, ${plural(steps, "step")} in all; h and l: other steps
-    </span>`;
+  const newest = () => patch({from: null, to: null, step: null});
+  const move = (start) => patch({...rowsFrom(start), step: null});
+  const words = `, ${plural(count, "step")} in all; h and l: other steps`;
+  return html`<${StepWindow} ...${{shown, from, to, count, words}} onMove=${move}>
+    <button type="button" disabled=${!query.from} onClick=${newest}>newest</button>
+  <//>`;
 }

@@ -10,7 +10,7 @@ import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {Outcome, PromptBox, Strip} from "./conversation.js";
 import {Profile} from "./profile.js";
 import {Chips, PromptLink, SampledAnswer, SampledTools, beside, cycled, splitName} from "./reading.js";
-import {useIterationAnswer, useSampled} from "./reading.js";
+import {stepKeys, useIterationAnswer, useSampled} from "./reading.js";
 import {ColourChoice, SpokenToken, TokenArea, TokenFacts, startsOf} from "./token_text.js";
 
 /** @typedef {import("./token_text.js").Chosen} Chosen */
@@ -64,17 +64,12 @@ function keysOf({data, steps, index, names, colour, patch}) {
     const to = by > 0 ? Math.max(...siblings) + 1 : Math.min(...siblings) - 1;
     if (to >= 0 && to < (data.about.rollouts ?? Infinity)) go(to);
   };
-  const step = (by) => () => {
-    const to = data ? beside(steps, data.about.iteration, by) : null;
-    if (to !== null) patch({iteration: to, pos: null});
-  };
   const cycle = (by) => () =>
     names.length && patch({colour: cycled([null, ...names], colour, by) || "none"}, {replace: true});
   return /** @type {import("../keys.js").KeyMap} */ ({
     j: ["next sample of the group", () => go(beside(siblings, index, 1))],
     k: ["previous sample", () => go(beside(siblings, index, -1))],
-    h: ["step back", step(-1)],
-    l: ["step forward", step(1)],
+    ...stepKeys(data && data.about, steps, patch),
     g: ["next group", group(1)],
     G: ["previous group", group(-1)],
     c: ["next colour", cycle(1)],
