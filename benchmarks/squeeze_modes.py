@@ -34,6 +34,7 @@ from retrain.environments.build import longest_completions
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.records.observer import NullObserver
+from retrain.records.schema.campaign import RunEntry
 from retrain.training.bases import Bases
 from retrain.verdicts.results import Measure, RunResult, read_run
 from retrain.verdicts.rule import judge
@@ -108,7 +109,7 @@ def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """Return the run that was compressed to rank 1 ``last`` updates before its end and trained on."""
     before = run / f"checkpoints/step_{steps - last:06d}"
     outcome = launch(*continuation(before, 1, last, out), NullObserver())
-    return read_run(outcome.directory, outcome.summary["runs"][0])
+    return read_run(outcome.directory, RunEntry.from_row(outcome.summary["runs"][0]))
 
 
 def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str, list[float]]:
@@ -120,7 +121,7 @@ def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str,
     outcome = launch(load(out / "campaign.toml"), out / "runs", NullObserver())
     by_label: dict[str, list[RunResult]] = {}
     for entry in outcome.summary["runs"]:
-        run = read_run(outcome.directory, entry)
+        run = read_run(outcome.directory, RunEntry.from_row(entry))
         by_label.setdefault(run.label, []).append(run)
     by_mode = dict(zip(RATES, by_label.values(), strict=True))
     values = {mode: accuracies(runs) for mode, runs in by_mode.items()}

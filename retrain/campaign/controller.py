@@ -6,13 +6,12 @@ Only the controller writes the campaign's manifest, schedules jobs and prints me
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
 
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
@@ -45,7 +44,8 @@ from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.campaign import ENDED
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.mirror import Mirror, uploading
@@ -61,7 +61,7 @@ class CampaignOutcome:
 
     exit_status: int
     directory: Path
-    summary: dict[str, Any]
+    summary: Row
     saved: bool = True
 
 
@@ -149,13 +149,13 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     changes = [*lost, *changes]
     for spec in plan.specs:
         entry = entries.get(spec.run_id)
-        if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
+        if entry and (entry.state != "done" or entry.step < spec.config.training.max_steps):
             changes += version_changes(run_directory(directory, spec), spec, plan.folder)
     if changes:
         approval(directory, changes)
     for line in extensions:
         observer.message(f"changed since the last start: {line}")
-    is_new = not begun(list(entries.values()))
+    is_new = not begun(entries.values())
     registry = plan.registry if is_new and plan.specs[0].is_campaign else ""
     if registry == ON:
         registry = Registry(directory).prepare(observer)
@@ -193,8 +193,8 @@ class CohortWork:
         Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
         must be in its batches again, and fail again.
         """
-        group = [spec for spec in self.specs if self._entry(spec)["state"] not in ("done", "stopped")]
-        if self.again or any(self._entry(spec)["state"] != "failed" for spec in group):
+        group = [spec for spec in self.specs if self._entry(spec).state not in ("done", "stopped")]
+        if self.again or any(self._entry(spec).state != "failed" for spec in group):
             return group
         return []
 
@@ -202,20 +202,20 @@ class CohortWork:
         specs = self.remaining_runs()
         if not specs:
             return None
-        failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
+        failed = [] if self.again else [spec for spec in specs if self._entry(spec).state == "failed"]
         return self.controller.plan.job(
             specs,
-            failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
+            failed_at={spec.run_id: self._entry(spec).step for spec in failed},
             same_step=not self.again,
             accepted=list(self.controller.approval.accepted),
         )
 
     def give_up(self, reason: str) -> None:
         for spec in self.specs:
-            if self._entry(spec)["state"] not in ENDED:
+            if self._entry(spec).state not in ENDED:
                 self.controller.recording.run_finished(spec, "failed", reason)
 
-    def _entry(self, spec: RunSpec) -> dict[str, Any]:
+    def _entry(self, spec: RunSpec) -> RunEntry:
         return self.controller.manifest.run(spec.run_id)
 
 
@@ -266,11 +266,11 @@ class Controller:
         """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
-        if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
+        if planned := [spec for spec in specs if manifest.run(spec.run_id).state not in settled]:
             observer.plan(planned)
         if self.interim is not None:
             self.interim.update()  # a process may have been killed between its last run and the analysis
-        todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
+        todo = [spec for spec in planned if manifest.run(spec.run_id).state not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer.message):
             try:
@@ -279,7 +279,7 @@ class Controller:
                 return self._interrupted(todo, saved=False)
             if not is_complete:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
-        states = {run["state"] for run in manifest.content["runs"]}
+        states = {entry.state for entry in manifest.runs}
         if len(specs) > 1 and "done" in states:
             manifest.files.flush()  # the same input as for later readers
             manifest.note(comparison=conclude(self.directory))
@@ -289,7 +289,7 @@ class Controller:
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
         """Report which runs will be trained. Raises MissingExtra for a package that they need."""
-        failed = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        failed = sum(self.manifest.run(spec.run_id).state == "failed" for spec in self.specs)
         if failed and not retry_failed:
             self.observer.message(
                 f"{plural(failed, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
@@ -305,7 +305,7 @@ class Controller:
     def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> CampaignOutcome:
         came = ENDINGS[self.stop.signal or SIGINT]
         for spec in todo:
-            if self.manifest.run(spec.run_id)["state"] == "running":
+            if self.manifest.run(spec.run_id).state == "running":
                 self.manifest.update(spec.run_id, state="interrupted", reason=came.reason)
                 self.observer.run_finished(spec, "interrupted", "")
         return CampaignOutcome(came.status, self.directory, summary(self.manifest), saved)
@@ -315,7 +315,7 @@ class Controller:
         manifest, works = self.manifest, list[CohortWork]()
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
-            states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
+            states = {spec.run_id: manifest.run(spec.run_id).state for spec in group}
             works.append(CohortWork(self, group))
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
@@ -330,10 +330,10 @@ class Controller:
             parts = [*self._around_interim(works), self._squeezes]
             return all(self.scheduler.carry_out(part()) for part in parts)
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
-            for entry in self.manifest.content["runs"]:
-                if entry["state"] == "running":
+            for entry in self.manifest.runs:
+                if entry.state == "running":
                     with suppress(StorageError):
-                        self.manifest.update(entry["run_id"], state="interrupted", reason=str(error))
+                        self.manifest.update(entry.run_id, state="interrupted", reason=str(error))
             raise RetrainError(
                 f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
@@ -361,9 +361,8 @@ class Controller:
 
     def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
-            ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
-            nobodys = unwanted | ended
-            self.scheduler.stop_where(lambda names: names <= nobodys)
+            unneeded = unwanted | {entry.run_id for entry in self.manifest.runs if entry.state in ENDED}
+            self.scheduler.stop_where(lambda names: names <= unneeded)
         return self._squeezes()
 
     def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
@@ -388,7 +387,7 @@ class Controller:
         """
         works: list[WorkItem] = []
         for subfolder, spec in self._due_analyses().items():
-            if subfolder in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+            if subfolder in self._squeezed or self.manifest.run(spec.run_id).state != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
@@ -400,15 +399,15 @@ class Controller:
     def _due_analyses(self) -> dict[str, RunSpec]:
         """Return the runs whose LoRA rank is still to be analysed, by analysis folder; they may still be training."""
         content, over = self.manifest.content, ("failed", "stopped")
-        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id).state not in over]
         if not hoped:
             return {}
         of_condition = {spec.label: spec for spec in reversed(hoped)}
         first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
         due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
         if hoped[0].config.squeeze.runs == "one per condition":
-            known = {first, *(content.get("squeezes") or ())}
-            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
+            analysed = {first, *(content.get("squeezes") or ())}
+            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in analysed}
         return due
 
 
@@ -430,10 +429,10 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
 def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
     known = {spec.run_id: spec for spec in specs}
     recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
+    return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
 
 
-def _squeezed_label(content: Mapping[str, Any]) -> str | None:
+def _squeezed_label(content: Values) -> str | None:
     """Return the condition that ``squeeze`` describes; older records contain the adapter's path only."""
     report = content.get("squeeze")
     if not report:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from retrain.campaign.planning.manifest import read_plan
+from retrain.records.reader import planned_configs
 from retrain.ui.sources import Home
 from retrain.verdicts.planning import WANTED_POWER, pair_spread, seeds_needed
 from retrain.verdicts.results import Measure
-from retrain.verdicts.words import amount
+from retrain.verdicts.wording import amount
 
 
 def power_of(home: Home, comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -19,7 +19,9 @@ def power_of(home: Home, comparison: Mapping[str, Any]) -> list[dict[str, Any]]:
     spread = pair_spread([condition["differences"] for condition in others])
     if not spread:
         return []
-    seeds = sorted({spec.seed for spec in read_plan(home.path).specs})
+    seeds = sorted({config["training"]["seed"] for config in planned_configs(home.path).values()})
+    if not seeds:
+        return []
     lines = []
     for condition in others:
         if not condition["typical_difference"]:
