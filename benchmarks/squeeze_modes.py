@@ -17,6 +17,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import verify_ranks
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.rank_evaluation import evaluate_ranks
 from retrain.config import load
 from retrain.config.runs import run_directory
 from retrain.environments.build import longest_completions
@@ -101,7 +103,8 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     small = compress_adapter(run / "final", 1, out)
     longest = longest_completions(spec.config for spec in plan.specs)
     with Bases() as bases:
-        report = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"), longest, bases)
+        evaluate = partial(evaluate_ranks, spec, plan.folder, longest, bases, out.parent)
+        report = verify_ranks(spec, run / "final", [small], out.with_suffix(".json"), evaluate)
     return float(report["ranks"][0]["accuracy"])
 
 

@@ -16,8 +16,8 @@ from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
+# Sections that affect the use of an adapter; the others only affect training
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
-"""Sections that affect the use of an adapter; the others only affect training."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,9 @@ class Provenance:
         return self.config.model.model
 
     def load(self, devices: str, dtype: str) -> BaseModel:
-        """Load the base into memory. Raises as ``load_base``."""
         return load_weights(look_at(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
-        """Return the same adapter over its unquantised base."""
         model = self.config.model.model_copy(update={"quantize": "none"})
         own = self.fingerprint and self.fingerprint.partition(QUANTIZED_MARK)[0]
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)

@@ -6,7 +6,7 @@ Only the controller writes the campaign's manifest, schedules jobs and prints me
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from retrain.campaign.planning.manifest import (
     summary,
     write_plan,
 )
-from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
+from retrain.campaign.planning.plan import Plan, cut, is_unfinished, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.jobs import InProcess, InProcessRunner, Scheduler, WorkItem
@@ -69,7 +69,6 @@ def launch(
     loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False,
     approval: Approval | None = None, registry: str = "",
 ) -> CampaignOutcome:  # fmt: skip
-    """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
 
@@ -145,18 +144,8 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     """Return the directory's manifest after approval of all changes from its records."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
-    changes, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
-    changes = [*lost, *changes]
-    for spec in plan.specs:
-        entry = entries.get(spec.run_id)
-        if entry and (entry.state != "done" or entry.step < spec.config.training.max_steps):
-            changes += version_changes(run_directory(directory, spec), spec, plan.folder)
-    if changes:
-        approval(directory, changes)
-    for line in extensions:
-        observer.message(f"changed since the last start: {line}")
-    is_new = not begun(entries.values())
-    registry = plan.registry if is_new and plan.specs[0].is_campaign else ""
+    _approve(plan, observer, approval, lost, entries)
+    registry = "" if begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
     if registry == ON:
         registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
@@ -166,10 +155,26 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     elif plan.registry == OFF and manifest.is_registered:
         observer.message("this campaign is in the registry already: --no-registry changes nothing", "warning")
     manifest.content.pop("notes", None)
-    if notes := [f"{words}." for words in without_sepa(plan.specs)]:
-        manifest.content["notes"] = notes
+    if warnings := without_sepa(plan.specs):
+        manifest.content["notes"] = [f"{warning}." for warning in warnings]
     manifest.write()
     return manifest
+
+
+def _approve(
+    plan: Plan, observer: Observer, approval: Approval, lost: Sequence[str], entries: Mapping[str, RunEntry]
+) -> None:
+    configs = planned_configs(plan.directory)
+    settings, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
+    changes = [*lost, *settings]
+    for spec in plan.specs:
+        entry = entries.get(spec.run_id)
+        if entry and is_unfinished(entry, spec):
+            changes += version_changes(run_directory(plan.directory, spec), spec, plan.folder)
+    if changes:
+        approval(plan.directory, changes)
+    for line in extensions:
+        observer.message(f"changed since the last start: {line}")
 
 
 @dataclass(eq=False)
@@ -221,8 +226,6 @@ class CohortWork:
 
 @dataclass(eq=False)
 class SqueezeWork:
-    """Analysis of a finished run's adapter, in the folder ``subfolder`` of the campaign's directory."""
-
     controller: Controller
     spec: RunSpec
     subfolder: str
@@ -263,7 +266,6 @@ class Controller:
         self.scheduler = Scheduler(runner, on_event, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> CampaignOutcome:
-        """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
         if planned := [spec for spec in specs if manifest.run(spec.run_id).state not in settled]:
@@ -279,16 +281,18 @@ class Controller:
                 return self._interrupted(todo, saved=False)
             if not is_complete:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
-        states = {entry.state for entry in manifest.runs}
-        if len(specs) > 1 and "done" in states:
-            manifest.files.flush()  # the same input as for later readers
-            manifest.note(comparison=conclude(self.directory))
-        if specs[0].is_campaign:
-            _report(manifest, observer)
-        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+        return self._conclude()
+
+    def _conclude(self) -> CampaignOutcome:
+        states = {entry.state for entry in self.manifest.runs}
+        if len(self.specs) > 1 and "done" in states:
+            self.manifest.files.flush()  # the same input as for later readers
+            self.manifest.note(comparison=conclude(self.directory))
+        if self.specs[0].is_campaign:
+            _report(self.manifest, self.observer)
+        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(self.manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
-        """Report which runs will be trained. Raises MissingExtra for a package that they need."""
         failed = sum(self.manifest.run(spec.run_id).state == "failed" for spec in self.specs)
         if failed and not retry_failed:
             self.observer.message(
@@ -311,7 +315,6 @@ class Controller:
         return CampaignOutcome(came.status, self.directory, summary(self.manifest), saved)
 
     def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
-        """Return the cohorts with remaining work: first unfinished runs, then failed ones that are retried."""
         manifest, works = self.manifest, list[CohortWork]()
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
@@ -340,7 +343,6 @@ class Controller:
             ) from error
 
     def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
-        """Return the cohorts before the interim analysis, and those after it, which begin when it is done."""
         if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
         first = set(self.interim.seeds)
@@ -366,7 +368,6 @@ class Controller:
         return self._squeezes()
 
     def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
-        """Split a cohort that does not fit into memory; the manifest records the split."""
         parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
         names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
@@ -412,10 +413,9 @@ class Controller:
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    """Return the runs that step together."""
     planned = _begun_cohorts(manifest, specs)
-    begun = {spec.run_id for group in planned for spec in group}
-    rest = [spec for spec in specs if spec.run_id not in begun]
+    names = {spec.run_id for group in planned for spec in group}
+    rest = [spec for spec in specs if spec.run_id not in names]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
     if lanes is None or manifest.content.get("slots", 1) != slots:
         lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)
@@ -442,7 +442,6 @@ def _squeezed_label(content: Values) -> str | None:
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:
-    """Write ``report.html``. A failure is a warning only: the report can be written again at any time."""
     try:
         manifest.files.flush()
         write_report(manifest.directory)

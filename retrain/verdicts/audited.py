@@ -83,8 +83,8 @@ def audited(runs: Sequence[RunResult], labels: Sequence[str]) -> list[AuditCompa
     return [audit for audit in audits if audit is not None]
 
 
+# Reward and audit of a run by step
 Levels = dict[int, tuple[float, float]]
-"""Reward and audit of a run by step."""
 
 
 def _audit(label: str, name: str, runs: Sequence[RunResult]) -> AuditComparison | None:

@@ -27,18 +27,16 @@ from retrain.verdicts.results import Measure, RunResult
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 DEVIATION = "protocol deviation"
 COMPLETE = ("done", "stopped")  # States of runs from which nothing is missing
+# Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule
 EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
-"""Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule."""
 
 
 @dataclass(frozen=True)
 class DeclaredRule:
-    """Declared rule of a campaign and the record of its interim analysis."""
-
     has_interim_analysis: bool = False
     interim: InterimAnalysis | None = None
+    # The rule of an earlier version under which it was declared, in words
     earlier: str = ""
-    """The rule of an earlier version under which it was declared, in words."""
 
     @classmethod
     def of(cls, declared: Values, interim: Values | None) -> "DeclaredRule":
@@ -59,8 +57,6 @@ def _earlier_rule(declared: Values) -> str:
 
 @dataclass(frozen=True)
 class ConditionStanding:
-    """Status of one condition (declared, interim, exploratory), with reasons and the number of declared pairs."""
-
     name: str
     reasons: list[str]
     pairs_planned: int
@@ -104,7 +100,7 @@ def standing(
     reasons = []
     if compared != measure:
         reasons.append(f"{compared.name} was not declared as deciding ({measure.name} was)")
-    if declared.baseline not in (None, baseline):
+    if declared.baseline not in ("", baseline):
         reasons.append(f"the baseline declared was {declared.baseline}")
     added = sorted({run.seed for run in runs} - set(declared.seeds)) if declared.seeds else []
     if added:
@@ -126,7 +122,6 @@ def pooled(count: int, deviations: Sequence[str]) -> Standing:
 
 
 def _of_conditions(declared: CampaignDeclaration, runs: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
-    """Return protocol deviations of single conditions, by label."""
     clauses: dict[str, str] = {}
     for label in dict.fromkeys(run.label for run in runs):
         if declared.conditions and label not in declared.conditions:

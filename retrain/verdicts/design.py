@@ -23,8 +23,6 @@ from retrain.verdicts.rule import FEWEST_INTERIM_SEEDS, FEWEST_PAIRS, interim_se
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviation of paired differences, and where it is from."""
-
     value: float
     source: str
 
@@ -121,7 +119,6 @@ def _power_lines(
 
 
 def _percentages(seeds: int, comparisons: int) -> list[str]:
-    """Return the power for each of ``EFFECTS``."""
     return [f"{100 * power(seeds, comparisons, effect):.0f}" for effect in EFFECTS]
 
 

@@ -99,7 +99,6 @@ class Curve(TypedDict):
 
 
 def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> Curve:
-    """Return the metric ``key`` of a condition over steps."""
     lines: list[tuple[RunResult, Sequence[Point]]] = []
     for run in runs:
         points: Sequence[Point] = run.curve(key)
@@ -147,7 +146,6 @@ def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
 
 
 def window_of(steps: int) -> int:
-    """Return the steps that a point of a training curve averages over."""
     return max(3, steps // SMOOTHING) if steps >= 12 else 1
 
 

@@ -25,11 +25,11 @@ _SIMULATED = {
     16: "96/100/100/100 90/100/100/100 89/100/100/100 83/100/100/100 77/99/100/100 76/99/100/100 71/99/100/100",
     20: "98/100/100/100 97/100/100/100 95/100/100/100 92/100/100/100 89/100/100/100 87/100/100/100 85/100/100/100",
 }
+# Power in per cent without the interim analysis, which costs 0 to 6 points: by seeds, for each of ``FAMILIES`` and
+# ``EFFECTS``. Normal differences, the other conditions like the baseline
 POWER: Mapping[int, Sequence[tuple[int, ...]]] = {
     seeds: [tuple(map(int, cell.split("/"))) for cell in row.split()] for seeds, row in _SIMULATED.items()
 }
-"""Power in per cent without the interim analysis, which costs 0 to 6 points: by seeds, for each of ``FAMILIES`` and
-``EFFECTS``. Normal differences, the other conditions like the baseline."""
 
 PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads uses 7.5
 WANTED_POWER = 0.8
@@ -113,7 +113,6 @@ def follow_up(comparison: Comparison, directory: Path) -> str:
 
 
 def _command(directory: Path, seeds: range) -> str:
-    """Return the command that trains a campaign's file with other seeds, into a directory beside its own."""
     plan = read_plan_file(directory)
     sets = [setting for setting in plan.get("sets", []) if setting.partition("=")[0].strip() != "campaign.seeds"]
     sets.append(f"campaign.seeds=[{','.join(map(str, seeds))}]")

@@ -50,8 +50,6 @@ class Source:
 
 @dataclass(frozen=True)
 class _Pool:
-    """The directories of one comparison, taken together."""
-
     sources: Sequence[Source]
 
     @property
@@ -68,7 +66,6 @@ class _Pool:
 
     @property
     def declared(self) -> Row:
-        """The first declaration."""
         return next((source.declared for source in self.sources if source.declared), {})
 
     @property
@@ -76,7 +73,6 @@ class _Pool:
         return {source.declared.get("equivalence_margin") for source in self.sources if source.declared}
 
     def disagreements(self, primary: str, metric: str | None) -> list[str]:
-        """Note where declarations differ from the files as they are now, and from each other."""
         notes = [line for source in self.sources for line in source.changed]
         metrics = [str(source.declared.get("primary_metric", primary)) for source in self.sources]
         others = sorted(set(metrics) - {primary})
@@ -88,8 +84,7 @@ class _Pool:
         return notes
 
     def rule(self, as_declared: bool) -> DeclaredRule:
-        """Return the rule of a comparison. The interim analysis counts only for its own campaign, metric and
-        baseline."""
+        """Return the rule; an interim analysis counts only for its own campaign, metric and baseline."""
         if len(self.sources) == 1 and as_declared:
             return self.sources[0].rule
         return DeclaredRule(earlier=next((source.rule.earlier for source in self.sources if source.rule.earlier), ""))
@@ -160,7 +155,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     recorded = manifest.get("declared") or {}
     entries = declared_entries(directory, manifest)
     runs = [read(directory, RunEntry.from_row(entry)) for entry in entries]
-    campaign = _campaign_section(runs)
+    campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign") is not None), {})
     for run in runs:
         run.pair = run.pair if run.config else (campaign.get("seed", 0), run.seed)
     # Before there was a record of it, the settings of the first run are what was declared.
@@ -175,15 +170,9 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         declared,
         _changed(directory, declared),
         [*deviations(directory, recorded, entries, configs), *registered.deviations],
-        [*(manifest.get("notes") or []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
+        [*manifest.get("notes", []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
-
-
-def _campaign_section(runs: Sequence[RunResult]) -> Row:
-    """Return [campaign] of the first run that has recorded it."""
-    sections = (run.config.get("campaign") for run in runs)
-    return next((section for section in sections if section is not None), {})
 
 
 def _changed(directory: Path, declared: Values) -> list[str]:

@@ -74,7 +74,6 @@ def _results(campaign: Campaign) -> list[Chart]:
 
 
 def _curves(campaign: Campaign) -> list[Chart]:
-    """Return accuracy on every held-out set, and every metric of ``CURVES`` that the runs have."""
     keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
     held_out = [ChartedMetric(key, accuracy_name(key), "%", SHARE, False) for key in keys]
     charts = [_curve_chart(campaign, metric) for metric in (*held_out, *CURVES)]
@@ -118,7 +117,6 @@ def _same_as_correct(campaign: Campaign) -> bool:
 
 
 def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
-    """Return the chart of the reward and the audit of a condition on a held-out set."""
     keys = {"reward": f"eval/{audit.name}/reward_mean", "audit": f"eval/{audit.name}/{AUDIT}"}
     runs = campaign.of(audit.label)
     curves = [curve(title, index, runs, key, smooth=False) for index, (title, key) in enumerate(keys.items())]
@@ -153,7 +151,6 @@ def _distributions(campaign: Campaign) -> list[Chart]:
 
 
 def _squeezed(report: Values) -> list[Chart]:
-    """Return energy and weight error by rank, and the held-out accuracy by rank where it was measured."""
     charts = []
     if rows := report.get("rows"):
         keys = (("energy kept, mean", 0, "mean_variance"), ("energy, worst layer", 2, "min_variance"),

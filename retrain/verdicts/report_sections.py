@@ -65,7 +65,6 @@ def title_of(measure: Measure) -> str:
 
 
 def results(campaign: Campaign) -> list[list[str]]:
-    """Return a row of ``RESULTS`` for each condition: the primary metric with its costs."""
     return [_result(condition, campaign.measure) for condition in campaign.comparison.conditions]
 
 
@@ -157,7 +156,6 @@ def settings_rows(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
 
 
 def run_rows(campaign: Campaign) -> list[Row]:
-    """Return every run with its state and links; no run is left out."""
     rows = []
     for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
         value = run.result(campaign.measure)

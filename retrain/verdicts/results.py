@@ -25,13 +25,13 @@ from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry
 
 METRIC = f"eval/{HELDOUT}/correct_rate"
+# Metrics of the held-out evaluation that may be named without its prefix
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
-"""Metrics of the held-out evaluation that may be named without its prefix."""
+# Metrics of which more is better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
-"""Metrics of which more is better."""
 SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
+# The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy
 LAST_SHARE = 10
-"""The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
 
 SECTIONS = frozenset(sections())
 SHARED_SPANS = ("rollout", "eval")
@@ -40,8 +40,6 @@ OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric's key and one of ``SUMMARIES``."""
-
     summary: str = "final"
     key: str = METRIC
 
@@ -209,7 +207,6 @@ class RunResult:
 
     @property
     def last_evaluations(self) -> dict[str, Row]:
-        """The row of the last evaluation of each held-out set, in their order."""
         rows = {str(row.get("name", HELDOUT)): row for row in self.evaluations}
         return {name: row for name, row in rows.items() if not name.endswith(PART)}
 
@@ -226,7 +223,6 @@ class RunResult:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of the device that this run cost: what a cohort does together is split among its runs."""
         return sum(_device_seconds(row) for row in self.rows)
 
 
@@ -273,7 +269,6 @@ def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[P
 
 
 def first_set(runs: Sequence[RunResult]) -> str:
-    """Return the name of the held-out set to which short metric names refer."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
 
 
@@ -328,7 +323,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 
 
 def _device_seconds(row: Values) -> float:
-    """Return the seconds of a step for this run; the cohort's shared parts are split among its runs."""
+    # What a cohort does together is split among its runs
     separate = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
     shared = sum(row.get(f"time/{part}") or 0.0 for part in SHARED_SPANS)
     return separate + shared / (row.get("cohort_size") or 1)

@@ -38,22 +38,22 @@ Outcome = Literal["higher", "lower", "alike", "not shown", "cannot tell"]
 class Analysis:
     """One condition against the baseline at one analysis. Without pairs the numbers are None."""
 
+    # Seeds of the analysis, with the missing ones, which have no pair
     seeds: int
-    """Seeds of the analysis, with the missing ones, which have no pair."""
     pairs: int
     is_final: bool
+    # Typical difference: the value about which the cut differences balance
     typical: float | None
-    """Typical difference: the value about which the cut differences balance."""
     mean: float | None
+    # p at a difference of 0, corrected for all conditions and analyses
     p: float
-    """p at a difference of 0, corrected for all conditions and analyses."""
+    # Lower end of the simultaneous 95 % interval of the typical difference; None where nothing can be excluded
     low: float | None
-    """Lower end of the simultaneous 95 % interval of the typical difference; None where nothing can be excluded."""
     high: float | None
+    # Positions of the outlier seeds in the declared order
     outliers: tuple[int, ...]
-    """Positions of the outlier seeds in the declared order."""
+    # None at an interim analysis that decides nothing
     outcome: Outcome | None
-    """None at an interim analysis that decides nothing."""
 
     @property
     def is_decided(self) -> bool:
@@ -64,13 +64,13 @@ class Analysis:
 class Patterns:
     """Sign patterns of one analysis, and the largest statistic of the other conditions under each of them."""
 
+    # float64 [patterns, seeds], the observed pattern (all +) first
     signs: Floats
-    """float64 [patterns, seeds], the observed pattern (all +) first."""
+    # float64 [conditions, seeds]
     values: Floats
-    """float64 [conditions, seeds]."""
+    # float64 [conditions, patterns]: for each condition the maximum over all others, about their typical differences.
+    # It does not depend on the supposed difference of the condition itself
     others: Floats
-    """float64 [conditions, patterns]: for each condition the maximum over all others, about their typical
-    differences. It does not depend on the supposed difference of the condition itself."""
 
     def statistics(self, conditions: Ints, supposed: Floats) -> Floats:
         """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns]; rows are (condition, difference)."""

@@ -13,13 +13,13 @@ from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
 ALIKE = "typical runs alike"
 NOT_SHOWN = "no difference shown"
 MISSING = "missing seeds could change the verdict"
+# Name of what differs between replicates, by `[campaign] vary`
 VARIED = {
     "all": "other seeds",
     "init": "other initial adapters",
     "data": "other orders of the problems",
     "sampling": "other samples",
 }
-"""Name of what differs between replicates, by `[campaign] vary`."""
 NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
@@ -99,7 +99,6 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
 
 
 def _qualifications(condition: ConditionComparison, baseline: ConditionComparison, measure: Measure) -> list[str]:
-    """Name outlier seeds, what stays open, and what was not seen."""
     parts = [
         f"seed {outlier.seed} {'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
         for outlier in condition.outlier_seeds
@@ -135,8 +134,7 @@ def difference_words(condition: ConditionSummary, measure: Measure) -> str:
 
 
 def new_problems(condition: ConditionComparison, measure: Measure) -> list[float] | None:
-    """Return the interval that also holds for new problems; None if there is none, or if it prints as the one for these
-    problems."""
+    """Return the interval for new problems too; None if there is none, or if it prints like that for these problems."""
     wider = condition.difference_new_problems
     if wider is None or wider.low is None or wider.high is None:
         return None
@@ -168,7 +166,6 @@ _MISSING_KINDS = {
 
 
 def missing_words(missing: Sequence[MissingRun]) -> list[str]:
-    """Name the runs that are in no mean, by the reason."""
     notes = []
     states = [run.state if run.state in _MISSING_KINDS else "unfinished" for run in missing]
     for state, kind in _MISSING_KINDS.items():

@@ -17,8 +17,8 @@ from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import CONFIG
 from retrain.training.inputs import change_line
 
+# Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
-"""Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code."""
 MISSING = "(not recorded)"
 
 

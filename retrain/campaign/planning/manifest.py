@@ -32,15 +32,15 @@ from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, EVALS,
 from retrain.records.writer import RecordFiles
 from retrain.util.session import LEASE, LOCK
 
+# Keys that control execution and do not define runs
 EXECUTION_KEYS = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
     "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
 )  # fmt: skip
-"""Keys that control execution and do not define runs."""
+# Facts of a campaign that become invalid when one of its runs continues
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
-"""Facts of a campaign that become invalid when one of its runs continues."""
+# Files of a campaign or run that are written before its first run begins
 RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
-"""Files of a campaign or run that are written before its first run begins."""
 CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
@@ -200,7 +200,6 @@ class Manifest:
         return manifest
 
     def run(self, run_id: str) -> RunEntry:
-        """Return the present entry of one run."""
         return RunEntry.from_row(self._by_id[run_id])
 
     @property
@@ -212,7 +211,6 @@ class Manifest:
         return CampaignDeclaration.from_row(self.content["declared"])
 
     def step(self, run_id: str, step: int) -> None:
-        """Set the number of finished steps; the next event writes it."""
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
@@ -237,16 +235,13 @@ class Manifest:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
     def update(self, run_id: str, without: Sequence[str] = (), **changes: object) -> None:
-        """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
         self._change(run_id, changes, without)
         self._write_facts({})
 
     def note(self, **facts: object) -> None:
-        """Set facts of the whole campaign (squeeze, comparison, …) and write."""
         self._write_facts(facts)
 
     def write(self) -> None:
-        """Schedule a write of the current ``content``."""
         with self._lock:
             self._changed |= self._by_id.keys()
         self._write_facts(self.content)
@@ -260,7 +255,7 @@ class Manifest:
             self._changed.add(run_id)
 
     def _write_facts(self, facts: Values) -> None:
-        """Schedule a write, also after a failed one, which the new write may repair."""
+        # Also after a failed write, which the new one may repair
         with self._lock:
             self.content |= {**facts, "updated": time.time()}
             for key in (*facts, "updated"):
@@ -272,7 +267,6 @@ class Manifest:
         self.files.check()
 
     def _replace(self) -> None:
-        """Write the file in the format of ``files.dumps`` with an indent of 2."""
         with self._lock:
             self._waits = False
             self._run_texts |= {run_id: _indented(self._by_id[run_id], 4) for run_id in self._changed}
@@ -292,8 +286,6 @@ def _indented(value: object, by: int) -> str:
 
 
 class CampaignObserver(NullObserver):
-    """Records events of runs in the manifest, and passes them to ``observer``."""
-
     def __init__(self, manifest: Manifest, observer: Observer):
         self.manifest, self.observer = manifest, observer
 
@@ -336,7 +328,6 @@ class CampaignObserver(NullObserver):
 
 
 def summary(manifest: Manifest) -> Row:
-    """Return the results and paths of a campaign, keyed as in ``manifest.json``."""
     content, directory, runs = manifest.content, manifest.directory, manifest.runs
     paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
     if content.get("report"):
@@ -435,7 +426,6 @@ def _content(path: Path) -> bytes | None:
 
 
 def _remove_claim(directory: Path) -> None:
-    """Remove a directory that contains only this process's claim."""
     if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
         for name in CLAIM:
             (directory / name).unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from collections.abc import Container, Sequence
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from retrain.campaign.planning.manifest import Manifest
 from retrain.config.runs import RunSpec
@@ -30,7 +29,6 @@ class InterimMonitor:
 
     @classmethod
     def of(cls, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> "InterimMonitor | None":
-        """Return the monitor of a campaign; None where no interim analysis was declared."""
         declared = manifest.declared
         count = interim_seeds(len(declared.seeds)) if len(declared.conditions) > 1 else None
         seeds = declared.seeds[:count] if count and declared.sequential != "off" else []
@@ -44,10 +42,8 @@ class InterimMonitor:
         return self._stop(record, under_way) if record is not None and record.decided else set()
 
     def _analyse(self) -> InterimAnalysis | None:
-        """Return the analysis once all runs of the first seeds have ended; None before."""
         declared, measure = self.manifest.declared, self._measure()
-        baseline = declared.baseline or declared.conditions[0]
-        others = [label for label in declared.conditions if label != baseline]
+        others = [label for label in declared.conditions if label != declared.baseline]
         ended = {(entry.label, entry.seed): entry for entry in self.manifest.runs if entry.state in ENDED}
         if not ended.keys() >= set(product(declared.conditions, self.seeds)):
             return None
@@ -55,14 +51,17 @@ class InterimMonitor:
             label: np.array([self._value(ended[label, seed], measure) for seed in self.seeds])
             for label in declared.conditions
         }
-        differences = np.stack([values[label] - values[baseline] for label in others])
+        differences = np.stack([values[label] - values[declared.baseline] for label in others])
         analyses = interim_analysis(differences, len(declared.seeds), declared.equivalence_margin)
         by_label = dict(zip(others, analyses, strict=True))
         record = InterimAnalysis(
             metric=measure.name,
             seeds=self.seeds,
-            baseline=baseline,
-            differences={label: _with_nulls(row) for label, row in zip(others, differences, strict=True)},
+            baseline=declared.baseline,
+            differences={
+                label: [None if math.isnan(difference) else difference for difference in row.tolist()]
+                for label, row in zip(others, differences, strict=True)
+            },
             p={label: analysis.p for label, analysis in by_label.items()},
             decided=[label for label, analysis in by_label.items() if analysis.is_decided],
         )
@@ -99,8 +98,3 @@ class InterimMonitor:
             self.manifest.update(spec.run_id, state="stopped", reason=reason)
             self.observer.run_finished(spec, "stopped", reason)
         return unwanted
-
-
-def _with_nulls(values: NDArray[np.float64]) -> list[float | None]:
-    """Return the values as JSON has them, NaN as None."""
-    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -83,7 +83,7 @@ class CampaignDeclaration(Record):
     primary_metric: str = "final"
     equivalence_margin: float | None = None
     sequential: str = "off"
-    baseline: str | None = None
+    baseline: str = ""
     conditions: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     max_steps: dict[str, int] = field(default_factory=dict)
