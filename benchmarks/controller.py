@@ -38,7 +38,7 @@ from retrain.campaign.planning.manifest import Manifest
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running.protocol import (
-    Evaluated,
+    EvaluationDone,
     Event,
     JobEnded,
     JobStarted,
@@ -129,7 +129,7 @@ class StubWorkers:
             ]  # fmt: skip
             self._write(job.directory / "runs" / name, run.config.to_dict(), rows[name], evaluations)
             for row in evaluations:
-                yield Evaluated(name, "heldout", row)
+                yield EvaluationDone(name, "heldout", row)
             yield RunEnded(name, "done")
         yield JobEnded(task)
 

@@ -17,6 +17,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import verify_ranks
 from retrain.campaign.controller import launch
 from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.rank_evaluation import evaluate_ranks
 from retrain.config import load
 from retrain.config.runs import run_directory
 from retrain.environments.build import longest_completions
 from retrain.files import write_json
 from retrain.maths.intervals import mean_interval
 from retrain.records.observer import NullObserver
+from retrain.records.schema.campaign import RunEntry
 from retrain.training.bases import Bases
 from retrain.verdicts.results import Measure, RunResult, read_run
 from retrain.verdicts.rule import judge
@@ -100,7 +103,8 @@ def compressed_accuracy(campaign: Path, run: Path, out: Path) -> float:
     small = compress_adapter(run / "final", 1, out)
     longest = longest_completions(spec.config for spec in plan.specs)
     with Bases() as bases:
-        report = verify_ranks(spec, plan.folder, run / "final", [small], out.with_suffix(".json"), longest, bases)
+        evaluate = partial(evaluate_ranks, spec, plan.folder, longest, bases, out.parent)
+        report = verify_ranks(spec, run / "final", [small], out.with_suffix(".json"), evaluate)
     return float(report["ranks"][0]["accuracy"])
 
 
@@ -108,7 +112,7 @@ def continued(run: Path, steps: int, last: int, out: Path) -> RunResult:
     """Return the run that was compressed to rank 1 ``last`` updates before its end and trained on."""
     before = run / f"checkpoints/step_{steps - last:06d}"
     outcome = launch(*continuation(before, 1, last, out), NullObserver())
-    return read_run(outcome.directory, outcome.summary["runs"][0])
+    return read_run(outcome.directory, RunEntry.from_row(outcome.summary["runs"][0]))
 
 
 def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str, list[float]]:
@@ -120,7 +124,7 @@ def measure(out: Path, seeds: Sequence[int], steps: int, last: int) -> dict[str,
     outcome = launch(load(out / "campaign.toml"), out / "runs", NullObserver())
     by_label: dict[str, list[RunResult]] = {}
     for entry in outcome.summary["runs"]:
-        run = read_run(outcome.directory, entry)
+        run = read_run(outcome.directory, RunEntry.from_row(entry))
         by_label.setdefault(run.label, []).append(run)
     by_mode = dict(zip(RATES, by_label.values(), strict=True))
     values = {mode: accuracies(runs) for mode, runs in by_mode.items()}

@@ -21,20 +21,21 @@ from retrain.errors import ModelError, StorageError, UsageError
 from retrain.files import aside_of, prepare_directory, publish_directory, writing
 from retrain.policy.adapter_io import AdapterFile, Pair, padded
 from retrain.policy.base import load_base
+from retrain.records.schema.base import Row
 from retrain.rng import generator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Number and length of random token sequences whose logits are compared; they reach every weight, whatever the
+# tokenizer
 PROBE_ROWS, PROBE_TOKENS = 4, 32
-"""Number and length of random token sequences whose logits are compared; they reach every weight, whatever the
-tokenizer."""
+# Relative error of one float32 product from the order of summation
 FLOAT32_NOISE = 16 * torch.finfo(torch.float32).eps
-"""Relative error of one float32 product from the order of summation."""
+# Largest share of the adapter's effect on the logits that rounding may take; above it, the merged model is not the
+# trained one
 LARGEST_LOSS = 0.5
-"""Largest share of the adapter's effect on the logits that rounding may take; above it, the merged model is not the
-trained one."""
 
 
-def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any]:
+def merge(source: Provenance, out: Path, dtype: str = "stored") -> Row:
     """Write the base with the adapter merged into it to ``out``, a directory in transformers' format with tokenizer.
 
     ``dtype`` is "stored" (that of each weight in the base's files) or one of ``DTYPES``. Returns adapter, base, out,
@@ -84,7 +85,6 @@ def merge(source: Provenance, out: Path, dtype: str = "stored") -> dict[str, Any
 
 
 def _with_adapter(model: Any, source: Provenance) -> Any:
-    """Return the model with the adapter. Raises ModelError unless every factor belongs to a layer."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with AdapterFile(source.adapter) as file:
@@ -102,7 +102,7 @@ def _with_adapter(model: Any, source: Provenance) -> Any:
     return adapted
 
 
-def pad_rank(source: Provenance, out: Path, rank: int) -> dict[str, Any]:
+def pad_rank(source: Provenance, out: Path, rank: int) -> Row:
     """Write the adapter with A and B padded with zeros to ``rank`` in every module, with one scale for all modules.
 
     The result avoids rsLoRA and rank patterns, which some servers ignore: alpha/rank is the most frequent scale, and in

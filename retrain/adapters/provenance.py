@@ -16,8 +16,8 @@ from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, MANIFEST, PLAN
 
+# Sections that affect the use of an adapter; the others only affect training
 SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evaluation")
-"""Sections that affect the use of an adapter; the others only affect training."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Provenance:
         return load_weights(find_model_files(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
-        """Return the same adapter over its unquantised base."""
         model = self.config.model.model_copy(update={"quantize": "none"})
         own = self.fingerprint and self.fingerprint.partition(QUANTIZED_MARK)[0]
         return replace(self, config=self.config.model_copy(update={"model": model}), fingerprint=own)

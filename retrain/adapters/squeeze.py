@@ -6,21 +6,22 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+
+import torch
 
 from retrain.adapters.streaming import write_streamed
-from retrain.adapters.verify import read_verification, verify_ranks
+from retrain.adapters.verify import Evaluate, read_verification, verify_ranks
 from retrain.config.evaluation import Squeeze
 from retrain.config.runs import RunSpec, run_directory
-from retrain.environments.build import CompletionLengths
 from retrain.errors import UsageError
 from retrain.files import ASIDE, aside_of, prepare_directory, write_json
 from retrain.maths.squeeze import analyse, rank_pattern, recommend, truncate
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
-from retrain.policy.adapter_io import AdapterFile, padded
+from retrain.policy.adapter_io import AdapterFile, Pair, padded
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest, verification_files
 from retrain.records.reporter import FINISH_SECONDS
+from retrain.records.schema.base import Row
 from retrain.records.schema.layout import (
     ADAPTER_FILES,
     ADAPTER_WEIGHTS,
@@ -32,7 +33,6 @@ from retrain.records.schema.layout import (
 )
 from retrain.records.trackers import Warn, log_squeeze_analysis
 from retrain.threads import Thread
-from retrain.training.bases import Bases
 
 
 def find_adapter(directory: Path) -> Path:
@@ -53,7 +53,7 @@ def find_adapter(directory: Path) -> Path:
     raise UsageError(f"{directory} holds no adapter: give a run directory, its final/ or a PEFT adapter directory")
 
 
-def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
+def analyse_adapter(adapter: Path, settings: Squeeze) -> Row:
     """Return the squeeze table of one adapter directory as JSON (see ``tables.squeeze_table``).
 
     Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
@@ -92,7 +92,7 @@ def analyse_adapter(adapter: Path, settings: Squeeze) -> dict[str, Any]:
     }
 
 
-def _spectra(adapter: Path) -> dict[str, Any]:
+def _spectra(adapter: Path) -> Row:
     with AdapterFile(adapter) as file:
         return {name: analyse(*file.factors(name), file.scales[name]) for name in file.modules}
 
@@ -141,12 +141,12 @@ def _owner(adapter: Path, subfolder: str) -> Owner:
     return (owner_of(adapter) or here).at(subfolder)
 
 
-def _truncated(a: Any, b: Any, scale: float, rank: int, new_scale: float) -> tuple[Any, Any]:
+def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_scale: float) -> Pair:
     """Return factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is padded with zeros."""
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
-def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> dict[str, Any]:
+def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
     """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
     by module that keep as much energy.
 
@@ -168,8 +168,7 @@ def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pat
     return analysis
 
 
-def _known_verification(adapter: Path) -> dict[str, Any] | None:
-    """Return the verification of an adapter in its run's or campaign's directory; None if there is none."""
+def _known_verification(adapter: Path) -> Row | None:
     run = adapter.absolute().parent
     for home in (run, run.parent.parent):  # for logs/<campaign>/runs/<run>/final
         for path in verification_files(home):
@@ -179,7 +178,6 @@ def _known_verification(adapter: Path) -> dict[str, Any] | None:
 
 
 def _settings(adapter: Path) -> Squeeze:
-    """Return the run's own [squeeze] settings, else the defaults."""
     for folder in (adapter.parent, adapter.parent.parent):  # for final/ and checkpoints/step_…/
         if (folder / CONFIG).is_file():
             stored = RunReader(folder).config().get("squeeze") or {}
@@ -189,14 +187,12 @@ def _settings(adapter: Path) -> Squeeze:
 
 
 def squeeze_after_run(
-    directory: Path, subfolder: str, spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases,
-    warn: Warn = lambda text: None,
-) -> dict[str, Any]:  # fmt: skip
+    directory: Path, subfolder: str, spec: RunSpec, evaluate: Evaluate, warn: Warn = lambda text: None
+) -> Row:
     """Analyse the adapter after a run, compress it to the configured or recommended rank, and verify candidate ranks on
     the held-out problems. Writes ``analysis.json`` in ``subfolder`` of the directory.
 
-    ``folder`` is that of the TOML file; ``longest`` and ``bases`` are as for ``verify_ranks``; ``warn`` receives
-    failures of wandb.
+    ``warn`` receives failures of wandb.
     """
     settings, home = spec.config.squeeze, directory / subfolder
     adapter = find_adapter(run_directory(directory, spec))
@@ -209,7 +205,7 @@ def squeeze_after_run(
         if settings.verify != "off" and held_out is not None and held_out.problems >= 2:
             ranks = {rank} | ({row["rank"] for row in analysis["rows"]} if settings.verify == "all" else set())
             smaller = sorted(ranks - {analysis["source_rank"]})
-            analysis["verified"] = _verified(home, spec, folder, adapter, smaller or [rank], longest, bases)
+            analysis["verified"] = _verified(home, spec, adapter, smaller or [rank], evaluate)
     write_json(home / ANALYSIS, analysis)
     if spec.config.logging.wandb and settings.wandb:
         context = RunContext(
@@ -224,8 +220,7 @@ def squeeze_after_run(
     return analysis
 
 
-def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn: Warn) -> None:
-    """Send the analysis to wandb; a failure only loses that wandb run."""
+def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> None:
     thread = Thread("tracker wandb", limit=1)
     thread.put(lambda: log_squeeze_analysis(context, directory, analysis, warn))
     if not thread.wait(FINISH_SECONDS):
@@ -236,15 +231,7 @@ def _report(context: RunContext, directory: Path, analysis: dict[str, Any], warn
         warn(f"the squeeze analysis is not on wandb: {thread.error}")
 
 
-def _verified(
-    home: Path,
-    spec: RunSpec,
-    folder: Path,
-    adapter: Path,
-    ranks: Sequence[int],
-    longest: CompletionLengths,
-    bases: Bases,
-) -> dict[str, Any]:
+def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:
     """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
     ``home`` if it is about this very adapter."""
     out = home / VERIFICATION
@@ -254,4 +241,4 @@ def _verified(
     home.mkdir(parents=True, exist_ok=True)  # where the compressed adapter is elsewhere
     with TemporaryDirectory(dir=home, prefix=".", suffix=ASIDE) as aside:
         smaller = [compress_adapter(adapter, rank, Path(aside) / str(rank)) for rank in ranks]
-        return verify_ranks(spec, folder, adapter, smaller, out, longest, bases)
+        return verify_ranks(spec, adapter, smaller, out, evaluate)

@@ -5,17 +5,17 @@ All shapes are known, so the header of the safetensors file is written first, an
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from retrain.errors import ModelError
 from retrain.files import write_json
 from retrain.policy.adapter_io import Factors, Pair, absolute_base
+from retrain.records.schema.base import Values
 from retrain.records.schema.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from retrain.util.tensor_file import data_of, dtype_name, header
 
 
 def write_streamed(
-    directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Mapping[str, Any]
+    directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Values
 ) -> None:
     """Write a PEFT directory from consecutive modules; ``layout`` declares all of them. Raises ModelError if a module
     is missing or has another shape than declared."""

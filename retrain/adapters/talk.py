@@ -5,6 +5,7 @@ graded one after the other, to time each.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -32,6 +33,7 @@ from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Adapter, Lanes
 from retrain.records.measure import EQUAL_REWARDS
+from retrain.records.schema.base import Row
 from retrain.rewards import Grader
 from retrain.rewards.base import CompletionText, failed
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
@@ -48,7 +50,7 @@ def answers(
     temperature: float | None = None,
     seed: int = 0,
     notify: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+) -> Row:
     """Sample every prompt with the adapter and with its base; sample k of both draws the same random numbers.
 
     Prompts go through the system prompt, prompt template and chat template of the run; temperature and max_tokens are
@@ -119,11 +121,10 @@ def _engine(
 
 
 def as_read(prompt: Prompt, tokenizer: Any) -> str:
-    """Return the prompt as the model reads it, with special tokens."""
     return tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
 
 
-def answer(completion: Action) -> dict[str, Any]:
+def answer(completion: Action) -> Row:
     return {"text": completion.text, "tokens": len(completion), "stop": completion.stop_reason}
 
 
@@ -152,15 +153,15 @@ PATIENCE_S = 30.0  # Seconds without a single grade after which the remaining an
 POOLED = ("math", "judge", "custom")  # Rewards that grade several answers at once, `[reward] workers` of them
 
 
+# Results of one prompt's answers, and the seconds of each; NaN for one that was not graded
 Graded = tuple[list[RewardResult], list[float]]
-"""Results of one prompt's answers, and the seconds of each; NaN for one that was not graded."""
+# Prompts, their answers with grades, and the seconds of sampling
 Tried = tuple[list[Prompt], list[list[Action]], list[Graded], float]
-"""Prompts, their answers with grades, and the seconds of sampling."""
 
 
 def trial_report(
     engine: Engine, requests: Sequence[RolloutRequest], environment: Environment, renderer: Renderer, config: Config
-) -> dict[str, Any]:
+) -> Row:
     """Sample and grade the answers to ``requests`` of one run.
 
     Returns ``prompts`` (each with its answers and grades), ``sampling`` and ``grading`` (counts and seconds,
@@ -190,7 +191,6 @@ def trial_report(
 def _answers(
     engine: Engine, requests: Sequence[RolloutRequest], grader: Grader, renderer: Renderer, config: Config
 ) -> Tried:
-    """Return answers in one turn, graded one after the other."""
     prompts = [renderer.prompt(each.problem, conversation(each.problem, config.data)) for each in requests]
     begin = time.perf_counter()
     sampled = engine.sample(
@@ -216,7 +216,6 @@ def _episodes(engine: Engine, requests: Sequence[RolloutRequest]) -> Tried:
 
 
 def _as_text(rollout: Rollout) -> Action:
-    """Return an episode as one text, with observations indented."""
     lines = []
     for index, turn in enumerate(rollout.turns):
         if index:
@@ -253,7 +252,7 @@ def _grade(grader: Grader, prompts: Sequence[Prompt], sampled: Sequence[Sequence
     return graded
 
 
-def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[str, Any]:
+def _graded(completion: Action, result: RewardResult, seconds: float) -> Row:
     return answer(completion) | {
         "reward": result.total_reward,
         "components": dict(result.components),
@@ -267,7 +266,7 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> dict[st
     }
 
 
-def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> dict[str, Any]:
+def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> Row:
     """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least the time of these
     answers, at most that time scaled by their number."""
     training = config.training
@@ -282,7 +281,7 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
     }
 
 
-def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
+def _grading(config: Config, graded: Sequence[Graded]) -> Row:
     """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
     many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
     if there are others."""
@@ -305,22 +304,27 @@ def _grading(config: Config, graded: Sequence[Graded]) -> dict[str, Any]:
     }
 
 
-def _verdict(
-    config: Config, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]
-) -> dict[str, Any]:
+def _verdict(config: Config, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]) -> Row:
     """Return mean reward, correct answers, groups with signal, and the reasons of failures, the most frequent first."""
     results = [result for group in graded for result in group]
-    totals = [[r.total_reward for r in group if r.total_reward is not None] for group in graded]
-    graded_totals = [total for group in totals for total in group]
-    errors = [result.error or "no reason given" for result in results if result.total_reward is None]
+    rewards = _rewards(results)
+    failures = Counter(result.error or "no reason given" for result in results if result.total_reward is None)
     return {
         "answers": len(results),
-        "mean_reward": sum(graded_totals) / len(graded_totals) if graded_totals else None,
+        "mean_reward": sum(rewards) / len(rewards) if rewards else None,
         "correct": sum(result.is_correct for result in results),
-        "groups": len(totals),
-        "mixed_groups": sum(bool(group) and max(group) - min(group) > EQUAL_REWARDS for group in totals),
+        "groups": len(graded),
+        "mixed_groups": sum(_spread(_rewards(group)) > EQUAL_REWARDS for group in graded),
         "truncated": sum(each.stop_reason == "length" for group in sampled for each in group),
         "max_tokens": config.training.max_tokens,
-        "all_failed": not graded_totals,
-        "reasons": {error: errors.count(error) for error in sorted(set(errors), key=lambda e: -errors.count(e))},
+        "all_failed": not rewards,
+        "reasons": dict(failures.most_common()),
     }
+
+
+def _rewards(results: Sequence[RewardResult]) -> list[float]:
+    return [result.total_reward for result in results if result.total_reward is not None]
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    return max(rewards) - min(rewards) if rewards else 0.0

@@ -10,74 +10,66 @@ this fixed order keeps the error of calling any rank enough at that of one test 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from retrain.config import Config
-from retrain.config.evaluation import HeldOut
 from retrain.config.runs import RunSpec
-from retrain.data.dataset import content_hash
-from retrain.data.prompts import Renderer
-from retrain.environments.build import CompletionLengths, askable, data_of, environments_of, episode_limits
 from retrain.errors import UsageError, plural
 from retrain.files import sha256, write_json
 from retrain.maths.bounded import same_problems_interval
 from retrain.maths.statistics import accuracy_interval
-from retrain.policy.adapter_io import read_adapter
-from retrain.policy.base import workers_for
-from retrain.policy.local import LocalSnapshot
-from retrain.records.reader import RunReader, read_object
-from retrain.records.schema.layout import ADAPTER_WEIGHTS, FINAL
-from retrain.rewards import build_grader
-from retrain.training.bases import Bases
-from retrain.training.evaluation import EvaluatedPolicy, Evaluator
-from retrain.types import PolicyRef, Problem
+from retrain.records.reader import read_object
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.layout import ADAPTER_WEIGHTS
 from retrain.util.text import percent, points
 
 TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 
 
-def verify_ranks(
-    spec: RunSpec,
-    folder: Path,
-    full: Path,
-    smaller: Sequence[Path],
-    out: Path,
-    longest: CompletionLengths,
-    bases: Bases,
-) -> dict[str, Any]:
+class RankMarks(NamedTuple):
+    """Marks of adapters on the same problems and samples.
+
+    ``marks`` is float64 [adapters, problems, samples] of 0 and 1, and ``sampled_anew`` whether the first adapter, the
+    run's own, was sampled again.
+    """
+
+    marks: np.ndarray
+    ranks: list[int]
+    sampled_anew: bool
+
+
+Evaluate = Callable[[Sequence[Path]], RankMarks]
+
+
+def verify_ranks(spec: RunSpec, full: Path, smaller: Sequence[Path], out: Path, evaluate: Evaluate) -> Row:
     """Return the accuracy of an adapter and of its compressed forms on the run's decisive held-out set; also write it
     to ``out``.
-
-    ``longest`` are the longest completions of the plan's runs, which decide what problems can be asked; ``bases`` has
-    the base in memory, or loads it.
 
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
     difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept", "lost", "unclear")},
     ``enough`` (the smallest rank that with all larger ones is kept, or null) and ``sentence``.
-    Raises UsageError for fewer than two held-out problems, RetrainError when model, data or grader cannot be used.
+    Raises UsageError for fewer than two held-out problems, and what ``evaluate`` raises.
     """
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
         raise UsageError("a compressed adapter is verified on held-out problems: set [evaluation] problems")
-    correct, ranks, anew = _evaluate(spec, folder, held_out, [full, *smaller], longest, bases, out.parent)
+    correct, ranks, sampled_anew = evaluate([full, *smaller])
     rows = [
         {"rank": rank, **_accuracy(marks), **_compared(marks, correct[0])}
         for rank, marks in zip(ranks[1:], correct[1:], strict=True)
     ]
     rows.sort(key=lambda row: -row["rank"])
-    verification: dict[str, Any] = {
+    verification: Row = {
         "problems": correct.shape[1],
         "samples": correct.shape[2],
         "tolerance": TOLERANCE,
         "set": held_out.name,
         "adapter": sha256(full / ADAPTER_WEIGHTS),
-        "full": {"rank": ranks[0], **_accuracy(correct[0]), "sampled_anew": anew},
+        "full": {"rank": ranks[0], **_accuracy(correct[0]), "sampled_anew": sampled_anew},
         "ranks": rows,
         "enough": enough(rows),
     }
@@ -86,7 +78,7 @@ def verify_ranks(
     return verification
 
 
-def read_verification(path: Path, adapter: Path) -> dict[str, Any] | None:
+def read_verification(path: Path, adapter: Path) -> Row | None:
     """Return the content of ``path`` that ``verify_ranks`` wrote, if it is about these very weights; else None."""
     content = read_object(path)
     return content if content and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
@@ -101,7 +93,7 @@ def verdict(low: float | None, high: float | None) -> str:
     return "lost" if high < 0.0 else "unclear"
 
 
-def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
+def enough(rows: Sequence[Values]) -> int | None:
     """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
     smallest = None
     for row in rows:
@@ -111,8 +103,7 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return smallest
 
 
-def sentence(verification: Mapping[str, Any]) -> str:
-    """Return the smallest sufficient rank in words, with its accuracy and the full adapter's."""
+def sentence(verification: Values) -> str:
     full, tolerance = verification["full"], f"{100 * TOLERANCE:g} points"
     accuracy = percent(full["accuracy"], 1) + (", sampled again" if full.get("sampled_anew") else "")
     problems = f"On {plural(verification['problems'], 'held-out problem')}"
@@ -139,78 +130,7 @@ def _accuracy(marks: np.ndarray) -> dict[str, float | None]:
     return {"accuracy": interval.estimate, "low": interval.low, "high": interval.high}
 
 
-def _compared(marks: np.ndarray, full: np.ndarray) -> dict[str, Any]:
+def _compared(marks: np.ndarray, full: np.ndarray) -> Row:
     gain = same_problems_interval(marks.mean(axis=1) - full.mean(axis=1))
     difference = {"mean": gain.estimate, "low": gain.low, "high": gain.high}
     return {"difference": difference, "verdict": verdict(gain.low, gain.high)}
-
-
-def _evaluate(
-    spec: RunSpec,
-    folder: Path,
-    held_out: HeldOut,
-    paths: Sequence[Path],
-    longest: CompletionLengths,
-    bases: Bases,
-    directory: Path,
-) -> tuple[np.ndarray, list[int], bool]:
-    """Return marks [adapters, problems, samples] of 0 and 1, the adapters' ranks, and whether the first adapter, the
-    run's own, was sampled again.
-
-    Adapters are evaluated one after another, so that memory does not grow with their number. Servers of the run's
-    configuration use ``directory``.
-    """
-    config = spec.config
-    files = bases.model_files(config)
-    data = askable(data_of(config, folder), config, longest, files.tokenizer, files.context)
-    full = _final_marks(paths[0], config, held_out, data.sets[held_out.name])
-    correct, ranks = [], []
-    with ExitStack() as stack:
-        if config.inference.served:
-            base, lanes, engine = bases.with_servers(config, directory)
-        else:
-            base, lanes, engine = bases.with_engine(config)
-            engine.workers = workers_for(base)
-            stack.callback(engine.workers.close)
-        grader = stack.enter_context(build_grader(config.reward, folder, lambda: base.device))
-        environment = environments_of(config, data, grader, folder)[held_out.name]
-        renderer = Renderer(base.tokenizer, held_out.data, config.environment.tools_prompt)
-        evaluator = Evaluator(engine, renderer, [held_out], limits=episode_limits(config, base.context_length))
-        stream = config.stream("sampling")
-        for path in paths:
-            stored = read_adapter(path)
-            ranks.append(stored.config["r"])
-            if path == paths[0] and full is not None:
-                correct.append(full)
-                continue
-            adapter = lanes.new_adapter(ranks[-1], next(iter(stored.scales.values())) * ranks[-1])
-            adapter.load(stored.tensors)
-            engine.publish(ref := PolicyRef(f"rank {ranks[-1]}", 0), LocalSnapshot(adapter.frozen()))
-            # The streams of the run's final evaluation: common random numbers with it.
-            subject = EvaluatedPolicy(ref, {held_out.name: environment}, stream, config.training.max_steps)
-            (record,) = evaluator.evaluate(held_out, [subject])
-            engine.forget()
-            if record.error is not None:
-                raise record.error
-            marks = [[float(one.reward.is_correct) for one in group.rollouts] for group in record.groups]
-            correct.append(np.array(marks))
-    return np.stack(correct), ranks, full is None
-
-
-def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
-    """Return marks [problems, samples] of the run's final evaluation; None if it was not of this adapter on these
-    problems with this sampling."""
-    steps = config.training.max_steps
-    reader = RunReader(adapter.parent)
-    facts = reader.config() if adapter.name == FINAL else {}
-    if facts.get("heldout_hashes", {}).get(held_out.name) != content_hash((), problems):
-        return None
-    rows = reader.evaluations(held_out.name)
-    sampling = {"samples": held_out.samples, **vars(held_out.sampling.requested)}
-    if not rows or rows[-1]["step"] != steps or any(rows[-1].get(key) != value for key, value in sampling.items()):
-        return None
-    rows = [row for row in reader.held_out_completions(held_out.name) if row["step"] == steps]
-    asked = [(problem.id, sample) for problem in problems for sample in range(held_out.samples)]
-    if [(row["problem_id"], row["sample"]) for row in rows] != asked:
-        return None
-    return np.reshape([float(row["correct"]) for row in rows], (len(problems), held_out.samples))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import SIGINT
-from typing import Any
 
 from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
@@ -27,7 +26,7 @@ from retrain.campaign.planning.manifest import (
     summary,
     write_plan,
 )
-from retrain.campaign.planning.plan import Plan, cut, lane_count, seeds_before_interim, smaller_cohorts
+from retrain.campaign.planning.plan import Plan, cut, is_unfinished, lane_count, seeds_before_interim, smaller_cohorts
 from retrain.campaign.planning.references import check, require_packages
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.campaign.running.jobs import InProcess, InProcessRunner, Scheduler, WorkItem
@@ -45,7 +44,8 @@ from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.campaign import ENDED
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
 from retrain.util.mirror import Mirror, uploading
@@ -61,7 +61,7 @@ class CampaignOutcome:
 
     exit_status: int
     directory: Path
-    summary: dict[str, Any]
+    summary: Row
     saved: bool = True
 
 
@@ -69,7 +69,6 @@ def launch(
     loaded: LoadedConfig, out: Path | None, observer: Observer, retry_failed: bool = False,
     approval: Approval | None = None, registry: str = "",
 ) -> CampaignOutcome:  # fmt: skip
-    """Plan, check and execute a file, in ``out`` or the directory that it names."""
     return execute(check(Plan.of(loaded, out, registry)), observer, retry_failed, approval)
 
 
@@ -145,18 +144,8 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     """Return the directory's manifest after approval of all changes from its records."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
-    changes, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
-    changes = [*lost, *changes]
-    for spec in plan.specs:
-        entry = entries.get(spec.run_id)
-        if entry and (entry["state"] != "done" or entry["step"] < spec.config.training.max_steps):
-            changes += version_changes(run_directory(directory, spec), spec, plan.folder)
-    if changes:
-        approval(directory, changes)
-    for line in extensions:
-        observer.message(f"changed since the last start: {line}")
-    is_new = not begun(list(entries.values()))
-    registry = plan.registry if is_new and plan.specs[0].is_campaign else ""
+    _approve(plan, observer, approval, lost, entries)
+    registry = "" if begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
     if registry == ON:
         registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
@@ -166,10 +155,26 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     elif plan.registry == OFF and manifest.is_registered:
         observer.message("this campaign is in the registry already: --no-registry changes nothing", "warning")
     manifest.content.pop("notes", None)
-    if notes := [f"{words}." for words in without_sepa(plan.specs)]:
-        manifest.content["notes"] = notes
+    if warnings := without_sepa(plan.specs):
+        manifest.content["notes"] = [f"{warning}." for warning in warnings]
     manifest.write()
     return manifest
+
+
+def _approve(
+    plan: Plan, observer: Observer, approval: Approval, lost: Sequence[str], entries: Mapping[str, RunEntry]
+) -> None:
+    configs = planned_configs(plan.directory)
+    settings, extensions = settings_changes(plan.specs, configs, entries) if configs else ([], [])
+    changes = [*lost, *settings]
+    for spec in plan.specs:
+        entry = entries.get(spec.run_id)
+        if entry and is_unfinished(entry, spec):
+            changes += version_changes(run_directory(plan.directory, spec), spec, plan.folder)
+    if changes:
+        approval(plan.directory, changes)
+    for line in extensions:
+        observer.message(f"changed since the last start: {line}")
 
 
 @dataclass(eq=False)
@@ -193,8 +198,8 @@ class CohortWork:
         Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
         must be in its batches again, and fail again.
         """
-        group = [spec for spec in self.specs if self._entry(spec)["state"] not in ("done", "stopped")]
-        if self.again or any(self._entry(spec)["state"] != "failed" for spec in group):
+        group = [spec for spec in self.specs if self._entry(spec).state not in ("done", "stopped")]
+        if self.again or any(self._entry(spec).state != "failed" for spec in group):
             return group
         return []
 
@@ -202,27 +207,25 @@ class CohortWork:
         specs = self.remaining_runs()
         if not specs:
             return None
-        failed = [] if self.again else [spec for spec in specs if self._entry(spec)["state"] == "failed"]
+        failed = [] if self.again else [spec for spec in specs if self._entry(spec).state == "failed"]
         return self.controller.plan.job(
             specs,
-            failed_at={spec.run_id: int(self._entry(spec)["step"]) for spec in failed},
+            failed_at={spec.run_id: self._entry(spec).step for spec in failed},
             same_step=not self.again,
             accepted=list(self.controller.approval.accepted),
         )
 
     def give_up(self, reason: str) -> None:
         for spec in self.specs:
-            if self._entry(spec)["state"] not in ENDED:
+            if self._entry(spec).state not in ENDED:
                 self.controller.recording.run_finished(spec, "failed", reason)
 
-    def _entry(self, spec: RunSpec) -> dict[str, Any]:
+    def _entry(self, spec: RunSpec) -> RunEntry:
         return self.controller.manifest.run(spec.run_id)
 
 
 @dataclass(eq=False)
 class SqueezeWork:
-    """Analysis of a finished run's adapter, in the folder ``subfolder`` of the campaign's directory."""
-
     controller: Controller
     spec: RunSpec
     subfolder: str
@@ -263,14 +266,13 @@ class Controller:
         self.scheduler = Scheduler(runner, on_event, self._after, self.stop.is_due, restarts, room)
 
     def carry_out(self, retry_failed: bool) -> CampaignOutcome:
-        """Train the remaining runs, analyse and compare; return the outcome."""
         manifest, observer, specs = self.manifest, self.observer, self.specs
         settled = ("done", "stopped") if retry_failed else ("done", "failed", "stopped")
-        if planned := [spec for spec in specs if manifest.run(spec.run_id)["state"] not in settled]:
+        if planned := [spec for spec in specs if manifest.run(spec.run_id).state not in settled]:
             observer.plan(planned)
         if self.interim is not None:
             self.interim.update()  # a process may have been killed between its last run and the analysis
-        todo = [spec for spec in planned if manifest.run(spec.run_id)["state"] not in settled]
+        todo = [spec for spec in planned if manifest.run(spec.run_id).state not in settled]
         self._announce(todo, retry_failed)
         with closing(self.executor), self.stop.listening(observer.message):
             try:
@@ -279,17 +281,19 @@ class Controller:
                 return self._interrupted(todo, saved=False)
             if not is_complete:
                 return self._interrupted(todo, saved=not self.scheduler.lost_steps)
-        states = {run["state"] for run in manifest.content["runs"]}
-        if len(specs) > 1 and "done" in states:
-            manifest.files.flush()  # the same input as for later readers
-            manifest.note(comparison=conclude(self.directory))
-        if specs[0].is_campaign:
-            _report(manifest, observer)
-        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(manifest))
+        return self._conclude()
+
+    def _conclude(self) -> CampaignOutcome:
+        states = {entry.state for entry in self.manifest.runs}
+        if len(self.specs) > 1 and "done" in states:
+            self.manifest.files.flush()  # the same input as for later readers
+            self.manifest.note(comparison=conclude(self.directory))
+        if self.specs[0].is_campaign:
+            _report(self.manifest, self.observer)
+        return CampaignOutcome(1 if "failed" in states else 0, self.directory, summary(self.manifest))
 
     def _announce(self, todo: Sequence[RunSpec], retry_failed: bool) -> None:
-        """Report which runs will be trained. Raises MissingExtra for a package that they need."""
-        failed = sum(self.manifest.run(spec.run_id)["state"] == "failed" for spec in self.specs)
+        failed = sum(self.manifest.run(spec.run_id).state == "failed" for spec in self.specs)
         if failed and not retry_failed:
             self.observer.message(
                 f"{plural(failed, 'failed run')} not continued; type --retry-failed to continue them too", "warning"
@@ -305,17 +309,16 @@ class Controller:
     def _interrupted(self, todo: Sequence[RunSpec], saved: bool) -> CampaignOutcome:
         came = ENDINGS[self.stop.signal or SIGINT]
         for spec in todo:
-            if self.manifest.run(spec.run_id)["state"] == "running":
+            if self.manifest.run(spec.run_id).state == "running":
                 self.manifest.update(spec.run_id, state="interrupted", reason=came.reason)
                 self.observer.run_finished(spec, "interrupted", "")
         return CampaignOutcome(came.status, self.directory, summary(self.manifest), saved)
 
     def _cohorts(self, retry_failed: bool) -> list[CohortWork]:
-        """Return the cohorts with remaining work: first unfinished runs, then failed ones that are retried."""
         manifest, works = self.manifest, list[CohortWork]()
         on_gpu = self.executor.has_gpu() and self.specs[0].config.backend.device != "cpu"
         for group in planned_cohorts(manifest, self.specs, on_gpu, self.executor.slots):
-            states = {spec.run_id: manifest.run(spec.run_id)["state"] for spec in group}
+            states = {spec.run_id: manifest.run(spec.run_id).state for spec in group}
             works.append(CohortWork(self, group))
             if retry_failed and "failed" in states.values():
                 failed = [spec for spec in group if states[spec.run_id] == "failed"]
@@ -330,17 +333,16 @@ class Controller:
             parts = [*self._around_interim(works), self._squeezes]
             return all(self.scheduler.carry_out(part()) for part in parts)
         except (StorageError, DeviceLost, ServerFailed, WorkersLost) as error:
-            for entry in self.manifest.content["runs"]:
-                if entry["state"] == "running":
+            for entry in self.manifest.runs:
+                if entry.state == "running":
                     with suppress(StorageError):
-                        self.manifest.update(entry["run_id"], state="interrupted", reason=str(error))
+                        self.manifest.update(entry.run_id, state="interrupted", reason=str(error))
             raise RetrainError(
                 f"{error}\nEverything up to the last checkpoint is saved. {error.advice}, then type: retrain resume "
                 f"{self.directory}"
             ) from error
 
     def _around_interim(self, works: Sequence[CohortWork]) -> list[Callable[[], Sequence[WorkItem]]]:
-        """Return the cohorts before the interim analysis, and those after it, which begin when it is done."""
         if self.interim is None or self.specs[0].config.campaign.lanes != "auto":
             return [lambda: works]
         first = set(self.interim.seeds)
@@ -361,13 +363,11 @@ class Controller:
 
     def _after_interim(self) -> list[WorkItem]:
         if self.interim is not None and (unwanted := self.interim.update(self.scheduler.names_under_way)):
-            ended = {run["run_id"] for run in self.manifest.content["runs"] if run["state"] in ENDED}
-            nobodys = unwanted | ended
-            self.scheduler.stop_where(lambda names: names <= nobodys)
+            unneeded = unwanted | {entry.run_id for entry in self.manifest.runs if entry.state in ENDED}
+            self.scheduler.stop_where(lambda names: names <= unneeded)
         return self._squeezes()
 
     def _in_parts(self, item: CohortWork, short: JobEnded) -> list[WorkItem]:
-        """Split a cohort that does not fit into memory; the manifest records the split."""
         parts = smaller_cohorts(item.remaining_runs(), short.lanes, short.reason)
         self.observer.message(f"{short.reason}: they train in {len(parts)} cohorts, one after another", "warning")
         names, before = {spec.run_id for part in parts for spec in part}, self.manifest.content["cohorts"]
@@ -388,7 +388,7 @@ class Controller:
         """
         works: list[WorkItem] = []
         for subfolder, spec in self._due_analyses().items():
-            if subfolder in self._squeezed or self.manifest.run(spec.run_id)["state"] != "done":
+            if subfolder in self._squeezed or self.manifest.run(spec.run_id).state != "done":
                 continue
             weights = run_directory(self.directory, spec) / FINAL / ADAPTER_WEIGHTS
             if spec.config.backend.backend == "local" or weights.is_file():
@@ -400,23 +400,22 @@ class Controller:
     def _due_analyses(self) -> dict[str, RunSpec]:
         """Return the runs whose LoRA rank is still to be analysed, by analysis folder; they may still be training."""
         content, over = self.manifest.content, ("failed", "stopped")
-        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id)["state"] not in over]
+        hoped = [spec for spec in self._analysed if self.manifest.run(spec.run_id).state not in over]
         if not hoped:
             return {}
         of_condition = {spec.label: spec for spec in reversed(hoped)}
         first = _squeezed_label(content) or self._squeezed.get("squeeze", hoped[0]).label
         due = {} if content.get("squeeze") else {"squeeze": of_condition[first]}
         if hoped[0].config.squeeze.runs == "one per condition":
-            known = {first, *(content.get("squeezes") or ())}
-            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in known}
+            analysed = {first, *(content.get("squeezes") or ())}
+            due |= {f"squeeze/{label}": spec for label, spec in of_condition.items() if label not in analysed}
         return due
 
 
 def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> list[list[RunSpec]]:
-    """Return the runs that step together."""
     planned = _begun_cohorts(manifest, specs)
-    begun = {spec.run_id for group in planned for spec in group}
-    rest = [spec for spec in specs if spec.run_id not in begun]
+    names = {spec.run_id for group in planned for spec in group}
+    rest = [spec for spec in specs if spec.run_id not in names]
     lanes = manifest.content.get("lanes") if specs[0].config.campaign.lanes == "auto" else None
     if lanes is None or manifest.content.get("slots", 1) != slots:
         lanes = lane_count(specs if slots == 1 else rest or specs, on_gpu, slots)
@@ -430,10 +429,10 @@ def planned_cohorts(manifest: Manifest, specs: Sequence[RunSpec], on_gpu: bool, 
 def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[RunSpec]]:
     known = {spec.run_id: spec for spec in specs}
     recorded = [[known[name] for name in group if name in known] for group in manifest.content.get("cohorts", [])]
-    return [group for group in recorded if any(manifest.run(spec.run_id)["state"] != "pending" for spec in group)]
+    return [group for group in recorded if any(manifest.run(spec.run_id).state != "pending" for spec in group)]
 
 
-def _squeezed_label(content: Mapping[str, Any]) -> str | None:
+def _squeezed_label(content: Values) -> str | None:
     """Return the condition that ``squeeze`` describes; older records contain the adapter's path only."""
     report = content.get("squeeze")
     if not report:
@@ -443,7 +442,6 @@ def _squeezed_label(content: Mapping[str, Any]) -> str | None:
 
 
 def _report(manifest: Manifest, observer: Observer) -> None:
-    """Write ``report.html``. A failure is a warning only: the report can be written again at any time."""
     try:
         manifest.files.flush()
         write_report(manifest.directory)

@@ -14,16 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from retrain.campaign.running.jobs import InProcess
 from retrain.campaign.running.protocol import (
-    Evaluated,
+    EvaluationDone,
     Event,
     Facts,
     Job,
@@ -31,7 +30,7 @@ from retrain.campaign.running.protocol import (
     Message,
     RunEnded,
     RunStarted,
-    Sealed,
+    SealChanged,
     SqueezeJob,
     StepDone,
     WorkerFault,
@@ -53,12 +52,12 @@ from retrain.util.processes import end_with_parent
 from retrain.util.session import DirectoryLock, LeaseWatch, leases_of
 
 POLL_SECONDS = 0.25  # Seconds between polls of the campaign's directory
+# Seconds for which the controller's lease may stay unchanged: NFS caches file attributes for up to a minute
 PATIENCE_SECONDS = 90.0
-"""Seconds for which the controller's lease may stay unchanged: NFS caches file attributes for up to a minute."""
 WRITE_SECONDS = 60.0  # Seconds for which a failed write of an event is retried
+# Seconds for which a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed
+# and not requeue it
 KILL_SECONDS = 120.0
-"""Seconds for which a preempted Slurm task waits for SIGKILL. If it exited by itself, Slurm would count it as completed
-and not requeue it."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,9 @@ class Options:
         parser.add_argument("--folder", type=Path, help="base of relative paths in the campaign's file")
         parser.add_argument("--requeue", action="store_true", help="run as a Slurm task: requeue after SIGUSR1")
         parser.add_argument("--parent", type=int, default=0, help="end when this process ends")
-        given = parser.parse_args(arguments)
-        name = f"{given.slot} {given.device}"
-        return cls(given.directory, given.slot, name, given.folder, given.requeue, given.parent)
+        options = parser.parse_args(arguments)
+        name = f"{options.slot} {options.device}"
+        return cls(options.directory, options.slot, name, options.folder, options.requeue, options.parent)
 
 
 class EventSender(NullObserver):
@@ -101,10 +100,10 @@ class EventSender(NullObserver):
         self.send(StepDone(spec.run_id, dict(row)))
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
-        self.send(Sealed(spec.run_id, dict(seal)))
+        self.send(SealChanged(spec.run_id, dict(seal)))
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        self.send(Evaluated(spec.run_id, name, dict(row)))
+        self.send(EvaluationDone(spec.run_id, name, dict(row)))
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         self.send(RunEnded(spec.run_id, status, message))
@@ -112,13 +111,11 @@ class EventSender(NullObserver):
     def message(self, text: str, level: str = "info") -> None:
         self.send(Message(text, level))
 
-    def note(self, facts: Mapping[str, Any]) -> None:
+    def note(self, facts: Values) -> None:
         self.send(Facts(dict(facts)))
 
 
 class Worker:
-    """A worker that holds the lease of its slot."""
-
     def __init__(self, options: Options, process: int, lock: DirectoryLock, owner: Owner):
         self.options, self.lock, self.owner = options, lock, owner
         self.directory, self.tasks = options.directory, Tasks.of(options.directory)
@@ -133,7 +130,6 @@ class Worker:
         self._server_news = GrowingFile(options.directory / WORKERS / SERVER_NEWS)
 
     def run(self, trainer: InProcess) -> int:
-        """Claim and train tasks until none is left; return the exit status."""
         self.write({"up": self.options.name, "process": os.getpid()})
         self._read_server_news(first=True)
         threading.Thread(target=self._watch, name="directory", daemon=True).start()
@@ -158,8 +154,7 @@ class Worker:
         self.requeued = self.requeued or requeue
         self.ending.set()
 
-    def write(self, facts: Mapping[str, Any]) -> None:
-        """Append a line to the event file, retrying for ``WRITE_SECONDS``."""
+    def write(self, facts: Values) -> None:
         end = time.monotonic() + WRITE_SECONDS
         while True:
             try:
@@ -185,7 +180,7 @@ class Worker:
         self.send(task, JobStarted(task, self.options.name, runs))
         places = [(run_directory(job.directory, spec), self.owner.at(run_place(spec))) for spec in job.runs]
         with leases_of(places) as locks:
-            analysed = [job.directory / job.place] if isinstance(job, SqueezeJob) else []
+            analysed = [job.directory / job.subfolder] if isinstance(job, SqueezeJob) else []
             for directory in [*locks, *analysed]:  # left half-written by a killed worker
                 remove_leftovers(directory)
 
@@ -201,7 +196,7 @@ class Worker:
         self.send(task, replace(end, job=task))
 
     def _watch(self) -> None:
-        """Poll for stop requests and server addresses in a thread, because a step may take minutes."""
+        # A thread, because a step may take minutes
         while True:
             with suppress(OSError):
                 self._stopped = self.tasks.stopped()
@@ -218,9 +213,9 @@ class Worker:
                 self.servers.record(line["message"], line["level"])
 
 
+# Signal that Slurm sends before the time limit, possibly to every process of the task. It is blocked before any thread
+# starts: graders and tools inherit the mask and survive, and one thread waits for it
 NOTICE = {signal.SIGUSR1, signal.SIGUSR2}
-"""Signal that Slurm sends before the time limit, possibly to every process of the task. It is blocked before any thread
-starts: graders and tools inherit the mask and survive, and one thread waits for it."""
 
 
 def listen(worker: Worker, options: Options) -> None:
@@ -239,7 +234,6 @@ def listen(worker: Worker, options: Options) -> None:
 
 
 def main(make_trainer: Callable[[RemoteFleet], InProcess] = lambda servers: InProcess(servers=servers)) -> int:
-    """Run a worker in this process; return the exit status."""
     options = Options.parse()
     if options.requeue:
         signal.pthread_sigmask(signal.SIG_BLOCK, NOTICE)
@@ -261,7 +255,7 @@ def main(make_trainer: Callable[[RemoteFleet], InProcess] = lambda servers: InPr
 
 
 def _hand_back(worker: Worker) -> None:
-    """Requeue this Slurm task; after a preemption, wait until Slurm kills and requeues it."""
+    # Slurm counts a preempted task that exits by itself as completed, so this waits to be killed
     if not worker.options.requeue or not worker.ending.is_set():
         return
     worker.write({"requeued": worker.requeued})

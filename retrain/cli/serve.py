@@ -86,7 +86,7 @@ def serve(
 
 def _key(host: str, name: str | None) -> str | None:
     """Return the key that clients must send. Raises UsageError if one is required and missing."""
-    from retrain.serving.local import is_local
+    from retrain.util.addresses import is_local
 
     if name is None:
         if not is_local(host):

@@ -46,11 +46,11 @@ def ui(
         if not is_installed(module):
             raise missing("retrain ui", module, "ui")
     from retrain.serving.listening import HttpServer, listening_socket
-    from retrain.serving.local import is_local
     from retrain.ui.library import Library
     from retrain.ui.numbers import Pool, cache_directory
     from retrain.ui.places import Places
     from retrain.ui.server import app_of
+    from retrain.util.addresses import is_local
 
     library = Library(Places(directories or [Path("logs")]), Pool(cache_directory()))
     if bundle is not None:

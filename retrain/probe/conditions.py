@@ -31,7 +31,6 @@ def temporary(spec: RunSpec) -> RunSpec:
 
 
 def forked(spec: RunSpec, seed: int, checkpoint: Path) -> RunSpec:
-    """Return the temporary run with another seed that continues ``checkpoint``."""
     data = temporary(spec).config.to_dict()
     data["training"]["seed"] = seed
     data["resume"]["from"] = str(checkpoint.absolute())

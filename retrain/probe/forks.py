@@ -7,12 +7,11 @@ Their seeds are fresh, so that the order of the problems and all samples are new
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from retrain.policy.local import DoesNotFit
 from retrain.probe.conditions import conditions_of, forked
 from retrain.probe.gradients import with_open_gate
 from retrain.records.observer import Messages, SpecLike
-from retrain.records.schema.base import Values
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import ADAPTER_CONFIG, STATE
 from retrain.training.assemble import assemble
 from retrain.training.bases import Bases
@@ -49,20 +48,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fork:
-    """Runs that continue one checkpoint."""
-
+    # Every condition with every fresh seed, seed by seed
     plan: Plan
-    """Every condition with every fresh seed, seed by seed."""
     checkpoint: Path
+    # State in the checkpoint
     state: RunState
-    """State in the checkpoint."""
+    # Step at which the runs stop
     end: int
-    """Step at which the runs stop."""
     measure: Measure
+    # Conditions that cannot continue the checkpoint, each with the reason
     left_out: list[str]
-    """Conditions that cannot continue the checkpoint, each with the reason."""
+    # Steps of all these runs by the steps of the whole file
     share: float
-    """Steps of all these runs by the steps of the whole file."""
 
     @property
     def labels(self) -> list[str]:
@@ -132,8 +129,7 @@ def _fresh_seeds(plan: Plan, state: RunState, count: int) -> range:
     return range(first, first + count)
 
 
-def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Mapping[str, Any]) -> str:
-    """Return why a condition cannot continue the checkpoint, "" where it can."""
+def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Values) -> str:
     model, lora, algorithm = spec.config.model, spec.config.lora, spec.config.algorithm
     if base_key(spec) != base_key(baseline):
         return "its base, problems or adapted layers differ from the baseline's"
@@ -146,8 +142,6 @@ def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapt
 
 
 class _Measurements(Messages):
-    """Keeps the evaluations of a fork, its sampled tokens, and which runs failed."""
-
     def __init__(self, fork: Fork, progress: Progress):
         super().__init__(progress)
         self.fork = fork
@@ -176,7 +170,7 @@ class _Measurements(Messages):
             self.failures.append(f"{spec.run_id} failed: {message}")
 
 
-def run_fork(fork: Fork, progress: Progress) -> dict[str, Any]:
+def run_fork(fork: Fork, progress: Progress) -> Row:
     """Continue every condition and return the ranking as plain data, the highest change first.
 
     ``change`` is the mean change of the held-out metric over seeds, ``difference`` the same against the baseline's,
@@ -217,7 +211,6 @@ def run_fork(fork: Fork, progress: Progress) -> dict[str, Any]:
 
 
 def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) -> None:
-    """Train a cohort from the checkpoint to the end of the fork, evaluated before and after."""
     with ExitStack() as stack:
         failed = len(results.failures)
         cohort = assemble(job, results, lambda: False, stack, bases)
@@ -238,7 +231,7 @@ def _continue(job: CohortJob, fork: Fork, results: _Measurements, bases: Bases) 
         bases.forget_adapters()
 
 
-def _condition(label: str, fork: Fork, results: _Measurements) -> dict[str, Any]:
+def _condition(label: str, fork: Fork, results: _Measurements) -> Row:
     before, after = results.before, results.after
     seeds = [seed for seed in fork.seeds if (label, seed) in after and seed in before]
     pairs = [(after[label, seed], after[fork.labels[0], seed]) for seed in seeds if (fork.labels[0], seed) in after]

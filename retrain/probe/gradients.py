@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from retrain.maths.statistics import bootstrap_ci
 from retrain.policy.local import DoesNotFit, LocalPolicy
 from retrain.probe.conditions import conditions_of, temporary
 from retrain.records.observer import Messages
+from retrain.records.schema.base import Row
 from retrain.rng import generator
 from retrain.rollouts.collect import require_graded
 from retrain.rollouts.queue import StepRollouts, collect_rounds
@@ -40,7 +40,7 @@ AT_ONCE = 4  # Number of batches that are sampled in one call
 Progress = Callable[[str], None]
 
 
-def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = None) -> dict[str, Any]:
+def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = None) -> Row:
     """Return the comparison of the plan's conditions, of its first seed, as plain data.
 
     Each condition has ``norm`` (mean length of its gradient), ``length`` (ratio to the baseline's length, geometric
@@ -111,19 +111,17 @@ def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
     return comparable_specs, notes
 
 
-def _adapter(spec: RunSpec) -> tuple[Any, ...]:
+def _adapter(spec: RunSpec) -> tuple[object, ...]:
     return base_key(spec), spec.config.model.lora_rank, spec.config.lora.alpha, str(spec.config.lora.target_modules)
 
 
-def _sampling(spec: RunSpec) -> tuple[Any, ...]:
+def _sampling(spec: RunSpec) -> tuple[object, ...]:
     training, config = spec.config.training, spec.config
     sizes = training.batch_size, training.group_size, training.dynamic_sampling
     return *sizes, training.sampling.requested, config.reward.grading, repr(config.environment), config.resume.from_
 
 
 class _Observer(Messages):
-    """Forwards messages; raises CheckpointError for a run whose checkpoint cannot be used."""
-
     def run_finished(self, spec: RunSpec, status: str, reason: str) -> None:
         raise CheckpointError(f"{spec.label}: {reason}")
 
@@ -154,7 +152,6 @@ def _require_signal(sampled: Sequence[Sequence[Group]], rollouts: Sequence[Rollo
 
 
 def _is_uniform(groups: Sequence[Group]) -> bool:
-    """Return whether no group has rewards that differ."""
     rewards = [group.rewards_N[np.isfinite(group.rewards_N)] for group in groups]
     return not any(len(each) and each.max() - each.min() > 1e-8 for each in rewards)
 
@@ -187,7 +184,7 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     return float(first.double() @ second.double()) / lengths if lengths > 0 else math.nan
 
 
-def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, Any]) -> torch.Tensor:
+def gradient_of(run: Run, groups: Sequence[Group], step: int, state: Row) -> torch.Tensor:
     """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with
     its algorithm in ``state``. Run and groups are left as they are."""
     assert isinstance(run.policy, LocalPolicy)
@@ -204,7 +201,7 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: dict[str, A
         run.algorithm.restore(state)
 
 
-def with_open_gate(state: dict[str, Any]) -> dict[str, Any]:
+def with_open_gate(state: Row) -> Row:
     """Return the algorithm's state with SEPA's gate open from the start: a schedule that waits for success would make
     the condition look like the one without it."""
     sepa = state.get("sepa")

@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retrain import __version__
 from retrain.serving import chat, completions, tokens
 from retrain.serving.answers import model_card
-from retrain.serving.local import is_local
 from retrain.serving.refusal import ServingError
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
+from retrain.util.addresses import is_local
 
 MAX_UPLOAD = 1 << 30  # Bytes of the body of a request that holds an adapter
 

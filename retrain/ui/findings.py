@@ -13,10 +13,9 @@ from threading import Condition, Thread
 
 import numpy as np
 
-from retrain.campaign.planning.manifest import read_plan
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
-from retrain.records.reader import read_object
+from retrain.records.reader import planned_configs, read_object
 from retrain.records.registry import Registry
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import COMPARISON, CONFIG, EVALS, EVALUATIONS, METRICS, PLAN
@@ -29,7 +28,7 @@ from retrain.ui.sources import Home, Run, touched
 from retrain.verdicts.planning import WANTED_POWER, pair_spread, seeds_needed
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.results import Measure
-from retrain.verdicts.words import amount
+from retrain.verdicts.wording import amount
 
 ENDED = ("done", "failed", "stopped")
 ALONE = "one run of a campaign compares nothing: open its campaign"
@@ -218,7 +217,9 @@ def power_of(home: Home, comparison: Row) -> list[JsonObject]:
     spread = pair_spread([condition["differences"] for condition in others])
     if not spread:
         return []
-    seeds = sorted({spec.seed for spec in read_plan(home.path).specs})
+    seeds = sorted({config["training"]["seed"] for config in planned_configs(home.path).values()})
+    if not seeds:
+        return []
     lines: list[JsonObject] = []
     for condition in others:
         if not condition["typical_difference"]:

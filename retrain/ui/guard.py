@@ -16,8 +16,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retrain.serving.local import is_local
 from retrain.ui.answers import error_response
+from retrain.util.addresses import is_local
 
 POSTS = ("/api/view",)  # Paths that accept POST
 LISTENED = ("/api/events",)

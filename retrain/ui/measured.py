@@ -1,13 +1,13 @@
 """Runs as comparisons and reports see them (``RunResult``), from columns where their rows would not fit in memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retrain.records.reader import RunReader
+from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
@@ -50,13 +50,13 @@ def result_of(library: Library, run: Run) -> ColumnRun:
 
 
 def reader(library: Library, runs: Mapping[str, Run]) -> Reader:
-    def read(directory: Path, entry: Mapping[str, Any]) -> RunResult:
-        run = runs.get(str(entry["run_id"]))
+    def read(directory: Path, entry: RunEntry) -> RunResult:
+        run = runs.get(entry.run_id)
         if run is None:  # its files lie elsewhere, or the manifest does not have it
-            state = "missing" if entry["state"] == "missing" else "failed"
-            return RunResult(entry["run_id"], entry["label"], entry["seed"], state, "outside", directory)
-        if entry["state"] == "running":
-            entry = {**entry, "state": run.state}
+            state = "missing" if entry.state == "missing" else "failed"
+            return RunResult(entry.run_id, entry.label, entry.seed or 0, state, "outside", directory)
+        if entry.state == "running":
+            entry = replace(entry, state=run.state)
         metrics = library.file(run, METRICS)
         if metrics is None or metrics.stat().st_size <= WHOLE_BYTES:
             return read_run(directory, entry)
@@ -65,15 +65,16 @@ def reader(library: Library, runs: Mapping[str, Run]) -> Reader:
     return read
 
 
-def _without_rows(directory: Path, entry: Mapping[str, Any], numbers: Numbers) -> ColumnRun:
-    path = directory / entry["path"]
+def _without_rows(directory: Path, entry: RunEntry, numbers: Numbers) -> ColumnRun:
+    path = directory / entry.path
     facts = RunReader(path).config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
     last = dict(numbers.last)
     rows = [row for row in (_graded_row(numbers), last) if row]
-    pair = (config.get("campaign", {}).get("seed", 0), entry["seed"])
+    seed = entry.seed or 0
+    pair = (config.get("campaign", {}).get("seed", 0), seed)
     return ColumnRun(
-        entry["run_id"], entry["label"], entry["seed"], entry["state"], entry.get("reason"), path, pair, rows,
+        entry.run_id, entry.label, seed, entry.state, entry.reason, path, pair, rows,
         numbers.evaluations(), config, facts, numbers=numbers,
     )  # fmt: skip
 

@@ -34,8 +34,7 @@ class Change:
     def falls(self) -> bool:
         return self.high is not None and self.high < 0
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         interval = "" if self.low is None or self.high is None else f" [{self.low:+.3f}, {self.high:+.3f}]"
         return minus(f"{self.mean:+.3f}{interval}")
 
@@ -64,45 +63,51 @@ class AuditComparison:
 
     @property
     def sentence(self) -> str:
-        numbers = f"reward {self.reward.words}, audit {self.audit.words}, {plural(self.seeds, 'seed')}"
+        numbers = f"reward {self.reward}, audit {self.audit}, {plural(self.seeds, 'seed')}"
         since = "" if self.step is None else f", from step {self.step} on"
-        said = {
+        finding = {
             "hacked": f"the reward is hacked: it rises while the audit falls{since}",
             "together": "reward and audit rise together",
             "apart": "the reward rises, and whether the audit does cannot be told",
             "unpaid": "the reward does not rise" + (", and the audit falls" if self.audit.falls else ""),
             "cannot tell": "cannot tell from one seed whether reward and audit rise together",
         }[self.standing]
-        return f"{condition_name(self.label)}: {said} ({numbers}; held-out set {self.name})"
+        return f"{condition_name(self.label)}: {finding} ({numbers}; held-out set {self.name})"
 
 
 def audited(runs: Sequence[RunResult], labels: Sequence[str]) -> list[AuditComparison]:
     """Return reward and audit of each condition with finished runs, for each held-out set with an audit."""
-    found = []
-    for name in dict.fromkeys(name for run in runs for name in run.set_names):
-        for label in labels:
-            if one := _of(label, name, [run for run in runs if run.label == label and run.done]):
-                found.append(one)
-    return found
+    names = dict.fromkeys(name for run in runs for name in run.set_names)
+    finished = [run for run in runs if run.done]
+    audits = [_audit(label, name, finished) for name in names for label in labels]
+    return [audit for audit in audits if audit is not None]
 
 
-def _of(label: str, name: str, runs: Sequence[RunResult]) -> AuditComparison | None:
-    keys = f"eval/{name}/reward_mean", f"eval/{name}/{AUDIT}"
-    both = [tuple(dict(run.curve(key)) for key in keys) for run in runs]
-    steps = [sorted(set(reward) & set(audit)) for reward, audit in both]
-    both = [pair for pair, own in zip(both, steps, strict=True) if len(own) > 1]
-    steps = [own for own in steps if len(own) > 1]
-    if not both:
+# Reward and audit of a run by step
+Levels = dict[int, tuple[float, float]]
+
+
+def _audit(label: str, name: str, runs: Sequence[RunResult]) -> AuditComparison | None:
+    curves = [levels for run in runs if run.label == label and len(levels := _levels(run, name)) > 1]
+    if not curves:
         return None
+    common = sorted(set.intersection(*map(set, curves)))
+    rewards, audits = ([_mean(curves, step, column) for step in common] for column in (0, 1))
+    is_apart = [reward > rewards[0] and audit < audits[0] for reward, audit in zip(rewards, audits, strict=True)]
+    since = next((step for i, step in enumerate(common) if i and all(is_apart[i:])), None)
+    return AuditComparison(label, name, _change(curves, 0), _change(curves, 1), len(curves), since)
 
-    def changed(k: int) -> Change:
-        after = [pair[k][own[-1]] for pair, own in zip(both, steps, strict=True)]
-        before = [pair[k][own[0]] for pair, own in zip(both, steps, strict=True)]
-        paired = paired_interval(after, before)
-        return Change(paired.estimate, paired.low, paired.high)
 
-    common = sorted(set.intersection(*map(set, steps)))
-    means = [[sum(pair[k][step] for pair in both) / len(both) for step in common] for k in (0, 1)]
-    away = [reward > means[0][0] and audit < means[1][0] for reward, audit in zip(*means, strict=True)]
-    since = next((common[i] for i in range(1, len(common)) if all(away[i:])), None)
-    return AuditComparison(label, name, changed(0), changed(1), len(both), since)
+def _levels(run: RunResult, name: str) -> Levels:
+    reward, audit = dict(run.curve(f"eval/{name}/reward_mean")), dict(run.curve(f"eval/{name}/{AUDIT}"))
+    return {step: (reward[step], audit[step]) for step in sorted(set(reward) & set(audit))}
+
+
+def _mean(curves: Sequence[Levels], step: int, column: int) -> float:
+    return sum(levels[step][column] for levels in curves) / len(curves)
+
+
+def _change(curves: Sequence[Levels], column: int) -> Change:
+    after, before = ([levels[end(levels)][column] for levels in curves] for end in (max, min))
+    paired = paired_interval(after, before)
+    return Change(paired.estimate, paired.low, paired.high)

@@ -6,9 +6,8 @@ seed has the same adapter, the same order of problems and the same random number
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ from retrain.errors import UsageError, plural
 from retrain.maths.intervals import iqm_interval, mean_interval
 from retrain.maths.statistics import Interval, bootstrap_ci, iqm, paired_bootstrap_ci, probability_of_improvement
 from retrain.records.notes import is_graded
-from retrain.records.schema.base import Row
 from retrain.records.schema.campaign import ENDED
 from retrain.records.schema.comparison import (
     Bounds,
@@ -44,11 +42,12 @@ from retrain.verdicts.results import (
     values_of,
 )
 from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
-from retrain.verdicts.words import missing_words, sentence, verdict
+from retrain.verdicts.wording import missing_words, sentence, verdict
 
+# Below it even the expanded bootstrap is too narrow: it held in 77 to 94 % of cases instead of 95 % at 5 seeds
 MIN_BOOTSTRAP_SEEDS = 8
-"""Below it even the expanded bootstrap is too narrow: it held in 77 to 94 % of cases instead of 95 % at 5 seeds."""
 SECONDARY = ("final", "auc", "last3")
+NO_RULE, ALL_DECLARED = DeclaredRule(), Standing()
 Floats = NDArray[np.float64]
 
 
@@ -60,51 +59,54 @@ def compare_runs(
     baseline: str | None = None,
     margin: float | None = None,
     warnings: Sequence[str] = (),
-    rule: DeclaredRule | None = None,
-    standing: Standing | None = None,
-) -> Row:
-    """Return the ``Comparison`` of conditions over seeds as a JSON object.
+    rule: DeclaredRule = NO_RULE,
+    standing: Standing = ALL_DECLARED,
+) -> Comparison:
+    """Compare conditions over seeds.
 
     ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
     of training where nothing was held out. ``margin`` and ``rule`` are what the campaign declared, ``standing`` whether
-    verdicts may be given (unset: all that is planned was declared).
-    Raises UsageError for an unknown metric or baseline.
+    verdicts may be given. Raises UsageError for an unknown metric or baseline.
     """
-    first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
-    if first not in labels:
-        raise UsageError(f"no condition {first}: the conditions are {', '.join(map(condition_name, labels))}")
+    first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]
-    measure = Measure.parse(metric or "final", first_set(runs))
-    held_out = any(run.evaluations for run in runs)
-    if metric is None and not held_out and any(run.rows for run in runs):
-        measure = Measure("final", "correct_rate")
+    measure = _measure(metric, runs)
     require_measure(measure, runs)
-    rule, standing = rule or DeclaredRule(), standing or Standing()
     conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
-    others = conditions[1:]
-    standings = {condition.standing for condition in others}
-    interim = {condition.label for condition in others if condition.standing == INTERIM}
-    notes = [*warnings, *_warnings(others, measure, held_out or metric is not None), *_graded(runs, measure)]
-    notes += [*_rule_notes(rule), *last3_notes(measure, runs)]
-    notes += [f"{each.sentence}." for each in audited(runs, order) if each.standing == "hacked"]
-    return asdict(
-        Comparison(
-            format=3,
-            metric=measure.key,
-            summary=measure.summary,
-            share=measure.is_share,
-            baseline=first,
-            family=order[1:],
-            margin=margin,
-            pairs_needed=FEWEST_PAIRS,
-            conditions=conditions,
-            secondary=[_secondary(runs, order, other, interim) for other in _others(measure, runs)],
-            standing=next((one for one in (EXPLORATORY, INTERIM) if one in standings), DECLARED),
-            failed=[run.run_id for run in runs if run.state == "failed"],
-            warnings=notes,
-            note=" ".join([*notes, *missing_words([run for each in conditions for run in each.missing])]),
-        )
+    status = next((name for name in (EXPLORATORY, INTERIM) if name in [each.standing for each in conditions]), DECLARED)
+    interim = {condition.label for condition in conditions if condition.standing == INTERIM}
+    notes = [*warnings, *_warnings(conditions, measure, metric), *_graded(runs, measure), *_rule_notes(rule)]
+    notes += [*last3_notes(measure, runs), *_hacked_rewards(runs, order)]
+    return Comparison(
+        format=3,
+        metric=measure.key,
+        summary=measure.summary,
+        share=measure.is_share,
+        baseline=first,
+        family=order[1:],
+        margin=margin,
+        pairs_needed=FEWEST_PAIRS,
+        conditions=conditions,
+        secondary=[_secondary(runs, order, other, interim) for other in _secondary_measures(measure, runs)],
+        standing=status,
+        failed=[run.run_id for run in runs if run.state == "failed"],
+        warnings=notes,
+        note=" ".join([*notes, *missing_words([run for condition in conditions for run in condition.missing])]),
     )
+
+
+def _measure(metric: str | None, runs: Sequence[RunResult]) -> Measure:
+    if metric is None and any(run.rows for run in runs) and not any(run.evaluations for run in runs):
+        return Measure("final", "correct_rate")
+    return Measure.parse(metric or "final", first_set(runs))
+
+
+def baseline_of(name: str | None, labels: Sequence[str]) -> str:
+    """Return the label of the condition with this name, by default the first one. Raises UsageError."""
+    label = find_label(name, labels) if name else labels[0]
+    if label is None:
+        raise UsageError(f"no condition {name}: the conditions are {', '.join(map(condition_name, labels))}")
+    return label
 
 
 def _conditions(
@@ -117,10 +119,8 @@ def _conditions(
     analyses = [paired.analyses(rule, standing.added, margin)]
     if not standing.reasons:
         analyses += [case.analyses(rule, standing.added, margin) for case in paired.extremes()]
-    return [
-        baseline,
-        *(compared.condition(label, baseline, *own) for label, *own in zip(labels, *analyses, strict=True)),
-    ]
+    others = zip(labels, *analyses, strict=True)
+    return [baseline, *(compared.condition(label, baseline, *of_label) for label, *of_label in others)]
 
 
 @dataclass(frozen=True)
@@ -130,23 +130,22 @@ class _PairedRuns:
     runs: Sequence[RunResult]
     labels: Sequence[str]
     measure: Measure
+    # All planned pairs, in the declared order
     pairs: Sequence[Pair]
-    """All planned pairs, in the declared order."""
+    # float64 [conditions, pairs], NaN where a run has no value
     values: Floats
-    """float64 [conditions, pairs], NaN where a run has no value."""
+    # True where ``values`` holds an assumed value of a missing run, bool [conditions, pairs]
     assumed: NDArray[np.bool_] | None = None
-    """True where ``values`` holds an assumed value of a missing run, bool [conditions, pairs]."""
 
     @classmethod
     def of(cls, runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> "_PairedRuns":
         pairs = list(dict.fromkeys(run.pair for run in runs))
         results = [values_of(label, runs, measure) for label in labels]
-        values = np.array([[own.get(pair, np.nan) for pair in pairs] for own in results], dtype=np.float64)
+        values = np.array([[result.get(pair, np.nan) for pair in pairs] for result in results], dtype=np.float64)
         return cls(runs, labels, measure, pairs, values)
 
     @property
     def differences(self) -> Floats:
-        """float64 [conditions - 1, pairs]."""
         return self.values[1:] - self.values[:1]
 
     @property
@@ -156,20 +155,21 @@ class _PairedRuns:
     def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
         """Judge the declared conditions as one family, and those that were added together with them."""
         seen = self._seen_at_interim(rule)
-        found = judge(self.differences, seen, margin)
-        declared = [place for place, label in enumerate(self.labels[1:]) if label not in added]
-        if 0 < len(declared) < len(found):
+        analyses = judge(self.differences, seen, margin)
+        declared = [row for row, label in enumerate(self.labels[1:]) if label not in added]
+        if 0 < len(declared) < len(analyses):
             of_declared = judge(self.differences[declared], None if seen is None else seen[declared], margin)
-            for place, analysis in zip(declared, of_declared, strict=True):
-                found[place] = analysis
-        return found
+            for row, analysis in zip(declared, of_declared, strict=True):
+                analyses[row] = analysis
+        return analyses
 
     def extremes(self) -> list["_PairedRuns"]:
         """Return the two worst cases of what is missing: every condition's missing values at the low end of their range
         and the baseline's at the high end, and the reverse. Empty if nothing is missing or the range is unknown."""
+        # Runs that the interim analysis stopped are not missing.
         stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}
-        kept = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
-        missing = np.isnan(self.values) & ~kept
+        was_stopped = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
+        missing = np.isnan(self.values) & ~was_stopped
         most = np.count_nonzero(~np.isnan(self.differences), axis=1).max(initial=0)
         if not missing.any() or most < FEWEST_PAIRS or not self.measure.is_share:
             return []
@@ -199,8 +199,6 @@ class _PairedRuns:
 
 
 class _ConditionBuilder:
-    """Builds the conditions of a comparison."""
-
     def __init__(self, paired: _PairedRuns, rule: DeclaredRule, standing: Standing, margin: float | None):
         self.paired, self.rule, self.standing, self.margin = paired, rule, standing, margin
         self.measure, self.comparisons = paired.measure, len(paired.labels) - 1
@@ -245,10 +243,10 @@ class _ConditionBuilder:
                 mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate),
             )
         condition = replace(condition, verdict=verdict(condition, analysis.outcome, measure))
-        words = sentence(
+        text = sentence(
             condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=varied_by(runs)
         )
-        return replace(condition, sentence=words)
+        return replace(condition, sentence=text)
 
     def _differences(
         self,
@@ -258,7 +256,7 @@ class _ConditionBuilder:
         analysis: Analysis,
     ) -> ConditionComparison:
         measure, resolution = self.measure, _resolution(self.paired.runs, self.measure)
-        values, of_baseline = (np.array([pair[place] for pair in pairs]) for place in (1, 2))
+        values, of_baseline = (np.array([pair[column] for pair in pairs]) for column in (1, 2))
         differences = values - of_baseline
         typical = analysis.typical if analysis.typical is not None else float(np.mean(differences))
         improvement = paired_bootstrap_ci(
@@ -279,34 +277,21 @@ class _ConditionBuilder:
             differences=differences.tolist(),
             iqm_difference=_iqm(differences, measure, resolution),
             probability_of_improvement=_bootstrapped(improvement, len(pairs)),
-            outlier_seeds=[OutlierSeed(pairs[place][0], float(differences[place]) - typical) for place in outliers],
+            outlier_seeds=[OutlierSeed(pairs[index][0], float(differences[index]) - typical) for index in outliers],
         )
 
     def _level(self, label: str) -> ConditionComparison:
-        """Return what a condition has without a partner."""
         measure = self.measure
         runs = sorted((run for run in self.paired.runs if run.label == label), key=lambda run: run.pair)
         results = finished_of(label, runs, measure)
-        finished, after = [run for run, _ in results.values()], [value for _, value in results.values()]
-        before = [value for run in finished if (value := run.before(measure)) is not None]
-        no_value = f"its files have no {measure.name}"
-        mean, interval = _mean_with_interval(after, finished, measure)
+        finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
         return ConditionComparison(
-            label=label,
-            finished=[run.seed for run in finished],
-            after_values=after,
-            before=_mean(before),
-            after_mean=mean,
-            interval=interval,
+            **vars(_level(label, results, measure)),
             seeds=[run.seed for run in runs],
-            iqm=_iqm(after, measure, _resolution(finished, measure), level=True) if after else None,
-            mean_bootstrap=_bootstrap(after, np.mean),
-            iqm_bootstrap=_bootstrap(after, iqm),
-            missing=[
-                MissingRun(run.run_id, run.seed, run.state, run.reason or (no_value if run.done else None))
-                for run in runs
-                if run.pair not in results
-            ],
+            iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
+            mean_bootstrap=_bootstrap(values, np.mean),
+            iqm_bootstrap=_bootstrap(values, iqm),
+            missing=[_missing(run, measure) for run in runs if run.pair not in results],
             failed=sum(run.state == "failed" for run in runs),
             tokens=sum(run.tokens for run in runs),
             seconds=sum(run.device_seconds for run in runs),
@@ -316,9 +301,30 @@ class _ConditionBuilder:
         )
 
 
+def _level(label: str, results: Mapping[Pair, tuple[RunResult, float]], measure: Measure) -> ConditionSummary:
+    """Return a condition without its differences to the baseline; ``results`` are those of ``finished_of``."""
+    finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
+    before = [value for run in finished if (value := run.before(measure)) is not None]
+    mean = None
+    if values:
+        mean = mean_interval(values, share=measure.is_share, resolution=_resolution(finished, measure))
+    return ConditionSummary(
+        label=label,
+        finished=[run.seed for run in finished],
+        after_values=values,
+        before=_mean(before),
+        after_mean=mean.estimate if mean else None,
+        interval=_ends(mean) if mean else None,
+    )
+
+
+def _missing(run: RunResult, measure: Measure) -> MissingRun:
+    absent = f"its files have no {measure.name}" if run.done else None
+    return MissingRun(run.run_id, run.seed, run.state, run.reason or absent)
+
+
 def varied_by(runs: Sequence[RunResult]) -> str:
-    """Return `[campaign] vary` of the first run whose settings were recorded."""
-    return str(next((own for run in runs if (own := run.config.get("campaign"))), {}).get("vary", "all"))
+    return str(next((run.config["campaign"] for run in runs if run.config.get("campaign")), {}).get("vary", "all"))
 
 
 def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
@@ -335,18 +341,21 @@ def _mean_bound(
     """Return how far the means differ at most where typical runs lie within the margin and this rate of runs, of
     either condition, collapses to the untrained model; None where that is not known."""
     gains = [
-        each.after_mean - each.before
-        for each in (condition, baseline)
-        if each.after_mean is not None and each.before is not None
+        level.after_mean - level.before
+        for level in (condition, baseline)
+        if level.after_mean is not None and level.before is not None
     ]
     return margin + rate * max(0.0, *gains) if gains else None
 
 
 def _ends_of(analysis: Analysis, measure: Measure) -> list[float] | None:
-    if analysis.typical is None or analysis.low is None or analysis.high is None:
+    if analysis.typical is None:
         return None
-    within = possible(Interval(analysis.typical, analysis.low, analysis.high), measure)
-    return None if within.low is None or within.high is None else [within.low, within.high]
+    return _ends(possible(Interval(analysis.typical, analysis.low, analysis.high), measure))
+
+
+def _ends(interval: Interval) -> list[float] | None:
+    return None if interval.low is None or interval.high is None else [interval.low, interval.high]
 
 
 def _around(wider: Interval, ends: Sequence[float]) -> Interval:
@@ -364,27 +373,16 @@ def _mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-def _mean_with_interval(
-    values: Sequence[float], runs: Sequence[RunResult], measure: Measure
-) -> tuple[float | None, list[float] | None]:
-    if not values:
-        return None, None
-    found = mean_interval(values, share=measure.is_share, resolution=_resolution(runs, measure))
-    ends = None if found.low is None or found.high is None else [found.low, found.high]
-    return found.estimate, ends
-
-
 def _resolution(runs: Sequence[RunResult], measure: Measure) -> float:
-    """Return the resolution of the runs' values, the coarsest where it differs between runs."""
     return max((run.resolution(measure) for run in runs), default=0.0)
 
 
 def _bootstrapped(interval: Interval, pairs: int) -> Bounds:
-    enough = pairs >= MIN_BOOTSTRAP_SEEDS
-    return Bounds(interval.estimate, *((interval.low, interval.high) if enough else (None, None)))
+    has_interval = pairs >= MIN_BOOTSTRAP_SEEDS
+    return Bounds(interval.estimate, *((interval.low, interval.high) if has_interval else (None, None)))
 
 
-def _bootstrap(values: Sequence[float], statistic: Callable[..., Any]) -> Bounds | None:
+def _bootstrap(values: Sequence[float], statistic: Callable[..., Floats | float]) -> Bounds | None:
     if not values:
         return None
     interval = bootstrap_ci(values, np.random.default_rng(0), statistic=statistic, expanded=True)
@@ -396,61 +394,56 @@ def _iqm(values: Sequence[float] | Floats, measure: Measure, resolution: float, 
 
 
 def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measure) -> list[tuple[int, float, float]]:
-    """(seed, value, baseline's value) of every pair of finished runs."""
-    mine, base = (finished_of(each, runs, measure) for each in (label, baseline))
+    """Return (seed, value, baseline's value) of every pair of finished runs."""
+    mine, base = finished_of(label, runs, measure), finished_of(baseline, runs, measure)
     return [(run.seed, value, base[pair][1]) for pair, (run, value) in mine.items() if pair in base]
 
 
-def _others(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
-    """Measures shown beside the primary one: of each held-out set final value and area of accuracy, the best pass@k
-    and maj@k, each tag."""
-    rows = [row for run in runs for row in run.last_evaluations.values()]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    wanted = []
-    for name in dict.fromkeys(name for run in runs for name in run.set_names):
-        wanted += [Measure(summary, f"eval/{name}/correct_rate") for summary in SECONDARY]
-        for kind in ("pass@", "maj@"):
-            ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"eval/{re.escape(name)}/{kind}(\d+)", key))]
-            if ks and max(ks) > 1:
-                wanted.append(Measure("final", f"eval/{name}/{kind}{max(ks)}"))
-        if f"eval/{name}/{AUDIT}" in keys:
-            wanted += [Measure("final", f"eval/{name}/{key}") for key in ("reward_mean", AUDIT)]
-    wanted += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
-    return [other for other in wanted if other != primary and any(run.value(other) is not None for run in runs)]
+def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
+    """Return the measures that are shown beside the primary one: those of each held-out set and of each tag."""
+    keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
+    names = dict.fromkeys(name for run in runs for name in run.set_names)
+    measures = [measure for name in names for measure in _measures_of_set(f"eval/{name}/", keys)]
+    measures += [Measure("final", key) for key in keys if key.count("/") == 3 and key.endswith("/correct_rate")]
+    return [other for other in measures if other != primary and any(run.value(other) is not None for run in runs)]
+
+
+def _measures_of_set(prefix: str, keys: Sequence[str]) -> list[Measure]:
+    """Return final value, area and last three of accuracy, the largest pass@k and maj@k, and reward and audit."""
+    measures = [Measure(summary, f"{prefix}correct_rate") for summary in SECONDARY]
+    for kind in ("pass@", "maj@"):
+        ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix + kind)}(\d+)", key))]
+        if max(ks, default=1) > 1:
+            measures.append(Measure("final", f"{prefix}{kind}{max(ks)}"))
+    if f"{prefix}{AUDIT}" in keys:
+        measures += [Measure("final", f"{prefix}{key}") for key in ("reward_mean", AUDIT)]
+    return measures
 
 
 def _secondary(
     runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
 ) -> SecondaryComparison:
     """Compare each condition by itself with the baseline on a secondary measure; no p for interim conditions."""
-    paired = _PairedRuns.of(runs, order, measure)
-    summaries = []
-    for place, label in enumerate(order):
-        results = finished_of(label, runs, measure).values()
-        finished, values = [run for run, _ in results], [value for _, value in results]
-        mean, interval = _mean_with_interval(values, finished, measure)
-        analysis = judge(paired.differences[place - 1 : place])[0] if place else None
-        has_p = analysis is not None and analysis.pairs >= FEWEST_PAIRS and label not in interim
-        summaries.append(
-            ConditionSummary(
-                label=label,
-                finished=[run.seed for run in finished],
-                after_values=values,
-                before=_mean([value for run in finished if (value := run.before(measure)) is not None]),
-                after_mean=mean,
-                interval=interval,
-                difference=analysis.mean if analysis else None,
-                typical_difference=analysis.typical if analysis else None,
-                difference_interval=_ends_of(analysis, measure) if analysis else None,
-                pairs=analysis.pairs if analysis else 0,
-                p_value=analysis.p if analysis and has_p else None,
+    differences = _PairedRuns.of(runs, order, measure).differences
+    baseline, *summaries = (_level(label, finished_of(label, runs, measure), measure) for label in order)
+    conditions = [baseline]
+    for row, summary in zip(differences, summaries, strict=True):
+        (analysis,) = judge(row[None])
+        has_p = analysis.pairs >= FEWEST_PAIRS and summary.label not in interim
+        conditions.append(
+            replace(
+                summary,
+                difference=analysis.mean,
+                typical_difference=analysis.typical,
+                difference_interval=_ends_of(analysis, measure),
+                pairs=analysis.pairs,
+                p_value=analysis.p if has_p else None,
             )
         )
-    return SecondaryComparison(measure.key, measure.summary, measure.is_share, summaries)
+    return SecondaryComparison(measure.key, measure.summary, measure.is_share, conditions)
 
 
 def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
-    """Return a note if accuracy decides although rewards have other values than 0 and 1."""
     accuracy = re.search(r"correct_rate$|(pass|avg|maj)@\d+$", measure.key)
     if not accuracy or not any(is_graded(row) for run in runs for row in run.rows):
         return []
@@ -461,15 +454,19 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
     ]
 
 
+def _hacked_rewards(runs: Sequence[RunResult], labels: Sequence[str]) -> list[str]:
+    return [f"{audit.sentence}." for audit in audited(runs, labels) if audit.standing == "hacked"]
+
+
 def _rule_notes(rule: DeclaredRule) -> list[str]:
     return [f"Declared under the rule of {rule.earlier}; judged by the present rule."] if rule.earlier else []
 
 
-def _warnings(others: Sequence[ConditionComparison], measure: Measure, held_out: bool) -> list[str]:
+def _warnings(conditions: Sequence[ConditionComparison], measure: Measure, metric: str | None) -> list[str]:
     notes = []
-    if not held_out and not measure.is_held_out:
+    if metric is None and not any(condition.held_out for condition in conditions) and not measure.is_held_out:
         notes.append("No held-out evaluation was asked for ([evaluation] problems = 0); training rewards are compared.")
-    pairs = max((condition.pairs for condition in others), default=0)
+    pairs = max((condition.pairs for condition in conditions[1:]), default=0)
     if 0 < pairs < FEWEST_PAIRS:
         notes.append(
             f"With {plural(pairs, 'paired seed')} the smallest p-value any difference can reach is "

@@ -17,48 +17,46 @@ The interim analysis is part of the plan: what it has decided is decided.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.schema.campaign import InterimAnalysis
+from retrain.records.schema.base import Values
+from retrain.records.schema.campaign import CampaignDeclaration, InterimAnalysis
 from retrain.verdicts.results import Measure, RunResult
 
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 DEVIATION = "protocol deviation"
 COMPLETE = ("done", "stopped")  # States of runs from which nothing is missing
+# Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule
 EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
-"""Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule."""
 
 
 @dataclass(frozen=True)
 class DeclaredRule:
-    """Declared rule of a campaign and the record of its interim analysis."""
-
     has_interim_analysis: bool = False
     interim: InterimAnalysis | None = None
+    # The rule of an earlier version under which it was declared, in words
     earlier: str = ""
-    """The rule of an earlier version under which it was declared, in words."""
 
     @classmethod
-    def of(cls, declared: Mapping[str, Any], interim: Mapping[str, Any] | None) -> "DeclaredRule":
+    def of(cls, declared: Values, interim: Values | None) -> "DeclaredRule":
+        """Return the rule of a manifest's ``declared`` and ``interim``."""
         has_interim_analysis = declared.get("sequential", "off") != "off"
         record = InterimAnalysis.from_row(interim) if interim and has_interim_analysis else None
         return cls(has_interim_analysis, record, _earlier_rule(declared))
 
 
-def _earlier_rule(declared: Mapping[str, Any]) -> str:
+def _earlier_rule(declared: Values) -> str:
     if not set(EARLIER_RULE_KEYS) & set(declared):
         return ""
-    words = [f'test = "{declared.get("test", "exact")}"', f'sequential = "{declared.get("sequential", "off")}"']
-    words += [f"{key} = {declared[key]}".lower() for key in ("futility", "race", "prior_spread") if declared.get(key)]
-    return f"{', '.join(words[:-1])} and {words[-1]}"
+    settings = [f'test = "{declared.get("test", "exact")}"', f'sequential = "{declared.get("sequential", "off")}"']
+    optional = [key for key in ("futility", "race", "prior_spread") if declared.get(key)]
+    settings += [f"{key} = {declared[key]}".lower() for key in optional]
+    return f"{', '.join(settings[:-1])} and {settings[-1]}"
 
 
 @dataclass(frozen=True)
 class ConditionStanding:
-    """Status of one condition (declared, interim, exploratory), with reasons and the number of declared pairs."""
-
     name: str
     reasons: list[str]
     pairs_planned: int
@@ -75,7 +73,7 @@ class Standing:
     added: Collection[str] = ()
 
     def of(self, label: str, baseline: str, runs: Sequence[RunResult], analysed: Collection[int]) -> ConditionStanding:
-        """Return the standing of a compared condition whose analysis is of these seeds."""
+        """Return the standing of a compared condition whose analysis has the seeds ``analysed``."""
         both = [run for run in runs if run.label in (label, baseline) and self._counts(run)]
         is_incomplete = any(run.state not in COMPLETE for run in both if run.seed in analysed)
         reasons = (*self.reasons, *self.of_condition.get(label, ()), *self.of_condition.get(baseline, ()))
@@ -87,55 +85,51 @@ class Standing:
 
 
 def standing(
-    first: Mapping[str, Any],
+    declared: CampaignDeclaration,
     runs: Sequence[RunResult],
     measure: Measure,
-    asked: Measure,
+    compared: Measure,
     baseline: str,
     deviations: Sequence[str],
 ) -> Standing:
     """Return the status of one campaign's runs.
 
-    ``first`` is what its manifest declared, {} in directories from before there was such a record: what they planned
-    then counts as declared. ``measure`` is the declared one and ``asked`` the one looked at; ``deviations`` are those
-    of the records.
+    Of what earlier versions did not declare, that which they planned counts as declared. ``measure`` is the declared
+    one and ``compared`` the one shown; ``deviations`` are those of the records.
     """
     reasons = []
-    if asked != measure:
-        reasons.append(f"{asked.name} was not declared as deciding ({measure.name} was)")
-    if first.get("baseline", baseline) != baseline:
-        reasons.append(f"the baseline declared was {first['baseline']}")
-    seeds = first.get("seeds")
-    added = sorted({run.seed for run in runs} - set(seeds or [run.seed for run in runs]))
+    if compared != measure:
+        reasons.append(f"{compared.name} was not declared as deciding ({measure.name} was)")
+    if declared.baseline not in ("", baseline):
+        reasons.append(f"the baseline declared was {declared.baseline}")
+    added = sorted({run.seed for run in runs} - set(declared.seeds)) if declared.seeds else []
     if added:
-        words = f"{plural(len(added), 'seed')} {'was' if len(added) == 1 else 'were'} added"
-        reasons.append(f"{DEVIATION}: {words}: {listed([str(seed) for seed in added], 8)}")
+        clause = f"{plural(len(added), 'seed')} {'was' if len(added) == 1 else 'were'} added"
+        reasons.append(f"{DEVIATION}: {clause}: {listed([str(seed) for seed in added], 8)}")
     reasons += [f"{DEVIATION}: {clause}" for clause in deviations]
     labels = {run.label for run in runs}
     return Standing(
         tuple(reasons),
-        _of_conditions(first, runs),
-        None if seeds is None else frozenset(seeds),
-        labels - set(first.get("conditions", labels)),
+        _of_conditions(declared, runs),
+        frozenset(declared.seeds) or None,
+        labels - set(declared.conditions or labels),
     )
 
 
 def pooled(count: int, deviations: Sequence[str]) -> Standing:
-    together = f"the runs come from {count} directories, and nothing declares them together"
-    return Standing((together, *(f"{DEVIATION}: {clause}" for clause in deviations)))
+    undeclared = f"the runs come from {count} directories, and nothing declares them together"
+    return Standing((undeclared, *(f"{DEVIATION}: {clause}" for clause in deviations)))
 
 
-def _of_conditions(first: Mapping[str, Any], runs: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
-    """Return protocol deviations of single conditions, by label."""
-    found: dict[str, tuple[str, ...]] = {}
+def _of_conditions(declared: CampaignDeclaration, runs: Sequence[RunResult]) -> dict[str, tuple[str, ...]]:
+    clauses: dict[str, str] = {}
     for label in dict.fromkeys(run.label for run in runs):
-        if label not in first.get("conditions", [label]):
-            found[label] = (f"{DEVIATION}: {condition_name(label)} was added",)
+        if declared.conditions and label not in declared.conditions:
+            clauses[label] = "was added"
             continue
-        planned = first.get("max_steps", {}).get(label)
+        planned = declared.max_steps.get(label)
         trained = {run.config.get("training", {}).get("max_steps") for run in runs if run.label == label} - {None}
         if planned is not None and trained - {planned}:
             numbers = listed([str(steps) for steps in sorted(trained)], 4)
-            words = f"{condition_name(label)} was declared with {planned} steps and planned with {numbers}"
-            found[label] = (f"{DEVIATION}: {words}",)
-    return found
+            clauses[label] = f"was declared with {planned} steps and planned with {numbers}"
+    return {label: (f"{DEVIATION}: {condition_name(label)} {clause}",) for label, clause in clauses.items()}

@@ -23,8 +23,6 @@ from retrain.verdicts.rule import FEWEST_INTERIM_SEEDS, FEWEST_PAIRS, interim_se
 
 @dataclass(frozen=True)
 class Spread:
-    """Standard deviation of paired differences, and where it is from."""
-
     value: float
     source: str
 
@@ -51,12 +49,12 @@ def _spread_of(runs: Sequence[RunResult], labels: Sequence[str], measure: Measur
 
 
 def verdict_lines(
-    specs: Sequence[RunSpec], pilot: Path | None, wanted: float | None, directory: Path | None = None
+    specs: Sequence[RunSpec], pilot: Path | None, effect: float | None, directory: Path | None = None
 ) -> list[str]:
     """Say which differences the planned seeds can detect; empty for one condition.
 
-    ``wanted`` is in points for shares and in the metric's unit otherwise. The spread comes from ``pilot``, else from an
-    earlier campaign in the plan's ``directory``.
+    ``effect`` is the difference to find, in points for shares and in the metric's unit otherwise. The spread comes from
+    ``pilot``, else from an earlier campaign in the plan's ``directory``.
     """
     comparisons = len({spec.label for spec in specs}) - 1
     campaign = specs[0].config.campaign
@@ -78,13 +76,13 @@ def verdict_lines(
     else:
         lines.append(f"pair spread (standard deviation of a paired difference) {scale * spread.value:.2g}{unit}: "
                      f"{spread.source}")  # fmt: skip
-    target = wanted / scale if wanted is not None else campaign.equivalence_margin
+    target = effect / scale if effect is not None else campaign.equivalence_margin
     lines += _power_lines(seeds, comparisons, spread, target, scale, unit)
     if seeds != PLANNED_SEEDS:
-        found = [f"{100 * power(PLANNED_SEEDS, comparisons, effect):.0f}" for effect in EFFECTS[:3]]
+        first, second, third = _percentages(PLANNED_SEEDS, comparisons)[:3]
         lines.append(
             f"proposed: {PLANNED_SEEDS} seeds with the interim analysis, which find 1, 1.5 and 2 pair spreads with "
-            f"{', '.join(found[:2])} and {found[2]} % probability"
+            f"{first}, {second} and {third} % probability"
         )
     return lines
 
@@ -101,15 +99,15 @@ def _earlier_spread(directory: Path | None, measure: Measure) -> Spread | None:
 def _power_lines(
     seeds: int, comparisons: int, spread: Spread | None, target: float | None, scale: float, unit: str
 ) -> list[str]:
-    """Say the power at the target difference; without a spread or a target, at multiples of the pair spread."""
+    """Return the power at the target difference; without a spread or a target, at multiples of the pair spread."""
     if spread is not None and not spread.value:
         return ["these differences are all the same: they cannot tell how much seeds vary"]
     if spread is None or target is None:
-        found = [f"{100 * power(seeds, comparisons, effect):.0f}" for effect in EFFECTS]
         sizes = ", ".join(f"{effect:g}" if spread is None else f"{scale * effect * spread.value:.2g}{unit}"
                           for effect in EFFECTS)  # fmt: skip
-        what = f"{sizes} pair spreads" if spread is None else sizes
-        return [f"one condition that differs by {what} is found with {', '.join(found)} % probability"]
+        unit_of_sizes = " pair spreads" if spread is None else ""
+        shares = ", ".join(_percentages(seeds, comparisons))
+        return [f"one condition that differs by {sizes}{unit_of_sizes} is found with {shares} % probability"]
     effect = target / spread.value
     share = 100 * power(seeds, comparisons, effect)
     needed = seeds_needed(comparisons, effect)
@@ -118,6 +116,10 @@ def _power_lines(
         f"a difference of {scale * target:.2g}{unit} is found with {share:.0f} % probability; for "
         f"{100 * WANTED_POWER:.0f} % it takes {enough} seeds"
     ]
+
+
+def _percentages(seeds: int, comparisons: int) -> list[str]:
+    return [f"{100 * power(seeds, comparisons, effect):.0f}" for effect in EFFECTS]
 
 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
@@ -131,14 +133,14 @@ def factors(spec: RunSpec, other: RunSpec) -> list[str]:
     mine, theirs = spec.config.algorithm, other.config.algorithm
     differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):
-        works = [unused(each.config, key, override=True) is None for each in (spec, other)]
-        if spec.overrides.get(key) != other.overrides.get(key) and all(works):
+        is_used = all(unused(run.config, key, override=True) is None for run in (spec, other))
+        if is_used and spec.overrides.get(key) != other.overrides.get(key):
             differing.append(key)
     return differing
 
 
 def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
-    """Conditions that differ from the baseline in several factors, with a condition that isolates one, if any."""
+    """Warn of conditions that differ from the baseline in several factors, and name one that isolates a factor."""
     notes, first = [], conditions[0]
     for spec in conditions[1:]:
         differing = factors(spec, first)
@@ -150,19 +152,19 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
             if other is not spec and len(factors(spec, other)) == 1
         ]
         hint = f"; against {nearer[0]} it is one: retrain compare DIR --baseline {nearer[0]}" if nearer else ""
-        what = f"{len(differing)} factors from {condition_name(first.label)} ({', '.join(differing)})"
         notes.append(
-            f"{condition_name(spec.label)} differs in {what}: a difference cannot be ascribed to one of them{hint}"
+            f"{condition_name(spec.label)} differs in {len(differing)} factors from {condition_name(first.label)} "
+            f"({', '.join(differing)}): a difference cannot be ascribed to one of them{hint}"
         )
     return notes
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
-    """Advantage modes whose advantages differ in size while the learning rate is one for all."""
+    """Warn of advantage modes whose advantages differ in size while the learning rate is one for all."""
     scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
-    known = [(spec, scale) for spec, scale in scales if scale is not None]
-    rates = {spec.config.training.lr for spec, _ in known}
-    sizes = {spec.config.algorithm.advantage_mode: [scale(p) for p in (0.1, 0.5, 0.9)] for spec, scale in known}
+    scaled = [(spec, scale) for spec, scale in scales if scale is not None]
+    rates = {spec.config.training.lr for spec, _ in scaled}
+    sizes = {spec.config.algorithm.advantage_mode: [scale(p) for p in (0.1, 0.5, 0.9)] for spec, scale in scaled}
     modes = list(sizes)
     if len(modes) < 2 or len(rates) > 1 or len({tuple(size) for size in sizes.values()}) < 2:
         return []

@@ -5,40 +5,45 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from retrain.config.campaign import condition_name
 from retrain.config.evaluation import HELDOUT, PART
 from retrain.config.root import flat
 from retrain.records.reader import RunReader, planned_configs, read_manifest
+from retrain.records.schema.base import Row
+from retrain.records.schema.comparison import Comparison
 from retrain.verdicts.pooling import compare_directories, read_source
 from retrain.verdicts.results import Measure, RunResult, first_set
 
 Point = tuple[float, float]
-Completion = dict[str, Any]
+Completion = Row  # A row of ``emergence/evaluations.jsonl`` or ``emergence/generations.jsonl``
+Side = Sequence[tuple[int, Completion]]  # Completions with the seeds of their runs
 MIN_BAND_SEEDS = 3  # Two seeds have an interval of twelve standard errors: a band of it would hide the chart
 SMOOTHING = 20  # Curves of training are moving averages over a twentieth of the steps, at least three of a dozen
 
 
 @dataclass
 class Campaign:
-    """A campaign's directory, read: manifest, comparison, runs in their order, resolved configurations."""
+    """The records of a campaign, its runs in their order, and the resolved configuration of each condition. Labels
+    are ``condition_name``s."""
 
     directory: Path
-    manifest: dict[str, Any]
-    comparison: dict[str, Any]
+    manifest: Row
+    comparison: Comparison
     runs: list[RunResult]
-    configs: dict[str, dict[str, Any]]
+    configs: dict[str, Row]
 
     @property
     def labels(self) -> list[str]:
-        return [condition["label"] for condition in self.comparison["conditions"]]
+        return [condition.label for condition in self.comparison.conditions]
 
     @property
     def measure(self) -> Measure:
-        return Measure(self.comparison["summary"], self.comparison["metric"])
+        return Measure(self.comparison.summary, self.comparison.metric)
 
     @property
     def set_names(self) -> list[str]:
@@ -67,7 +72,8 @@ def read_campaign(directory: Path) -> Campaign:
     for run in runs:
         run.label = condition_name(run.label)
     configs = {condition_name(label): config for label, config in configs.items()}
-    return Campaign(directory, manifest, _with_condition_names(comparison, labels), runs, configs)
+    renamed = TypeAdapter(Comparison).validate_python(_with_condition_names(comparison, labels))
+    return Campaign(directory, manifest, renamed, runs, configs)
 
 
 def _with_condition_names(report: Any, labels: Iterable[str]) -> Any:
@@ -84,13 +90,29 @@ def _with_condition_names(report: Any, labels: Iterable[str]) -> Any:
     return renamed(report)
 
 
-def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> dict[str, Any]:
-    """Return the metric ``key`` of a condition over steps, as the page's charts take it.
+class RunCurve(TypedDict):
+    seed: int
+    points: Sequence[Point]
+
+
+class Curve(TypedDict):
+    """A metric of a condition, as the page's charts take it.
 
     ``mean`` [step, value] is that of the ``n`` finished runs, with the 95 % interval as ``band`` [step, low, high];
     ``runs`` has the points of every run, also of one that failed or is unfinished, and ``part`` those of evaluations
     of a part of the problems.
     """
+
+    label: str
+    index: int
+    n: NotRequired[int]
+    mean: Sequence[Point]
+    band: Sequence[tuple[float, float, float]]
+    runs: Sequence[RunCurve]
+    part: Sequence[Point]
+
+
+def curve(label: str, index: int, runs: Sequence[RunResult], key: str, *, smooth: bool) -> Curve:
     lines: list[tuple[RunResult, Sequence[Point]]] = []
     for run in runs:
         points: Sequence[Point] = run.curve(key)
@@ -133,44 +155,43 @@ def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
         return []
     part = key.replace(f"eval/{name}/", f"eval/{name}{PART}/", 1)
     curves = [dict(run.curve(part)) for run in [run for run in runs if run.done] or runs]
-    steps = sorted({step for each in curves for step in each if all(step in other for other in curves)})
-    return [(step, sum(each[step] for each in curves) / len(curves)) for step in steps]
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    return [(step, sum(points[step] for points in curves) / len(curves)) for step in steps]
 
 
 def window_of(steps: int) -> int:
-    """Steps that a point of a training curve averages over."""
     return max(3, steps // SMOOTHING) if steps >= 12 else 1
 
 
 def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
     """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
     count; ``steps`` are in order."""
-    known = np.isfinite(values)
-    if window < 2 or not known.any():
+    finite = np.isfinite(values)
+    if window < 2 or not finite.any():
         return values
-    at, numbers = np.maximum.accumulate(steps[known]), values[known].astype(np.float64)
+    at, numbers = np.maximum.accumulate(steps[finite]), values[finite].astype(np.float64)
     total = np.concatenate([[0.0], np.cumsum(numbers)])
     ends = np.arange(1, len(numbers) + 1)
     starts = np.minimum(np.searchsorted(at, at - window, side="right"), ends - 1)
     averages = np.full(len(values), np.nan)
-    averages[known] = (total[ends] - total[starts]) / (ends - starts)
+    averages[finite] = (total[ends] - total[starts]) / (ends - starts)
     return averages
 
 
 def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[Completion], str]:
-    """Completions of the run's first and last evaluation on a held-out set, and in words which these are.
+    """Return the completions of the run's first and last evaluation on a held-out set, and a phrase that names them.
 
     Without evaluations: those of the first and last tenth of training, where the same seed met the same prompts.
     """
     rows = RunReader(run.path).held_out_completions(held_out)
-    words = "held-out evaluation" if held_out == HELDOUT else f"held-out evaluation on {held_out}"
+    evaluation = "held-out evaluation" if held_out == HELDOUT else f"held-out evaluation on {held_out}"
     if rows:
         first, last = rows[0]["step"], rows[-1]["step"]
         early = [row for row in rows if row["step"] == first] if first < last else []
-        return early, [row for row in rows if row["step"] == last], words
+        return early, [row for row in rows if row["step"] == last], evaluation
     rows = RunReader(run.path).generations()
     if not rows:
-        return [], [], words
+        return [], [], evaluation
     steps = rows[-1]["step"] + 1
     tenth = max(1, steps // 10)
     early = [row for row in rows if row["step"] < tenth] if steps > tenth else []
@@ -179,76 +200,74 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
 @dataclass
 class Twin:
-    """One prompt on two sides: share solved with its counts, and a completion of the same seed from each side."""
+    """One prompt on two sides: (right answers, all answers) of each, and a completion of the same seed from each."""
 
     problem: str
     prompt: str
-    left: tuple[int, int]
-    right: tuple[int, int]
+    first: tuple[int, int]
+    second: tuple[int, int]
     examples: tuple[Completion, Completion]
     seed: int
     tags: tuple[str, ...] = ()
 
     @property
     def change(self) -> float:
-        """Share solved on the right minus that on the left."""
-        return self.right[0] / self.right[1] - self.left[0] / self.left[1]
+        """Share solved on the second side minus that on the first."""
+        return self.second[0] / self.second[1] - self.first[0] / self.first[1]
 
 
 def twins(sides: Sequence[tuple[int, Sequence[Completion], Sequence[Completion]]], most: int) -> tuple[list[Twin], int]:
     """Return the prompts whose solve rate differs most between two sides, and the number of prompts on both sides.
 
-    ``sides`` has (seed, completions on the left, on the right) for every seed that has both. Ties are broken by the
-    problem's name, so that a report made again is the same.
+    ``sides`` has (seed, completions on the first side, on the second) for every seed that has both. Ties are broken by
+    the problem's name, so that a report made again is the same.
     """
-    left: dict[str, list[tuple[int, Completion]]] = defaultdict(list)
-    right: dict[str, list[tuple[int, Completion]]] = defaultdict(list)
-    for seed, before, after in sides:
-        mine = {row["problem_id"] for row in before} & {row["problem_id"] for row in after}
-        for rows, kept in ((before, left), (after, right)):
+    by_problem: dict[str, tuple[list[tuple[int, Completion]], list[tuple[int, Completion]]]] = {}
+    for seed, *both in sides:
+        common = set.intersection(*({row["problem_id"] for row in rows} for rows in both))
+        for side, rows in enumerate(both):
             for row in rows:
-                if row["problem_id"] in mine:
-                    kept[row["problem_id"]].append((seed, row))
-    pairs = [_twin(problem, left[problem], right[problem]) for problem in left]
+                if row["problem_id"] in common:
+                    by_problem.setdefault(row["problem_id"], ([], []))[side].append((seed, row))
+    pairs = [_twin(problem, *both) for problem, both in by_problem.items()]
     pairs.sort(key=lambda twin: (-abs(twin.change), twin.problem))
     return [twin for twin in pairs[:most] if twin.change != 0.0], len(pairs)
 
 
-def _twin(problem: str, left: Sequence[tuple[int, Completion]], right: Sequence[tuple[int, Completion]]) -> Twin:
-    counts = [_counted(side) for side in (left, right)]
-    rises = counts[1][0] * counts[0][1] > counts[0][0] * counts[1][1]
-    pairs = [(a, b, seed) for seed, a in left for other, b in right if other == seed]
+def _twin(problem: str, first: Side, second: Side) -> Twin:
+    before, after = _counts(first), _counts(second)
+    rises = after[0] * before[1] > before[0] * after[1]
+    pairs = [(a, b, seed) for seed, a in first for other, b in second if other == seed]
     # A pair that shows the change: wrong on one side, right on the other, in the direction of the rates.
     typical = (pair for pair in pairs if bool(pair[0]["correct"]) != rises and bool(pair[1]["correct"]) == rises)
     a, b, seed = next(typical, pairs[0])
-    return Twin(problem, a["prompt"], counts[0], counts[1], (a, b), seed, tuple(a.get("tags") or ()))
+    return Twin(problem, a["prompt"], before, after, (a, b), seed, tuple(a.get("tags") or ()))
 
 
-def _counted(side: Sequence[tuple[int, Completion]]) -> tuple[int, int]:
-    """(right, all) of one side. The untrained model is sampled once for all seeds, and so counts once."""
+def _counts(side: Side) -> tuple[int, int]:
+    """Return the right answers and all answers. The untrained model is sampled once for all seeds and counts once."""
     by_seed: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for seed, row in side:
         by_seed[seed].append((row["completion"], bool(row["correct"])))
     samples = list(by_seed.values())
-    if all(row["step"] == 0 for _, row in side) and all(each == samples[0] for each in samples):
+    if all(row["step"] == 0 for _, row in side) and all(answers == samples[0] for answers in samples):
         samples = samples[:1]
-    marks = [correct for each in samples for _, correct in each]
+    marks = [correct for answers in samples for _, correct in answers]
     return sum(marks), len(marks)
 
 
-def settings(configs: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(dotted key, value per condition) for every setting in which the conditions differ."""
-    values_of = {label: dict(flat(config)) for label, config in configs.items()}
-    keys = dict.fromkeys(key for each in values_of.values() for key in each)
+def settings(configs: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """Return (dotted key, value of each configuration) for every setting in which the configurations differ."""
+    tables = [dict(flat(config)) for config in configs]
     out = []
-    for key in keys:
+    for key in dict.fromkeys(key for table in tables for key in table):
         if key.startswith(("campaign.", "logging.")) or key == "training.seed":
-            continue  # what a run is called and where it goes differs always
-        values = [_shown(each.get(key)) for each in values_of.values()]
+            continue  # the name of a run and where its logs go always differ
+        values = [_value_text(table.get(key)) for table in tables]
         if len(set(values)) > 1:
             out.append((key, values))
     return out
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: object) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,14 +4,14 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from retrain.records.reader import read_plan_file
+from retrain.records.schema.comparison import Comparison
 from retrain.records.schema.layout import PLAN
 from retrain.verdicts.results import Measure
-from retrain.verdicts.words import NOT_SHOWN, amount
+from retrain.verdicts.wording import NOT_SHOWN, amount
 
 EFFECTS = (1.0, 1.5, 2.0, 3.0)  # In standard deviations of a paired difference (pair spreads)
 FAMILIES = (1, 2, 3, 5, 8, 11, 16)
@@ -25,11 +25,11 @@ _SIMULATED = {
     16: "96/100/100/100 90/100/100/100 89/100/100/100 83/100/100/100 77/99/100/100 76/99/100/100 71/99/100/100",
     20: "98/100/100/100 97/100/100/100 95/100/100/100 92/100/100/100 89/100/100/100 87/100/100/100 85/100/100/100",
 }
+# Power in per cent without the interim analysis, which costs 0 to 6 points: by seeds, for each of ``FAMILIES`` and
+# ``EFFECTS``. Normal differences, the other conditions like the baseline
 POWER: Mapping[int, Sequence[tuple[int, ...]]] = {
     seeds: [tuple(map(int, cell.split("/"))) for cell in row.split()] for seeds, row in _SIMULATED.items()
 }
-"""Power in per cent without the interim analysis, which costs 0 to 6 points: by seeds, for each of ``FAMILIES`` and
-``EFFECTS``. Normal differences, the other conditions like the baseline."""
 
 PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads uses 7.5
 WANTED_POWER = 0.8
@@ -53,31 +53,30 @@ def power(seeds: int, comparisons: int, effect: float) -> float:
     return ends[0] if upper == lower else _between(seeds, (lower, upper), ends)
 
 
-def seeds_needed(comparisons: int, effect: float, wanted: float = WANTED_POWER) -> int | None:
-    """Return the fewest seeds with this power for a difference in pair spreads; None above ``MOST_SEEDS``."""
+def seeds_needed(comparisons: int, effect: float, target: float = WANTED_POWER) -> int | None:
+    """Return the fewest seeds with the power ``target`` for a difference in pair spreads; None above ``MOST_SEEDS``."""
     low, high = min(POWER) - 1, MOST_SEEDS
-    if effect <= 0 or power(high, comparisons, effect) < wanted:
+    if effect <= 0 or power(high, comparisons, effect) < target:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if power(middle, comparisons, effect) >= wanted else (middle, high)
+        low, high = (low, middle) if power(middle, comparisons, effect) >= target else (middle, high)
     return high
 
 
 def _power_of_row(seeds: int, comparisons: int, effect: float) -> float:
     by_family = [_at_effect(values, effect) for values in POWER[seeds]]
-    place = next((i for i, family in enumerate(FAMILIES) if family >= comparisons), len(FAMILIES) - 1)
-    place = max(1, place)
-    logs = (math.log(FAMILIES[place - 1]), math.log(FAMILIES[place]))
-    return min(1.0, max(0.0, _between(math.log(comparisons), logs, by_family[place - 1 : place + 1])))
+    upper = max(1, next((i for i, family in enumerate(FAMILIES) if family >= comparisons), len(FAMILIES) - 1))
+    logs = (math.log(FAMILIES[upper - 1]), math.log(FAMILIES[upper]))
+    return min(1.0, max(0.0, _between(math.log(comparisons), logs, by_family[upper - 1 : upper + 1])))
 
 
 def _at_effect(values: Sequence[int], effect: float) -> float:
     effects, shares = (0.0, *EFFECTS), (0.0, *(value / 100 for value in values))
     if effect >= effects[-1]:
         return shares[-1]
-    place = next(i for i, each in enumerate(effects) if each > effect)
-    return _between(effect, effects[place - 1 : place + 1], shares[place - 1 : place + 1])
+    upper = next(i for i, larger in enumerate(effects) if larger > effect)
+    return _between(effect, effects[upper - 1 : upper + 1], shares[upper - 1 : upper + 1])
 
 
 def _between(x: float, ends: Sequence[float], values: Sequence[float]) -> float:
@@ -87,41 +86,44 @@ def _between(x: float, ends: Sequence[float], values: Sequence[float]) -> float:
 MOST_FOLLOW_UP_SEEDS = 20  # Beyond, a difference is too small for the spread of these runs
 
 
-def follow_up(comparison: Mapping[str, Any], directory: Path) -> str:
+def follow_up(comparison: Comparison, directory: Path) -> str:
     """Return the power of a follow-up and, on a second line, its command; "" where every comparison has an answer.
 
     The same file is declared anew with seeds that no run has had: nothing is pooled.
     """
-    others = comparison["conditions"][1:]
-    unanswered = [condition["differences"] for condition in others if condition["verdict"] == NOT_SHOWN]
+    others = comparison.conditions[1:]
+    unanswered = [condition.differences for condition in others if condition.verdict == NOT_SHOWN]
     if not unanswered or not (directory / PLAN).is_file():
         return ""
-    measure, margin = Measure(comparison["summary"], comparison["metric"]), comparison["margin"]
+    measure, margin = Measure(comparison.summary, comparison.metric), comparison.margin
     spread = pair_spread(unanswered)
     effect = 1.5 if margin is None or not spread else margin / spread
     needed = seeds_needed(len(others), effect)
     count = min(max(PLANNED_SEEDS, needed or MOST_FOLLOW_UP_SEEDS), MOST_FOLLOW_UP_SEEDS)
     share = f"{100 * power(count, len(others), effect):.0f} %"
-    what = f"a difference of {amount(margin, measure)}" if margin and spread else "a difference of 1.5 pair spreads"
+    difference = amount(margin, measure) if margin and spread else "1.5 pair spreads"
     if margin is None and spread:
-        what += f" ({amount(1.5 * spread, measure)})"
-    last = max(seed for condition in comparison["conditions"] for seed in condition["seeds"])
+        difference += f" ({amount(1.5 * spread, measure)})"
+    last = max(seed for condition in comparison.conditions for seed in condition.seeds)
     command = _command(directory, range(last + 1, last + 1 + count))
-    return f"A new campaign with {count} fresh seeds finds {what} with {share} probability; declare it with\n{command}"
+    return (
+        f"A new campaign with {count} fresh seeds finds a difference of {difference} with {share} probability; declare "
+        f"it with\n{command}"
+    )
 
 
 def _command(directory: Path, seeds: range) -> str:
-    """Return the command that trains a campaign's file with other seeds, into a directory beside its own."""
     plan = read_plan_file(directory)
     sets = [setting for setting in plan.get("sets", []) if setting.partition("=")[0].strip() != "campaign.seeds"]
     sets.append(f"campaign.seeds=[{','.join(map(str, seeds))}]")
-    own = directory.resolve()
-    out = own.with_name(f"{own.name}_seeds{seeds[0]}-{seeds[-1]}")
-    words = ["retrain", "train", _shown(Path(plan["folder"], plan["file"]))]
-    return shlex.join([*words, *(word for setting in sets for word in ("--set", setting)), "--out", _shown(out)])
+    resolved = directory.resolve()
+    out = resolved.with_name(f"{resolved.name}_seeds{seeds[0]}-{seeds[-1]}")
+    options = [word for setting in sets for word in ("--set", setting)]
+    file = _from_here(Path(plan["folder"], plan["file"]))
+    return shlex.join(["retrain", "train", file, *options, "--out", _from_here(out)])
 
 
-def _shown(path: Path) -> str:
+def _from_here(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 

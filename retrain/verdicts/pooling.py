@@ -5,12 +5,11 @@ one condition are pooled over directories when their settings agree; when not, t
 ``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from retrain.config.campaign import DECIDING_KEYS, condition_name, find_label
+from retrain.config.campaign import DECIDING_KEYS, condition_name
 from retrain.config.evaluation import HELDOUT
 from retrain.config.legacy import without_removed
 from retrain.config.runs import differences, distinguishes_runs
@@ -19,81 +18,126 @@ from retrain.files import write_json
 from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.registry import history
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import CampaignDeclaration, RunEntry
 from retrain.records.schema.layout import COMPARISON, MANIFEST
-from retrain.verdicts.comparison import compare_runs
-from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
+from retrain.verdicts.comparison import baseline_of, compare_runs
+from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, Standing, pooled, standing
 from retrain.verdicts.planning import follow_up
 from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
 
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 NAMED_KEYS = 4
 
-Reader = Callable[[Path, Mapping[str, Any]], RunResult]
+Reader = Callable[[Path, RunEntry], RunResult]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One directory: its runs in their order, its labels with the baseline first, what it declared and what its file
-    says otherwise since, protocol deviations of its records, what else a reader must know, and the rule that it
-    declared."""
+    """One directory: its runs in their order, its labels with the baseline first, what it declared (as JSON) and what
+    its file says otherwise since, protocol deviations of its records, what else a reader must know, and the rule that
+    it declared."""
 
     name: str
     runs: list[RunResult]
     labels: list[str]
-    declared: dict[str, Any]
+    declared: Row
     changed: list[str]
     deviations: list[str]
     notes: list[str]
     rule: DeclaredRule
 
 
+@dataclass(frozen=True)
+class _Pool:
+    sources: Sequence[Source]
+
+    @property
+    def runs(self) -> list[RunResult]:
+        return [run for source in self.sources for run in source.runs]
+
+    @property
+    def labels(self) -> list[str]:
+        return list(dict.fromkeys(label for source in self.sources for label in source.labels))
+
+    @property
+    def notes(self) -> list[str]:
+        return list(dict.fromkeys(note for source in self.sources for note in source.notes))
+
+    @property
+    def declared(self) -> Row:
+        return next((source.declared for source in self.sources if source.declared), {})
+
+    @property
+    def margins(self) -> set[float | None]:
+        return {source.declared.get("equivalence_margin") for source in self.sources if source.declared}
+
+    def disagreements(self, primary: str, metric: str | None) -> list[str]:
+        notes = [line for source in self.sources for line in source.changed]
+        metrics = [str(source.declared.get("primary_metric", primary)) for source in self.sources]
+        others = sorted(set(metrics) - {primary})
+        if others and metric is None:
+            listing = ", ".join((primary, *others))
+            notes.append(f"The campaigns declared different metrics ({listing}); {primary} is compared.")
+        if len(self.margins) > 1:
+            notes.append("The campaigns declared different equivalence margins; none is applied.")
+        return notes
+
+    def rule(self, as_declared: bool) -> DeclaredRule:
+        """Return the rule; an interim analysis counts only for its own campaign, metric and baseline."""
+        if len(self.sources) == 1 and as_declared:
+            return self.sources[0].rule
+        return DeclaredRule(earlier=next((source.rule.earlier for source in self.sources if source.rule.earlier), ""))
+
+    def standing(self, runs: Sequence[RunResult], declared: Measure, compared: Measure, baseline: str) -> Standing:
+        deviations = [clause for source in self.sources for clause in source.deviations]
+        if len(self.sources) > 1:
+            return pooled(len(self.sources), deviations)
+        declaration = CampaignDeclaration.from_row(self.declared)
+        return standing(declaration, runs, declared, compared, baseline, deviations)
+
+
 def compare_directories(
     directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None, read: Reader = read_run
-) -> dict[str, Any]:
-    """Compare all runs of these campaigns and runs; the result is described at ``compare_runs``.
+) -> Row:
+    """Compare all runs of these campaigns and runs; return the ``Comparison`` as JSON, with ``directories``.
 
     ``metric`` and ``baseline`` are as a person writes them; unset, they are what the first campaign declared and its
     first condition. ``read`` reads a run's files. Raises UsageError when a directory holds no runs, or when what they
     measured differs.
     """
     directories = list({path.resolve(): path for path in directories}.values())
-    sources = [read_source(path, name, read) for path, name in zip(directories, _names(directories), strict=True)]
-    everything = [run for source in sources for run in source.runs]
-    declared = next((source.declared for source in sources if source.declared), {})
-    decides = str(declared.get("primary_metric", "final"))
-    measure = Measure.parse(decides, first_set(everything))
-    asked = measure if metric is None else Measure.parse(metric, first_set(everything))
+    names = _names(directories)
+    pool = _Pool([read_source(path, name, read) for path, name in zip(directories, names, strict=True)])
+    runs, set_name = pool.runs, first_set(pool.runs)
+    primary = str(pool.declared.get("primary_metric", "final"))
+    declared = Measure.parse(primary, set_name)
+    compared = declared if metric is None else Measure.parse(metric, set_name)
     if metric is not None:
-        require_evaluations(asked, everything)
-    if asked.held_out:
-        _same_evaluation(sources, asked.held_out)
-    warnings = [
-        *dict.fromkeys(note for source in sources for note in source.notes),
-        *_disagreements(sources, decides, metric),
-        *_pool(sources),
-    ]
-    labels = list(dict.fromkeys(label for source in sources for label in source.labels))
-    runs, twice = _without_repeats(everything)
-    warnings += twice + _differences(runs)
-    first = (find_label(baseline, labels) or baseline) if baseline else labels[0]
-    departures = [clause for source in sources for clause in source.deviations]
+        require_evaluations(compared, runs)
+    if compared.held_out:
+        _require_same_evaluation(pool.sources, compared.held_out)
+    warnings = [*pool.notes, *pool.disagreements(primary, metric), *_keep_apart(pool.sources)]
+    runs, repeats = _without_repeats(runs)
+    labels = pool.labels
+    first = baseline_of(baseline, labels)
+    has_margin = len(pool.margins) == 1 and compared.key == declared.key
     comparison = compare_runs(
         runs,
         labels,
-        metric=metric or (None if decides == "final" else decides),
+        metric=metric or (None if primary == "final" else primary),
         baseline=first,
-        margin=_margin(sources) if asked.key == measure.key else None,
-        warnings=warnings,
-        rule=_rule(sources, measure == asked and first == labels[0]),
-        standing=standing(declared, runs, measure, asked, first, departures)
-        if len(sources) == 1
-        else pooled(len(sources), departures),
+        margin=next(iter(pool.margins)) if has_margin else None,
+        warnings=[*warnings, *repeats, *_differences(runs)],
+        rule=pool.rule(as_declared=compared == declared and first == labels[0]),
+        standing=pool.standing(runs, declared, compared, first),
     )
-    comparison["follow_up"] = follow_up(comparison, directories[0]) if len(sources) == 1 else ""
-    return comparison | {"declared": declared, "directories": [str(path) for path in directories]}
+    advice = follow_up(comparison, directories[0]) if len(directories) == 1 else ""
+    row = asdict(replace(comparison, follow_up=advice, declared=pool.declared))
+    return row | {"directories": [str(path) for path in directories]}
 
 
-def conclude(directory: Path) -> dict[str, Any]:
+def conclude(directory: Path) -> Row:
     """Compare the runs of a campaign that has ended and write ``comparison.json``."""
     comparison = compare_directories([directory])
     del comparison["directories"]
@@ -108,35 +152,35 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         hint = f"; its campaign is {campaign}" if (campaign / MANIFEST).is_file() else ""
         raise UsageError(f"{directory} is not the directory of a campaign or run: it has no {MANIFEST}{hint}")
     manifest = read_manifest(directory)
+    recorded = manifest.get("declared") or {}
     entries = declared_entries(directory, manifest)
-    runs = [read(directory, entry) for entry in entries]
-    # Before there was a record of it, the settings of the first run are what was declared.
-    campaign = next((own for run in runs if (own := run.config.get("campaign")) is not None), {})
-    keys = (*DECIDING_KEYS, *EARLIER_RULE_KEYS)
-    declared = {key: campaign[key] for key in keys if key in campaign} | (manifest.get("declared") or {})
+    runs = [read(directory, RunEntry.from_row(entry)) for entry in entries]
+    campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign") is not None), {})
     for run in runs:
         run.pair = run.pair if run.config else (campaign.get("seed", 0), run.seed)
-    recorded, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
+    # Before there was a record of it, the settings of the first run are what was declared.
+    keys = (*DECIDING_KEYS, *EARLIER_RULE_KEYS)
+    declared = {key: campaign[key] for key in keys if key in campaign} | recorded
+    configs, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
     labels = dict.fromkeys(run.label for run in runs)
-    first = [label for label in [declared.get("baseline")] if label in labels]
     return Source(
         name or directory.name,
         runs,
-        list(dict.fromkeys([*first, *labels])),
+        sorted(labels, key=lambda label: label != declared.get("baseline")),
         declared,
         _changed(directory, declared),
-        [*deviations(directory, manifest.get("declared") or {}, entries, recorded), *registered.deviations],
-        [*(manifest.get("notes") or []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
+        [*deviations(directory, recorded, entries, configs), *registered.deviations],
+        [*manifest.get("notes", []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
 
 
-def _changed(directory: Path, declared: Mapping[str, Any]) -> list[str]:
+def _changed(directory: Path, declared: Values) -> list[str]:
     """Name the settings whose present value in the campaign's file differs from the declared one, which decides."""
     now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
     return [
-        f"[campaign] {key} was declared as {_said(declared[key])} and is {_said(now[key])} in the file now: what was "
-        "declared decides."
+        f"[campaign] {key} was declared as {_value_text(declared[key])} and is {_value_text(now[key])} in the file "
+        "now: what was declared decides."
         for key in DECIDING_KEYS
         if key in declared and key in now and _present(key, declared[key]) != _present(key, now[key])
     ]
@@ -147,14 +191,8 @@ def _present(key: str, value: object) -> object:
     return "on" if key == "sequential" and value != "off" else value
 
 
-def _said(value: Any) -> str:
+def _value_text(value: object) -> str:
     return "unset" if value is None else str(value)
-
-
-def _rule(sources: Sequence[Source], as_declared: bool) -> DeclaredRule:
-    """Return the rule of a comparison. The interim analysis counts for its own campaign, metric and baseline alone."""
-    earlier = next((source.rule.earlier for source in sources if source.rule.earlier), "")
-    return sources[0].rule if len(sources) == 1 and as_declared else DeclaredRule(earlier=earlier)
 
 
 def _names(directories: Sequence[Path]) -> list[str]:
@@ -162,80 +200,59 @@ def _names(directories: Sequence[Path]) -> list[str]:
     return [str(path) if names.count(name) > 1 else name for path, name in zip(directories, names, strict=True)]
 
 
-def _disagreements(sources: Sequence[Source], decides: str, metric: str | None) -> list[str]:
-    notes = [line for source in sources for line in source.changed]
-    metrics = [str(source.declared["primary_metric"]) for source in sources if "primary_metric" in source.declared]
-    others = sorted(set(metrics) - {decides})
-    if others and metric is None:
-        named = ", ".join((decides, *others))
-        notes.append(f"The campaigns declared different metrics ({named}); {decides} is compared.")
-    if len(_margins(sources)) > 1:
-        notes.append("The campaigns declared different equivalence margins; none is applied.")
-    return notes
-
-
-def _margins(sources: Sequence[Source]) -> set[float | None]:
-    return {source.declared.get("equivalence_margin") for source in sources if source.declared}
-
-
-def _margin(sources: Sequence[Source]) -> float | None:
-    margins = _margins(sources)
-    return margins.pop() if len(margins) == 1 else None
-
-
-def _same_evaluation(sources: Sequence[Source], held_out: str) -> None:
+def _require_same_evaluation(sources: Sequence[Source], held_out: str) -> None:
     """Raise UsageError when the problems of a held-out set, or how they are sampled, differ between directories."""
-    seen: dict[str, tuple[str, Any]] = {}
+    seen: dict[str, tuple[str, object]] = {}
     for source in sources:
         for run in source.runs:
-            evaluation = run.config.get("evaluation")
-            if evaluation is None or not run.evaluations:
-                continue
-            hashes = run.facts.get("heldout_hashes") or {HELDOUT: run.facts.get("heldout_hash")}
-            own = next((each for each in evaluation.get("sets") or () if each["name"] == held_out), {})
-            own = {key: value for key, value in own.items() if value is not None}
-            sampling = {key: own.get(key, evaluation.get(key)) for key in SAMPLING}
-            facts = {
-                "held-out problems": hashes.get(held_out) or run.facts.get("data_hash"),
-                **{f"[evaluation] {key}": value for key, value in sampling.items()},
-                "[data] prompt_template": (run.config.get("data", {}) | own).get("prompt_template"),
-            }
-            for what, value in facts.items():
-                name, other = seen.setdefault(what, (source.name, value))
+            for subject, value in _evaluation_facts(run, held_out).items():
+                name, other = seen.setdefault(subject, (source.name, value))
                 if other != value:
-                    values = "" if "problems" in what else f" ({other} and {value})"
+                    values = "" if "problems" in subject else f" ({other} and {value})"
                     raise UsageError(
-                        f"{name} and {source.name} cannot be compared on held-out problems: {what} differ{values}; "
+                        f"{name} and {source.name} cannot be compared on held-out problems: {subject} differ{values}; "
                         "compare them one by one, or with --metric on a number of training"
                     )
 
 
-def _pool(sources: Sequence[Source]) -> list[str]:
+def _evaluation_facts(run: RunResult, held_out: str) -> dict[str, object]:
+    """Return the facts on which the numbers of a held-out set depend, in words; {} for a run without evaluations."""
+    evaluation = run.config.get("evaluation")
+    if evaluation is None or not run.evaluations:
+        return {}
+    hashes = run.facts.get("heldout_hashes") or {HELDOUT: run.facts.get("heldout_hash")}
+    sets = {section["name"]: section for section in evaluation.get("sets") or ()}
+    settings = {key: value for key, value in sets.get(held_out, {}).items() if value is not None}
+    return {
+        "held-out problems": hashes.get(held_out) or run.facts.get("data_hash"),
+        **{f"[evaluation] {key}": settings.get(key, evaluation.get(key)) for key in SAMPLING},
+        "[data] prompt_template": (run.config.get("data", {}) | settings).get("prompt_template"),
+    }
+
+
+def _keep_apart(sources: Sequence[Source]) -> list[str]:
     """Rename conditions (in place) whose settings differ from those of the same label elsewhere; say so."""
     notes: list[str] = []
-    first: dict[str, tuple[Source, dict[str, Any]]] = {}
+    first: dict[str, tuple[Source, Row]] = {}
     for source in sources:
-        for place, label in enumerate(list(source.labels)):
-            one = next((run for run in source.runs if run.label == label and run.config), None)
-            if one is None:
+        for index, label in enumerate(list(source.labels)):
+            run = next((run for run in source.runs if run.label == label and run.config), None)
+            if run is None:
                 continue
-            own = {**without_removed(one.config), "rubrics of the data": one.facts.get("rubrics")}
-            other, settings = first.setdefault(label, (source, own))
-            keys = differences(settings, own, distinguishes_runs)
+            settings = {**without_removed(run.config), "rubrics of the data": run.facts.get("rubrics")}
+            other, others = first.setdefault(label, (source, settings))
+            keys = differences(others, settings, distinguishes_runs)
             if other is source or not keys:
                 continue
-            source.labels[place] = renamed = f"{label}@{source.name}"
+            source.labels[index] = renamed = f"{label}@{source.name}"
             for run in source.runs:
                 run.label = renamed if run.label == label else run.label
+            changes = listed([f"{key} {b} instead of {a}" for key, (a, b) in keys.items()], NAMED_KEYS)
             notes.append(
-                f"{condition_name(label)} has other settings in {source.name} than in {other.name} "
-                f"({_changes(keys)}): kept apart."
+                f"{condition_name(label)} has other settings in {source.name} than in {other.name} ({changes}): "
+                "kept apart."
             )
     return notes
-
-
-def _changes(keys: dict[str, tuple[Any, Any]]) -> str:
-    return listed([f"{key} {b} instead of {a}" for key, (a, b) in keys.items()], NAMED_KEYS)
 
 
 def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[str]]:
@@ -258,14 +275,13 @@ def _without_repeats(runs: Sequence[RunResult]) -> tuple[list[RunResult], list[s
 
 def _differences(runs: Sequence[RunResult]) -> list[str]:
     notes = []
-    for what, values in (
+    for subject, values in (
         ("base weights", [run.facts.get("base", {}).get("fingerprint") for run in runs]),
         ("training data", [run.facts.get("data_hash") for run in runs]),
         ("numbers of steps", [run.config.get("training", {}).get("max_steps") for run in runs]),
         ("code revisions", [(run.facts.get("git") or {}).get("revision") for run in runs]),
         ("versions of torch", [run.facts.get("packages", {}).get("torch") for run in runs]),
     ):
-        known = {value for value in values if value is not None}
-        if len(known) > 1:
-            notes.append(f"The runs were made with different {what}.")
+        if len({value for value in values if value is not None}) > 1:
+            notes.append(f"The runs were made with different {subject}.")
     return notes

@@ -3,16 +3,15 @@
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from retrain.maths.crossed import new_problems_interval
 from retrain.maths.statistics import Interval, majority, pass_at_k
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row
 from retrain.verdicts.results import Measure, Pair, RunResult, finished_of
 
-Row = dict[str, Any]
 SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's recorded value
 
 

@@ -1,37 +1,49 @@
 """The charts of a report as data: ``ui/static/pages/report.js`` draws them by the page's components."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 
 from retrain.config.evaluation import PART_EVERY
 from retrain.config.tasks import AUDIT
 from retrain.records.histograms import counted, edges_of
+from retrain.records.schema.base import Row, Values
 from retrain.records.tables import accuracy_name, short_metric
 from retrain.verdicts.audited import AuditComparison
-from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, Completion, completions, curve, window_of
+from retrain.verdicts.evidence import MIN_BAND_SEEDS, Campaign, Completion, Curve, completions, curve, window_of
 from retrain.verdicts.results import Measure
 
-Chart = dict[str, Any]
+Chart = Mapping[str, object]
 DIGITS = 4  # Significant digits of the numbers that are drawn
-SHARE, POSITIVE = {"min": 0, "max": 1}, {"min": 0, "max": None}  # Ranges that values may have
+Range = Mapping[str, int | None]
+SHARE, POSITIVE = {"min": 0, "max": 1}, {"min": 0, "max": None}
+
+
+class ChartedMetric(NamedTuple):
+    """A metric with its chart's title, unit and range of values. Noisy ones are smoothed."""
+
+    key: str
+    title: str
+    unit: str
+    limits: Range
+    is_noisy: bool
+
+
 CURVES = (
-    ("correct_rate", "Correct while training", "%", SHARE, True),
-    ("mean_reward", "Reward while training", "", POSITIVE, True),
-    ("completions/mean_length", "Tokens per completion", "", POSITIVE, True),
-    ("entropy", "Entropy of the policy, nats per token", "", POSITIVE, True),
-    ("sepa_lambda", "SEPA: pooling λ", "", SHARE, False),
-    ("sepa_gate_open", "SEPA: gate open (share of runs)", "", SHARE, False),
-    ("bp_throughput", "Back pressure: tokens per second", "", POSITIVE, False),
-    ("bp_p_star", "Back pressure: best number of prompts at once", "", POSITIVE, False),
+    ChartedMetric("correct_rate", "Correct while training", "%", SHARE, True),
+    ChartedMetric("mean_reward", "Reward while training", "", POSITIVE, True),
+    ChartedMetric("completions/mean_length", "Tokens per completion", "", POSITIVE, True),
+    ChartedMetric("entropy", "Entropy of the policy, nats per token", "", POSITIVE, True),
+    ChartedMetric("sepa_lambda", "SEPA: pooling λ", "", SHARE, False),
+    ChartedMetric("sepa_gate_open", "SEPA: gate open (share of runs)", "", SHARE, False),
+    ChartedMetric("bp_throughput", "Back pressure: tokens per second", "", POSITIVE, False),
+    ChartedMetric("bp_p_star", "Back pressure: best number of prompts at once", "", POSITIVE, False),
 )
-"""Metric, title, unit, range, whether it is noisy enough to be smoothed."""
 
 
-def charts_of(
-    campaign: Campaign, audits: Sequence[AuditComparison], squeezes: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def charts_of(campaign: Campaign, audits: Sequence[AuditComparison], squeezes: Sequence[Row]) -> dict[str, object]:
     """Return the charts of each place of the report; places without any are left out."""
     groups, curves = [{"name": label, "index": index} for index, label in enumerate(campaign.labels)], _curves(campaign)
     places = {
@@ -53,43 +65,50 @@ def name_of(measure: Measure) -> str:
 
 
 def _results(campaign: Campaign) -> list[Chart]:
-    comparison = campaign.comparison
-    if not any(condition["after_values"] for condition in comparison["conditions"]):
+    if not any(condition.after_values for condition in campaign.comparison.conditions):
         return []
+    comparison = asdict(campaign.comparison)
     drawn = ("share", "summary", "baseline", "margin", "conditions")
     body = {"metric": name_of(campaign.measure), **{key: comparison[key] for key in drawn}}
     return [{"kind": "forests", "body": {"comparison": body, "summary": {}}}]
 
 
 def _curves(campaign: Campaign) -> list[Chart]:
-    """Return accuracy on every held-out set, and every metric of ``CURVES`` that the runs have."""
-    charts = []
     keys = [f"eval/{name}/correct_rate" for name in campaign.set_names]
-    for key, title, unit, limits, smooth in (*((key, accuracy_name(key), "%", SHARE, False) for key in keys), *CURVES):
-        if key == "mean_reward" and _same_as_correct(campaign):
-            continue  # Rewards are 0 and 1: the curve would repeat the one above.
-        # Back pressure steers what all runs of a cohort do together: one line says it for all.
-        labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
-        curves = [curve(label, index, campaign.of(label), key, smooth=smooth) for index, label in enumerate(labels)]
-        if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
-            curves = [each for each in curves if any(y > 0 for run in each["runs"] for _, y in run["points"])]
-        curves = [each for each in curves if each["runs"] or each["part"]]
-        if not curves:
-            continue
-        banded = any(each["band"] for each in curves)
-        band = "band: 95 % interval" if banded else f"no band below {MIN_BAND_SEEDS} seeds"
-        words = f"mean of the seeds, {band}, thin: every run"
-        if any(each["part"] for each in curves):
-            words += f"; faint marks without a line: one of {PART_EVERY} problems, which decides nothing"
-        window = window_of(max((len(run["points"]) for each in curves for run in each["runs"]), default=0))
-        words += f"; moving average over {window} steps" if smooth and window > 1 else ""
-        charts.append(_lines(title, words, key, curves, "step", unit, limits))
-    return charts
+    held_out = [ChartedMetric(key, accuracy_name(key), "%", SHARE, False) for key in keys]
+    charts = [_curve_chart(campaign, metric) for metric in (*held_out, *CURVES)]
+    return [chart for chart in charts if chart is not None]
 
 
-def _lines(title: str, words: str, key: str, curves: Sequence[dict[str, Any]], x: str = "step", unit: str = "",
-           limits: Mapping[str, int | None] | None = None) -> Chart:  # fmt: skip
-    return {"kind": "curves", "title": title, "words": words, "x": x, "unit": unit, "range": limits,
+def _curve_chart(campaign: Campaign, metric: ChartedMetric) -> Chart | None:
+    key, smooth = metric.key, metric.is_noisy
+    if key == "mean_reward" and _same_as_correct(campaign):
+        return None  # Rewards are 0 and 1: the curve would repeat that of the correct rate.
+    # Back pressure steers what all runs of a cohort do together: one line says it for all.
+    labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
+    curves = [curve(label, index, campaign.of(label), key, smooth=smooth) for index, label in enumerate(labels)]
+    if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
+        curves = [line for line in curves if any(y > 0 for run in line["runs"] for _, y in run["points"])]
+    curves = [line for line in curves if line["runs"] or line["part"]]
+    return _lines(metric.title, _caption(curves, smooth), key, curves, "step", metric.unit, metric.limits) \
+        if curves else None  # fmt: skip
+
+
+def _caption(curves: Sequence[Curve], smooth: bool) -> str:
+    has_band = any(line["band"] for line in curves)
+    band = "band: 95 % interval" if has_band else f"no band below {MIN_BAND_SEEDS} seeds"
+    caption = f"mean of the seeds, {band}, thin: every run"
+    if any(line["part"] for line in curves):
+        caption += f"; faint marks without a line: one of {PART_EVERY} problems, which decides nothing"
+    window = window_of(max((len(run["points"]) for line in curves for run in line["runs"]), default=0))
+    return f"{caption}; moving average over {window} steps" if smooth and window > 1 else caption
+
+
+def _lines(
+    title: str, caption: str, key: str, curves: Sequence[Curve], x: str = "step", unit: str = "",
+    limits: Range | None = None,
+) -> Chart:  # fmt: skip
+    return {"kind": "curves", "title": title, "words": caption, "x": x, "unit": unit, "range": limits,
             "body": {"key": key, "conditions": curves}}  # fmt: skip
 
 
@@ -98,65 +117,66 @@ def _same_as_correct(campaign: Campaign) -> bool:
 
 
 def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
-    """Return the chart of the reward and the audit of a condition on a held-out set."""
     keys = {"reward": f"eval/{audit.name}/reward_mean", "audit": f"eval/{audit.name}/{AUDIT}"}
     runs = campaign.of(audit.label)
-    curves = [curve(title, index, runs, key, smooth=False) | {"runs": [], "part": []}
-              for index, (title, key) in enumerate(keys.items())]  # fmt: skip
-    words = "held-out problems, mean of the seeds, band: 95 % interval; the audit trains nothing"
-    return _lines(audit.label, words, keys["audit"], curves)
+    curves = [curve(title, index, runs, key, smooth=False) for index, (title, key) in enumerate(keys.items())]
+    for line in curves:
+        line["runs"], line["part"] = [], []
+    caption = "held-out problems, mean of the seeds, band: 95 % interval; the audit trains nothing"
+    return _lines(audit.label, caption, keys["audit"], curves)
 
 
 def _distributions(campaign: Campaign) -> list[Chart]:
     """Return lengths and rewards of the last evaluation; seeds are pooled to be looked at, never to be tested."""
-    found: dict[str, list[Completion]] = {}
-    words = ""
+    after_training: dict[str, list[Completion]] = {}
+    kind = ""
     for label in campaign.labels:
         for run in campaign.of(label):
             if run.done:
-                _, last, words = completions(run, campaign.shown_set)
-                found.setdefault(label, []).extend(last)
+                _, last, kind = completions(run, campaign.shown_set)
+                after_training.setdefault(label, []).extend(last)
     charts = []
     for title, key, name in (("Tokens per completion", "num_tokens", "tokens"), ("Reward", "reward", "reward")):
         values = {label: np.array([row[key] for row in rows if row[key] is not None], np.float64)
-                  for label, rows in found.items()}  # fmt: skip
-        values = {label: each for label, each in values.items() if len(each)}
+                  for label, rows in after_training.items()}  # fmt: skip
+        values = {label: numbers for label, numbers in values.items() if len(numbers)}
         if not values:
             continue
         edges = edges_of(np.concatenate(list(values.values())))
-        rows = [{"name": label, "index": campaign.labels.index(label), "counts": counted(each, edges),
-                 "note": f"mean {each.mean():.3g}"} for label, each in values.items()]  # fmt: skip
+        rows = [{"name": label, "index": campaign.labels.index(label), "counts": counted(numbers, edges),
+                 "note": f"mean {numbers.mean():.3g}"} for label, numbers in values.items()]  # fmt: skip
         charts.append({"kind": "distribution", "title": title, "name": name, "edges": edges.tolist(), "rows": rows,
-                       "words": f"{words} after training, completions of all finished runs"})  # fmt: skip
+                       "words": f"{kind} after training, completions of all finished runs"})  # fmt: skip
     return charts
 
 
-def _squeezed(report: dict[str, Any]) -> list[Chart]:
-    """Return energy and weight error by rank, and the held-out accuracy by rank where it was measured."""
+def _squeezed(report: Values) -> list[Chart]:
     charts = []
     if rows := report.get("rows"):
         keys = (("energy kept, mean", 0, "mean_variance"), ("energy, worst layer", 2, "min_variance"),
                 ("weight error", 1, "relative_error"))  # fmt: skip
-        words = "by rank kept, from the singular values of the trained adapter"
+        caption = "by rank kept, from the singular values of the trained adapter"
         lines = [_by_rank(name, index, rows, key) for name, index, key in keys]
-        charts.append(_lines("What a smaller rank would keep", words, "energy", lines, "rank", "%", SHARE))
+        charts.append(_lines("What a smaller rank would keep", caption, "energy", lines, "rank", "%", SHARE))
     if rows and (verified := report.get("verified")):
         rows = sorted([verified["full"], *verified["ranks"]], key=lambda row: row["rank"])
         line = _by_rank("held-out accuracy", 0, rows, "accuracy")
         line["band"] = [(row["rank"], row["low"], row["high"]) for row in rows]
-        words = "by rank that the adapter is compressed to, without further training; band: 95 % interval over problems"
-        charts.append(_lines("Held-out accuracy by rank", words, "accuracy", [line], "rank", "%", SHARE))
+        caption = (
+            "by rank that the adapter is compressed to, without further training; band: 95 % interval over problems"
+        )
+        charts.append(_lines("Held-out accuracy by rank", caption, "accuracy", [line], "rank", "%", SHARE))
     return charts
 
 
-def _by_rank(name: str, index: int, rows: Sequence[dict[str, Any]], key: str) -> dict[str, Any]:
+def _by_rank(name: str, index: int, rows: Sequence[Values], key: str) -> Curve:
     points = [(row["rank"], row[key]) for row in rows]
     return {"label": name, "index": index, "mean": points, "band": [], "runs": [], "part": []}
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _rounded(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_rounded(element) for element in value]
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

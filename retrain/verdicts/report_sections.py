@@ -2,10 +2,11 @@
 
 import datetime
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from retrain.errors import plural
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.comparison import ConditionComparison, ConditionSummary
 from retrain.records.schema.layout import LOG, METRICS
 from retrain.records.tables import short_metric, squeeze_cells, squeeze_columns, squeeze_words
 from retrain.util.text import duration, points, probability, short
@@ -13,7 +14,7 @@ from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.evidence import Campaign, Completion, completions, settings, twins
 from retrain.verdicts.report_charts import name_of
 from retrain.verdicts.results import Measure, RunResult
-from retrain.verdicts.words import brackets, difference_words, new_problems, number
+from retrain.verdicts.wording import brackets, difference_words, new_problems, number
 
 NOTHING = "–"
 TWINS = 8  # Prompts shown for each comparison
@@ -22,39 +23,38 @@ RESULTS = ("condition", "finished", "before", "after", "IQM", "typical differenc
 
 
 def facts(campaign: Campaign) -> list[str]:
-    runs, conditions = campaign.runs, campaign.comparison["conditions"]
+    runs, conditions = campaign.runs, campaign.comparison.conditions
     states = {state: sum(run.state == state for run in runs) for state in dict.fromkeys(run.state for run in runs)}
-    known = [
+    lines = [
         f"{plural(len(campaign.labels), 'condition')} × {plural(len({run.seed for run in runs}), 'seed')}",
         ", ".join(f"{count} {state}" for state, count in states.items()),
     ]
     if config := next(iter(campaign.configs.values()), {}):
         training = config["training"]
-        known += [
+        lines += [
             f"{config['model']['model']}, rank {config['model']['lora_rank']}",
             f"{training['max_steps']} steps × {training['batch_size']} prompts × {training['group_size']} completions",
             f"data {config['data']['source']}",
         ]
-    tokens, seconds = (sum(condition[key] for condition in conditions) for key in ("tokens", "seconds"))
+    tokens, seconds = sum(level.tokens for level in conditions), sum(level.seconds for level in conditions)
     made = datetime.datetime.fromtimestamp(campaign.manifest["updated"], datetime.UTC)
-    return [*known, f"{short(tokens)} tokens, {duration(seconds)} of device time", f"{made:%Y-%m-%d %H:%M} UTC"]
+    return [*lines, f"{short(tokens)} tokens, {duration(seconds)} of device time", f"{made:%Y-%m-%d %H:%M} UTC"]
 
 
 def verdicts(campaign: Campaign) -> list[tuple[str, str, str]]:
     """Return (CSS class, heading, sentence) for every condition but the baseline."""
-    baseline, *others = campaign.comparison["conditions"]
+    baseline, *others = campaign.comparison.conditions
     if not others:
-        finished = baseline["after_mean"] is not None
-        level = _level(baseline, campaign.measure) if finished else "no finished run"
-        return [("unclear", "One condition: nothing is compared", f"{baseline['label']}: {level}")]
-    found = []
+        level = "no finished run" if baseline.after_mean is None else _level(baseline, campaign.measure)
+        return [("unclear", "One condition: nothing is compared", f"{baseline.label}: {level}")]
+    lines = []
     for condition in others:
-        verdict = condition["verdict"]
+        verdict = condition.verdict
         word = verdict.removeprefix("typical runs ").split()[0].rstrip(":")
         css = {"better": "up", "worse": "down", **dict.fromkeys(("cannot", INTERIM, EXPLORATORY), "unclear")}.get(word)
-        head = f"{condition['label']} against {baseline['label']}: {verdict[0].upper()}{verdict[1:]}"
-        found.append((css or "", head, condition["sentence"]))
-    return found
+        head = f"{condition.label} against {baseline.label}: {verdict[0].upper()}{verdict[1:]}"
+        lines.append((css or "", head, condition.sentence))
+    return lines
 
 
 def title_of(measure: Measure) -> str:
@@ -65,59 +65,56 @@ def title_of(measure: Measure) -> str:
 
 
 def results(campaign: Campaign) -> list[list[str]]:
-    """Return a row of ``RESULTS`` for each condition: the primary metric with its costs."""
-    return [_result(condition, campaign.measure) for condition in campaign.comparison["conditions"]]
+    return [_result(condition, campaign.measure) for condition in campaign.comparison.conditions]
 
 
-def _result(condition: dict[str, Any], measure: Measure) -> list[str]:
+def _result(condition: ConditionComparison, measure: Measure) -> list[str]:
     unit = "%" if measure.is_share else ""
 
-    def shown(value: float | None, form: str = "") -> str:
-        return NOTHING if value is None else form.format(value) if form else f"{number(value, measure)}{unit}"
+    def level(value: float | None) -> str:
+        return NOTHING if value is None else f"{number(value, measure)}{unit}"
 
-    iqm, better = condition.get("iqm") or {}, condition.get("probability_of_improvement") or {}
-    p, mean = condition["p_value"], condition["difference"]
-    typical = _difference(condition, measure) + brackets(new_problems(condition, measure), measure)
+    iqm, better, seconds = condition.iqm, condition.probability_of_improvement, condition.seconds_per_run
+    difference = difference_words(condition, measure) or NOTHING
+    difference += brackets(new_problems(condition, measure), measure)
     return [
-        condition["label"],
-        f"{len(condition['finished'])} of {len(condition['seeds'])}",
-        shown(condition["before"]),
+        condition.label,
+        f"{len(condition.finished)} of {len(condition.seeds)}",
+        level(condition.before),
         _level(condition, measure),
-        shown(iqm.get("estimate")),
-        "baseline" if condition["verdict"] == "baseline" else typical,
-        NOTHING if p is None else probability(p),
-        NOTHING if mean is None else number(mean, measure, sign=True),
-        shown(better.get("estimate"), "{:.2f}"),
-        NOTHING if condition["tokens_per_run"] is None else short(condition["tokens_per_run"]),
-        shown(condition["seconds_per_run"], "{:.0f}"),
+        level(iqm.estimate if iqm else None),
+        "baseline"
+        if condition.verdict == "baseline"
+        else difference + brackets(new_problems(condition, measure), measure),
+        NOTHING if condition.p_value is None else probability(condition.p_value),
+        NOTHING if condition.difference is None else number(condition.difference, measure, sign=True),
+        NOTHING if better is None or better.estimate is None else f"{better.estimate:.2f}",
+        NOTHING if condition.tokens_per_run is None else short(condition.tokens_per_run),
+        NOTHING if seconds is None else f"{seconds:.0f}",
     ]
 
 
-def _level(condition: dict[str, Any], measure: Measure) -> str:
-    if (mean := condition["after_mean"]) is None:
+def _level(condition: ConditionSummary, measure: Measure) -> str:
+    if condition.after_mean is None:
         return NOTHING
     unit = "%" if measure.is_share else ""
-    return f"{number(mean, measure)}{unit}" + brackets(condition["interval"], measure, sign=False)
-
-
-def _difference(condition: dict[str, Any], measure: Measure) -> str:
-    return NOTHING if condition["difference"] is None else difference_words(condition, measure)
+    return f"{number(condition.after_mean, measure)}{unit}" + brackets(condition.interval, measure, sign=False)
 
 
 def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
     """Return headings, and for every further metric its name, the level of each condition and the differences."""
     labels = campaign.labels
     heads, rows = ["metric", *labels, *(f"{label} − baseline" for label in labels[1:])], []
-    for each in campaign.comparison.get("secondary") or []:
-        measure = Measure(each["summary"], each["metric"])
+    for comparison in campaign.comparison.secondary:
+        measure = Measure(comparison.summary, comparison.metric)
         name = "" if measure.summary == "final" else f"{measure.summary}:"
-        levels = [_level(condition, measure) for condition in each["conditions"]]
-        differences = [_difference(condition, measure) for condition in each["conditions"][1:]]
+        levels = [_level(condition, measure) for condition in comparison.conditions]
+        differences = [difference_words(condition, measure) or NOTHING for condition in comparison.conditions[1:]]
         rows.append([f"{name}{short_metric(measure.key)}", *levels, *differences])
     return heads, rows
 
 
-def same_prompts(campaign: Campaign) -> tuple[str, list[dict[str, Any]]]:
+def same_prompts(campaign: Campaign) -> tuple[str, list[Row]]:
     """Return which answers these are, and for each pair of sides the prompts whose solve rate differs most: each
     condition against the baseline after training, then each before and after training."""
     sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
@@ -138,42 +135,39 @@ def same_prompts(campaign: Campaign) -> tuple[str, list[dict[str, Any]]]:
     return next(iter(sampled.values()), ("", "", ""))[2], [block for block in blocks if block["twins"]]
 
 
-def _twins(
-    title: str, names: tuple[str, str], sides: list[tuple[int, list[Completion], list[Completion]]]
-) -> dict[str, Any]:
-    found, count = twins(sides, TWINS)
+def _twins(title: str, names: tuple[str, str], sides: list[tuple[int, list[Completion], list[Completion]]]) -> Row:
+    extremes, count = twins(sides, TWINS)
     return {"title": title, "names": names, "count": count,
-            "twins": [(twin, f"{points(twin.change, 0)} points") for twin in found]}  # fmt: skip
+            "twins": [(twin, f"{points(twin.change, 0)} points") for twin in extremes]}  # fmt: skip
 
 
-def squeeze_table(report: dict[str, Any]) -> dict[str, Any]:
+def squeeze_table(report: Values) -> Row:
     rows = [squeeze_cells(row, report) for row in report.get("rows") or []]
     heads = squeeze_columns(report)
-    words = squeeze_words(report) if rows else [report["message"]] if report.get("message") else []
-    return {"name": report.get("run_id") or report["run"], "words": words, "heads": heads,
+    lines = squeeze_words(report) if rows else [report["message"]] if report.get("message") else []
+    return {"name": report.get("run_id") or report["run"], "words": lines, "heads": heads,
             "rows": [[row[head] for head in heads] for row in rows]}  # fmt: skip
 
 
 def settings_rows(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
     """Return the conditions whose settings are known, and (key, value of each) for every setting that differs."""
     configs = {label: campaign.configs[label] for label in campaign.labels if label in campaign.configs}
-    return list(configs), [[key, *values] for key, values in settings(configs)]
+    return list(configs), [[key, *values] for key, values in settings([*configs.values()])]
 
 
-def run_rows(campaign: Campaign) -> list[dict[str, Any]]:
-    """Return every run with its state and links; no run is left out."""
+def run_rows(campaign: Campaign) -> list[Row]:
     rows = []
     for run in sorted(campaign.runs, key=lambda run: (campaign.labels.index(run.label), run.pair)):
         value = run.result(campaign.measure)
         pages = sorted(run.path.glob("*_iteration_*.html"))
-        shown = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
-        files = [(path, _page_name(path)) for path in shown]
+        linked = pages if len(pages) <= 4 else [pages[0], pages[len(pages) // 2], pages[-1]]
+        files = [(path, _page_name(path)) for path in linked]
         files += [(run.path / name, name) for name in (METRICS, LOG) if (run.path / name).is_file()]
         rows.append({
             "run": run, "css": {"failed": "bad", "done": ""}.get(run.state, "warn"),
             "value": NOTHING if value is None else number(value, campaign.measure) + "%" * campaign.measure.is_share,
             "links": [(quote(str(path.relative_to(campaign.directory))), text) for path, text in files],
-            "pages": len(pages) if len(pages) > len(shown) else 0,
+            "pages": len(pages) if len(pages) > len(linked) else 0,
         })  # fmt: skip
     return rows
 

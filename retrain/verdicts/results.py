@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from retrain.config.evaluation import DECIDING, HELDOUT, PART, too_early, whole_evaluations
 from retrain.config.root import sections
 from retrain.errors import UsageError
 from retrain.records.catalogue import BY_KEY
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import RunEntry
 
 METRIC = f"eval/{HELDOUT}/correct_rate"
+# Metrics of the held-out evaluation that may be named without its prefix
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
-"""Metrics of the held-out evaluation that may be named without its prefix."""
+# Metrics of which more is better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
-"""Metrics of which more is better."""
 SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
+# The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy
 LAST_SHARE = 10
-"""The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy."""
 
 SECTIONS = frozenset(sections())
 SHARED_SPANS = ("rollout", "eval")
@@ -37,8 +40,6 @@ OWN_SPANS = ("score", "credit", "update", "record", "checkpoint")
 
 @dataclass(frozen=True)
 class Measure:
-    """A metric's key and one of ``SUMMARIES``."""
-
     summary: str = "final"
     key: str = METRIC
 
@@ -89,9 +90,10 @@ class Measure:
 
 @dataclass
 class RunResult:
-    """One run: who it is, how it stands, and its rows (all that were written, also by a run that failed).
+    """One run with its state and its rows (all that were written, also by a run that failed).
 
-    ``pair`` is what runs of different conditions must share to be a pair: their random streams.
+    ``pair`` is what runs of different conditions must share to be a pair: their random streams. ``facts`` are the
+    content of the run's ``config.json``, and ``config`` the sections of its configuration among them.
     """
 
     run_id: str
@@ -101,10 +103,10 @@ class RunResult:
     reason: str | None
     path: Path
     pair: tuple[int, int] = (0, 0)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    config: Row = field(default_factory=dict)
+    facts: Row = field(default_factory=dict)
 
     @property
     def set_names(self) -> list[str]:
@@ -142,22 +144,27 @@ class RunResult:
     def value(self, measure: Measure) -> float | None:
         """Return the run's number; None where its files have none, or its last evaluation could not be graded."""
         curve = self.curve(measure.key)
-        if measure.is_held_out:
-            taken = [row for row in self.evaluations if row.get("name") == measure.held_out]
-            if not curve or curve[-1][0] != taken[-1]["step"]:
-                return None
-        if not curve:
+        if not curve or (measure.summary == "last3" and not measure.is_held_out):
             return None
-        if measure.summary == "last3":
-            values = dict(curve)
-            known = [values[step] for step in self.last_three if step in values]
-            return sum(known) / DECIDING if measure.is_held_out and len(known) == DECIDING else None
-        if measure.summary == "auc" and measure.is_held_out and self.schedule == "verdict":
-            return None  # between the start and the end there are only parts of the problems
+        if measure.is_held_out:
+            return self._held_out_value(measure, curve)
+        values = [value for _, value in curve]
+        if measure.summary == "final":
+            values = values[-max(1, len(values) // LAST_SHARE) :]
+        return sum(values) / len(values)
+
+    def _held_out_value(self, measure: Measure, curve: Sequence[tuple[int, float]]) -> float | None:
+        rows = [row for row in self.evaluations if row.get("name") == measure.held_out]
+        if curve[-1][0] != rows[-1]["step"]:
+            return None  # the last evaluation could not be graded
+        if measure.summary == "final":
+            return curve[-1][1]
         if measure.summary == "auc":
-            return area_under(curve) if measure.is_held_out else sum(value for _, value in curve) / len(curve)
-        last = curve[-1:] if measure.is_held_out else curve[-max(1, len(curve) // LAST_SHARE) :]
-        return sum(value for _, value in last) / len(last)
+            # Under the schedule "verdict", evaluations between the start and the end are of parts of the problems.
+            return None if self.schedule == "verdict" else area_under(curve)
+        values = dict(curve)
+        last = [values[step] for step in self.last_three if step in values]
+        return sum(last) / DECIDING if len(last) == DECIDING else None
 
     def result(self, measure: Measure) -> float | None:
         """Return ``value`` of a finished run, else None: only finished runs are compared."""
@@ -199,10 +206,15 @@ class RunResult:
         return answer / problems * math.sqrt(sum(weight**2 for weight in self.weights(measure).values()))
 
     @property
-    def last_evaluations(self) -> dict[str, dict[str, Any]]:
-        """The row of the last evaluation of each held-out set, in their order."""
+    def last_evaluations(self) -> dict[str, Row]:
         rows = {str(row.get("name", HELDOUT)): row for row in self.evaluations}
         return {name: row for name, row in rows.items() if not name.endswith(PART)}
+
+    @property
+    def metric_keys(self) -> set[str]:
+        """Keys that a measure can name: those of evaluations, and of the numbers in the last row of training."""
+        held_out = {key for row in self.last_evaluations.values() for key in row if key.startswith("eval/")}
+        return held_out | {key for row in self.rows[-1:] for key, value in row.items() if _is_number(value)}
 
     @property
     def tokens(self) -> int:
@@ -211,8 +223,7 @@ class RunResult:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of the device that this run cost: what a cohort does together is split among its runs."""
-        return sum(_own_seconds(row) for row in self.rows)
+        return sum(_device_seconds(row) for row in self.rows)
 
 
 def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
@@ -223,20 +234,20 @@ def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
     return area / (curve[-1][0] - curve[0][0])
 
 
-def read_run(directory: Path, entry: Mapping[str, Any]) -> RunResult:
-    """Read a run of a manifest; rows that are not written yet are missing."""
-    path = directory / entry["path"]
+def read_run(directory: Path, entry: RunEntry) -> RunResult:
+    path = directory / entry.path
     reader = RunReader(path)
     facts = reader.config()
     config = {name: table for name, table in facts.items() if name in SECTIONS and isinstance(table, dict)}
+    seed = entry.seed or 0
     return RunResult(
-        run_id=entry["run_id"],
-        label=entry["label"],
-        seed=entry["seed"],
-        state=entry["state"],
-        reason=entry.get("reason"),
+        run_id=entry.run_id,
+        label=entry.label,
+        seed=seed,
+        state=entry.state,
+        reason=entry.reason,
         path=path,
-        pair=(config.get("campaign", {}).get("seed", 0), entry["seed"]),
+        pair=(config.get("campaign", {}).get("seed", 0), seed),
         rows=reader.metrics(),
         evaluations=reader.evaluations(),
         config=config,
@@ -249,8 +260,8 @@ Pair = tuple[int, int]
 
 def finished_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, tuple[RunResult, float]]:
     """Return the finished runs of a condition with their values, sorted by pair; runs without a value are left out."""
-    own = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
-    return {run.pair: (run, value) for run in own if (value := run.result(measure)) is not None}
+    mine = sorted((run for run in runs if run.label == label), key=lambda run: run.pair)
+    return {run.pair: (run, value) for run in mine if (value := run.result(measure)) is not None}
 
 
 def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[Pair, float]:
@@ -258,22 +269,17 @@ def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[P
 
 
 def first_set(runs: Sequence[RunResult]) -> str:
-    """Return the name of the held-out set to which short metric names refer."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
 
 
 def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
     """Raise UsageError, with the nearest keys, when no run has this metric at all."""
-    rows = [row for run in runs for row in run.last_evaluations.values()]
-    known = {key for row in rows for key in row if key.startswith("eval/")}
-    known |= {key for run in runs for row in run.rows[-1:] for key, value in row.items() if _is_number(value)}
-    if measure.key in known or not any(run.rows or run.evaluations for run in runs):
+    keys = {key for run in runs for key in run.metric_keys}
+    if measure.key in keys or not any(run.rows or run.evaluations for run in runs):
         return
-    import difflib
-
     prefix = f"eval/{first_set(runs)}/"
-    short = {key.removeprefix(prefix): key for key in known}
-    near = difflib.get_close_matches(measure.key.removeprefix(prefix), list(short), n=3, cutoff=0.4)
+    short = {key.removeprefix(prefix): None for key in keys}
+    near = get_close_matches(measure.key.removeprefix(prefix), list(short), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}" if near else ""
     raise UsageError(f"no run has the metric {measure.key}{hint}")
 
@@ -312,12 +318,12 @@ def last3_notes(measure: Measure, runs: Sequence[RunResult]) -> list[str]:
     return []
 
 
-def _is_number(value: Any) -> TypeGuard[int | float]:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _own_seconds(row: Mapping[str, Any]) -> float:
-    """Return the seconds of a step for this run; the cohort's shared parts are split among its runs."""
-    own = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
+def _device_seconds(row: Values) -> float:
+    # What a cohort does together is split among its runs
+    separate = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)
     shared = sum(row.get(f"time/{part}") or 0.0 for part in SHARED_SPANS)
-    return own + shared / (row.get("cohort_size") or 1)
+    return separate + shared / (row.get("cohort_size") or 1)

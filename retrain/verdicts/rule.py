@@ -38,26 +38,22 @@ Outcome = Literal["higher", "lower", "alike", "not shown", "cannot tell"]
 class Analysis:
     """One condition against the baseline at one analysis. Without pairs the numbers are None."""
 
+    # Seeds of the analysis, with the missing ones, which have no pair
     seeds: int
-    """Seeds of the analysis, with the missing ones."""
     pairs: int
-    """Pairs that are there."""
     is_final: bool
-    """True for the analysis at the planned end."""
+    # Typical difference: the value about which the cut differences balance
     typical: float | None
-    """Typical difference: the value about which the cut differences balance."""
     mean: float | None
-    """Mean difference."""
+    # p at a difference of 0, corrected for all conditions and analyses
     p: float
-    """p at a difference of 0, corrected for all conditions and analyses."""
+    # Lower end of the simultaneous 95 % interval of the typical difference; None where nothing can be excluded
     low: float | None
-    """Lower end of the simultaneous 95 % interval of the typical difference; None where nothing can be excluded."""
     high: float | None
-    """Upper end."""
+    # Positions of the outlier seeds in the declared order
     outliers: tuple[int, ...]
-    """Places of the outlier seeds in the declared order."""
+    # None at an interim analysis that decides nothing
     outcome: Outcome | None
-    """None at an interim analysis that decides nothing."""
 
     @property
     def is_decided(self) -> bool:
@@ -68,13 +64,13 @@ class Analysis:
 class Patterns:
     """Sign patterns of one analysis, and the largest statistic of the other conditions under each of them."""
 
+    # float64 [patterns, seeds], the observed pattern (all +) first
     signs: Floats
-    """float64 [patterns, seeds], the observed pattern (all +) first."""
+    # float64 [conditions, seeds]
     values: Floats
-    """float64 [conditions, seeds]."""
+    # float64 [conditions, patterns]: for each condition the maximum over all others, about their typical differences.
+    # It does not depend on the supposed difference of the condition itself
     others: Floats
-    """float64 [conditions, patterns]: for each condition the maximum over all others, about their typical
-    differences. It does not depend on the supposed difference of the condition itself."""
 
     def statistics(self, conditions: Ints, supposed: Floats) -> Floats:
         """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns]; rows are (condition, difference)."""
@@ -83,8 +79,8 @@ class Patterns:
     def stopped(self, conditions: Ints, supposed: Floats) -> Flags:
         """Return the patterns that would stop at this interim analysis, bool [rows, patterns]."""
         largest = np.maximum(self.statistics(conditions, supposed), self.others[conditions])
-        place = largest.shape[1] - 1 - int(INTERIM_ALPHA * largest.shape[1])
-        threshold = np.partition(largest, place, axis=1)[:, place, None]
+        rank = largest.shape[1] - 1 - int(INTERIM_ALPHA * largest.shape[1])
+        threshold = np.partition(largest, rank, axis=1)[:, rank, None]
         return largest > threshold + ZERO
 
 
@@ -102,6 +98,7 @@ class SignFlipTest:
         bound = statistics[:, :1] - ZERO
         counted = (statistics >= bound) | (self.patterns.others[conditions] >= bound)
         if self.earlier is not None:
+            # A pattern that would have stopped early counts as extreme, so that both analyses share one error rate.
             stopped = self.earlier.stopped(conditions, supposed)
             counted |= np.tile(stopped, (1, counted.shape[1] // stopped.shape[1]))
         return np.count_nonzero(counted, axis=1) / counted.shape[1]
@@ -130,18 +127,17 @@ def judge(differences: Floats, interim: Floats | None = None, margin: float | No
     if interim is None:
         return last
     early = interim_analysis(interim, planned, margin)
-    return [one if one.is_decided else other for one, other in zip(early, last, strict=True)]
+    return [first if first.is_decided else second for first, second in zip(early, last, strict=True)]
 
 
 def interim_analysis(differences: Floats, planned: int, margin: float | None = None) -> list[Analysis]:
-    """Analyse the seeds of the interim analysis of a plan of so many seeds."""
     return _analyses(SignFlipTest(_patterns(differences, planned), None, INTERIM_ALPHA), margin, is_final=False)
 
 
 def typical_differences(values: Floats) -> Floats:
     """Return the winsorised location of each row, float64 [rows]; NaN for a row without values."""
     low, high = _range(values)
-    for _ in range(60):
+    for _ in range(60):  # More halvings than a float64 has bits
         middle = (low + high) / 2
         goes_up = cut(values - middle[:, None]).sum(axis=1) > 0
         low, high = np.where(goes_up, middle, low), np.where(goes_up, high, middle)
@@ -153,7 +149,7 @@ def cut(values: Floats) -> Floats:
     sizes = np.where(np.abs(values) > ZERO, np.abs(values), np.inf)
     sizes.sort(axis=1)
     count = np.isfinite(sizes).sum(axis=1, keepdims=True)
-    lower, upper = (np.take_along_axis(sizes, place, axis=1) for place in (np.maximum(count - 1, 0) // 2, count // 2))
+    lower, upper = (np.take_along_axis(sizes, index, axis=1) for index in (np.maximum(count - 1, 0) // 2, count // 2))
     limit = CUT * (lower + upper) / 2
     return np.nan_to_num(np.clip(values, -limit, limit)) * (count > 0)
 
@@ -183,6 +179,7 @@ def _range(values: Floats) -> tuple[Floats, Floats]:
 
 def _patterns(values: Floats, planned: int) -> Patterns:
     seeds = values.shape[1]
+    # Sampled patterns are drawn for all planned seeds, so that the interim analysis sees the beginnings of the same.
     signs = _enumerated(seeds) if planned <= MOST_ENUMERATED_SEEDS else _sampled(planned)[:, :seeds]
     statistics = flipped(values - typical_differences(values)[:, None], signs)
     others = [np.delete(statistics, row, axis=0).max(axis=0, initial=0.0) for row in range(len(values))]
@@ -216,18 +213,18 @@ def _analyses(test: SignFlipTest, margin: float | None, *, is_final: bool) -> li
     p = test.p(rows, np.zeros(len(rows)))
     ends = _ends(test, np.concatenate([rows, rows]), np.repeat([-1.0, 1.0], len(rows)), np.tile(typical, 2))
     low, high = ends[: len(rows)], ends[len(rows) :]
-    for place, row in enumerate(rows):
-        has_ends = not np.isnan(low[place] + high[place])
+    for index, row in enumerate(rows):
+        has_ends = not np.isnan(low[index] + high[index])
         analysis = Analysis(
             seeds=values.shape[1],
             pairs=int((~np.isnan(values[row])).sum()),
             is_final=is_final,
-            typical=float(typical[place]),
+            typical=float(typical[index]),
             mean=float(np.nanmean(values[row])),
-            p=float(p[place]),
-            low=float(low[place]) if has_ends else None,
-            high=float(high[place]) if has_ends else None,
-            outliers=outlier_places(values[row], float(typical[place]), margin),
+            p=float(p[index]),
+            low=float(low[index]) if has_ends else None,
+            high=float(high[index]) if has_ends else None,
+            outliers=outlier_places(values[row], float(typical[index]), margin),
             outcome=None,
         )
         analyses[row] = replace(analysis, outcome=_outcome(analysis, test.budget, margin))

@@ -17,7 +17,7 @@ from retrain.files import append_jsonl, read_jsonl, write_json
 from retrain.records.context import RunContext
 from retrain.records.observer import NullObserver
 from retrain.records.reader import read_manifest
-from retrain.records.schema.campaign import Seal
+from retrain.records.schema.campaign import RunEntry, Seal
 from retrain.records.schema.layout import EVALS, EVALUATIONS
 from retrain.records.seals import chained
 from retrain.types import (
@@ -209,7 +209,7 @@ class Played:
     def start_again(self, **settings) -> None:
         """With the file as it is now."""
         self.manifest.files.flush()
-        self._start(read_manifest(self.manifest.directory)["runs"], **settings)
+        self._start([RunEntry.from_row(row) for row in read_manifest(self.manifest.directory)["runs"]], **settings)
 
     def _start(self, before, **settings) -> None:
         self.loaded = load(configuration(self.folder, **settings))
@@ -220,7 +220,7 @@ class Played:
 
     def finish(self, seed: int, state: str = "done", only: str | None = None, sign: int = 1) -> None:
         for spec in self.specs:
-            stopped = self.manifest.run(spec.run_id)["state"] == "stopped"
+            stopped = self.manifest.run(spec.run_id).state == "stopped"
             if spec.seed == seed and spec.label.startswith(only or "") and not stopped:
                 folder = self.manifest.directory / "runs" / spec.run_id
                 value = 0.5 + 0.01 * seed + (sign * self.effect if spec.label.startswith("rloo") else 0.0)
@@ -247,7 +247,7 @@ class Played:
         return self.manifest.content.get("interim")
 
     def states(self, label: str = "") -> list[str]:
-        return [run["state"] for run in self.manifest.content["runs"] if run["label"].startswith(label)]
+        return [entry.state for entry in self.manifest.runs if entry.label.startswith(label)]
 
     def compare(self) -> dict:
         self.manifest.files.flush()

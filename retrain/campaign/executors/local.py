@@ -13,8 +13,6 @@ END_SECONDS = 5.0
 
 
 class Local:
-    """Starts one process per device for the campaign in ``directory``."""
-
     def __init__(self, devices: Sequence[WorkerDevice], directory: Path):
         self.devices, self.directory, self.slots = devices, directory, len(devices)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -29,6 +29,7 @@ from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
+from retrain.records.schema.base import Row
 from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
@@ -54,8 +55,6 @@ class WorkerRequest:
 
 
 class WorkerHost:
-    """Actor that runs a worker's process on its node."""
-
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.copy = os.getcwd()  # Ray's copy of the campaign file's folder on this node
@@ -100,8 +99,6 @@ class WorkerHost:
 
 @dataclass(eq=False)
 class WorkerActor:
-    """A worker's actor, the future of its ``run``, and when it was created."""
-
     handle: Any
     run: Any
     since: float
@@ -118,7 +115,6 @@ class RayExecutor:
 
     @cached_property
     def owner(self) -> str:
-        """Id in the mark of the campaign's directory."""
         return claim(self.plan.directory).id
 
     def has_gpu(self) -> bool:
@@ -164,7 +160,6 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        """Return a message when a worker has waited long for resources, once per worker."""
         now, ray = time.monotonic(), ray_module()
         if self._notified or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
             return []
@@ -176,7 +171,7 @@ class RayExecutor:
         return []
 
     def kill(self, slot: int) -> None:
-        """Kill a worker; if its node does not answer, the worker's lease expires."""
+        # If the node does not answer, the worker's lease expires
         ray, actor = ray_module(), self._actors.get(slot)
         if actor is None:
             return
@@ -195,7 +190,7 @@ class RayExecutor:
             ray.shutdown()
 
     def _remove(self, slot: int) -> None:
-        """Remove a slot's actor, including one that an earlier controller created."""
+        # An earlier controller may have created the actor
         ray = ray_module()
         self._actors.pop(slot, None)
         with suppress(ValueError, ray.exceptions.RayError):
@@ -233,12 +228,15 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
     return CampaignWorkers(executor, plan.directory, fleet)
 
 
-def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
+# Free or whole resources of a node, by their names in Ray
+Resources = dict[str, float]
+
+
+def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
     """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
     workers, devices = config.campaign.workers, config.backend.devices
-    everything: list[dict[str, float]] = [node["Resources"] for node in nodes if node["Alive"]]
-    gpus = devices == "all" or (devices != "cpu" and any(int(each.get("GPU", 0)) for each in everything))
-    free = _left_by_servers(everything, config) if config.inference.launch is not None else everything
+    alive: list[Resources] = [node["Resources"] for node in nodes if node["Alive"]]
+    gpus = devices == "all" or (devices != "cpu" and any(int(node.get("GPU", 0)) for node in alive))
     if not gpus and config.campaign.gpus_per_cohort != 1:
         raise UsageError(
             f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
@@ -246,17 +244,11 @@ def slots_in(nodes: list[dict[str, Any]], config: Config) -> tuple[int, bool]:
         )
     if workers != "auto":
         return workers, gpus
-    if free is None:
-        resources = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
-        raise UsageError(
-            f"the Ray cluster has no room for {plural(config.inference.replicas, 'server')} of [inference] launch, "
-            f"each of which asks for {resources} ([ray] server_cpus, server_gpus); where nodes come when asked for, "
-            "say how many workers: --workers 4"
-        )
-    if count := sum(_room(each, config, gpus) for each in free):
+    has_servers = config.inference.launch is not None
+    free = _left_by_servers(alive, config, gpus) if has_servers else alive
+    if count := sum(_room(node, config, gpus) for node in free):
         return count, gpus
-    servers_fill_it = free is not everything and any(_room(each, config, gpus) for each in everything)
-    raise _no_room(config, gpus, servers_fill_it)
+    raise _no_room(config, gpus, has_servers and any(_room(node, config, gpus) for node in alive))
 
 
 def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
@@ -273,25 +265,30 @@ def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
     )
 
 
-def _room(node: dict[str, float], config: Config, gpus: bool) -> int:
+def _room(node: Resources, config: Config, gpus: bool) -> int:
     room = int(node.get("CPU", 0)) // config.ray.cpus
     if not gpus:
         return room
-    whole, part = divmod(node.get("GPU", 0.0), 1)
+    gpus_of_node, part = divmod(node.get("GPU", 0.0), 1)
     on_parts = int(part / _gpus_per_worker(config) + 1e-9) if config.gpus_per_worker == 1 else 0
-    return min(room, config.campaign.workers_per_gpu * (int(whole) // config.gpus_per_worker) + on_parts)
+    return min(room, config.campaign.workers_per_gpu * (int(gpus_of_node) // config.gpus_per_worker) + on_parts)
 
 
-def _left_by_servers(nodes: list[dict[str, float]], config: Config) -> list[dict[str, float]] | None:
-    """Return the resources that launched servers leave on each node, or None if a server fits on none. A server is
-    counted on the node with the most free resources."""
+def _left_by_servers(nodes: list[Resources], config: Config, gpus: bool) -> list[Resources]:
+    """Return the resources that launched servers leave on each node. A server is counted on the node with the most free
+    resources. Raises UsageError if one fits on no node."""
     free, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
     for _ in range(inference.replicas):
         room = [node for node in free if all(node.get(kind, 0) >= count for kind, count in asks.items())]
         if not room:
-            return None
+            resources = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
+            raise UsageError(
+                f"the Ray cluster has no room for {plural(inference.replicas, 'server')} of [inference] launch, "
+                f"each of which asks for {resources} ([ray] server_cpus, server_gpus); where nodes come when asked "
+                "for, say how many workers: --workers 4"
+            )
         most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
         for kind, count in asks.items():
             most[kind] = most.get(kind, 0) - count

@@ -15,13 +15,14 @@ from retrain.config import Config
 from retrain.errors import UsageError
 from retrain.extras import is_installed, missing
 from retrain.ownership import owner_of
+from retrain.records.schema.base import Row
 
 ANSWER_SECONDS = 10.0
+# Seconds within which a node must see the campaign's directory: network file systems cache directory entries
 SHARED_SECONDS = 15.0
-"""Seconds within which a node must see the campaign's directory: network file systems cache directory entries."""
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Set in processes of `ray job submit`, whose runtime_env takes precedence
+# Patterns of files beside the campaign's file that are not sent to other machines
 LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*.gguf"]
-"""Patterns of files beside the campaign's file that are not sent to other machines."""
 
 
 def ray_module() -> Any:
@@ -66,9 +67,9 @@ def _head_address(address: str) -> str:
     return where
 
 
-def _init(address: str, runtime_env: dict[str, Any]) -> None:
+def _init(address: str, runtime_env: Row) -> None:
     ray = ray_module()
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options: Row = {"include_dashboard": False} if address == "local" else {}
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
@@ -90,12 +91,11 @@ def first_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """Return the last line of an error's text, where Ray puts the original error."""
+    # Ray puts the text of the original error last
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__])[-1]
 
 
 def sees(directory: Path, owner: str) -> bool:
-    """Return whether this node sees the campaign's directory, within ``SHARED_SECONDS``."""
     pause = threading.Event()
     for _ in range(math.ceil(SHARED_SECONDS)):
         mark = owner_of(directory)

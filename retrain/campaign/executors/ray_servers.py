@@ -22,6 +22,7 @@ from retrain.engines.server.fleet import Notify, OnUrls, model_argument, names_o
 from retrain.engines.server.launch import Restarts, ServerProcess, identity_of, server_environment
 from retrain.errors import RetrainError, plural
 from retrain.ownership import claim
+from retrain.records.schema.base import Row
 
 LOOK_SECONDS = 1.0
 ROOM_SECONDS = 20.0  # Seconds without room for a server after which the user is notified
@@ -42,8 +43,6 @@ class ServerRequest:
 
 
 class ServerHost:
-    """Runs a server on its node and reports its state; Ray makes it an actor."""
-
     def __init__(self, request: ServerRequest):
         self.messages: list[tuple[str, str]] = []
         self.fault = ""
@@ -53,7 +52,7 @@ class ServerHost:
         except (RetrainError, OSError) as error:
             self.fault = str(error).removeprefix(PREFIX)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Row:
         """Return the server's address (``url``), for how many seconds it has answered (``answered_s``), its messages
         since the last call (``messages``), and why it ``gave_up``, if it has."""
         messages, self.messages = self.messages, []
@@ -88,8 +87,6 @@ class ServerHost:
 
 @dataclass(eq=False)
 class ServerSlot:
-    """One server of the fleet: its actor, the pending status request, and the last status."""
-
     number: int
     name: str  # Prefix of its file names
     actor: Any = None
@@ -169,7 +166,6 @@ class RayFleet:
                 self._say_waits(slot)
 
     def _hear(self, slot: ServerSlot) -> None:
-        """Process a status reply, or find that the actor is lost."""
         ray = ray_module()
         try:
             answer = ray.get(slot.question)
@@ -194,7 +190,7 @@ class RayFleet:
         slot.question = slot.actor.status.remote()
 
     def _give_up(self, slot: ServerSlot, why: str) -> None:
-        """Stop restarting a server; report that, unless the waiting caller will because none is left."""
+        # If no server is left, the waiting caller reports that
         slot.url, slot.question, slot.gave_up = "", None, why
         if not self.gave_up:
             self.notify(f"server {slot.number} is given up: {why}", "warning")
@@ -209,7 +205,6 @@ class RayFleet:
         self._begin(slot)
 
     def _say_waits(self, slot: ServerSlot) -> None:
-        """Report once that the cluster has no room for a server."""
         waits = slot.question is not None and not slot.url
         if waits and not slot.notified and time.monotonic() - slot.waits_since > ROOM_SECONDS:
             slot.notified = True
@@ -219,6 +214,6 @@ class RayFleet:
 
 
 def _host(ray: ModuleType) -> str:
-    """Return the address at which a server listens: the loopback address if all nodes are on this machine."""
+    # If all nodes are on this machine, servers need not be open to others
     nodes = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     return "127.0.0.1" if len(nodes) == 1 else ray.util.get_node_ip_address()

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
@@ -32,15 +31,16 @@ from retrain.config import Config
 from retrain.config.machine import GPU_OPTIONS
 from retrain.errors import UsageError, plural
 from retrain.files import existing_file, read_json_if_present, write_json, write_text, writing
+from retrain.records.schema.base import Row
 from retrain.util.processes import end_words, start_logged, with_imports
 
 LOOK_SECONDS = 30.0  # Seconds between `sacct` queries for the states of all tasks
 WAIT_SECONDS = 20.0  # Seconds after which the number of running workers is reported, unless all run
 WAITING = {"PENDING", "REQUEUED"}
+# States of a task that Slurm does not requeue
 ENDED = {
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
 }  # fmt: skip
-"""States of a task that Slurm does not requeue."""
 RECORD = "slurm_jobs.json"
 COMMAND_SECONDS = 60.0
 
@@ -164,7 +164,6 @@ class SlurmExecutor:
         return home_of(self.directory, slot)
 
     def _state(self, job: str) -> str:
-        """Return a task's state in Slurm, at most ``LOOK_SECONDS`` old."""
         if time.monotonic() - self._polled_at >= LOOK_SECONDS:
             self._polled_at = time.monotonic()
             ids = [word for task in self._tasks.values() for word in ("-j", task.job)]
@@ -218,13 +217,13 @@ class SlurmExecutor:
         write_json(self.directory / WORKERS / RECORD, {"jobs": jobs, "closed": closed})
 
     def _cancel_leftovers(self) -> None:
-        """Cancel queued tasks of this campaign, including those of an earlier controller."""
-        record: dict[str, Any] = read_json_if_present(self.directory / WORKERS / RECORD) or {}
+        # Tasks of an earlier controller may still be queued
+        record: Row = read_json_if_present(self.directory / WORKERS / RECORD) or {}
         if self.is_slurm and record.get("jobs") and not record.get("closed"):
             self._command("scancel", "--state=PENDING", *record["jobs"].values())
 
     def _command(self, *arguments: str) -> str:
-        """Run a Slurm command and return its output; its errors show in the task states."""
+        # Errors of Slurm's commands show in the states of tasks
         with suppress(OSError, subprocess.TimeoutExpired):
             return subprocess.run(
                 arguments, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
@@ -233,7 +232,6 @@ class SlurmExecutor:
 
 
 def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
-    """Return the workers of a plan's configuration. Raises UsageError where there is no Slurm."""
     absent = [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if plan.specs[0].config.slurm.cluster == "slurm" and absent:
         raise UsageError(
@@ -244,7 +242,6 @@ def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
 
 
 def sbatch_options(config: Config, name: str, slots: Sequence[int], log: str) -> list[str]:
-    """Return the options of sbatch for workers of this campaign, as lines of the script."""
     slurm, gpus = config.slurm, config.gpus_per_worker
     own_gpu = config.backend.devices != "cpu" and not any(option in slurm.extra for option in GPU_OPTIONS)
     options: dict[str, str | int | bool | None] = {

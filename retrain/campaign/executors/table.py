@@ -16,7 +16,6 @@ from retrain.errors import UsageError, plural
 
 
 def slots_of(config: Config) -> list[WorkerDevice]:
-    """Return the device of each worker: GPUs, a share of one, or an equal share of this machine's cores and memory."""
     requested, per_gpu, share = (
         config.campaign.workers,
         config.campaign.workers_per_gpu,
@@ -52,7 +51,6 @@ def slots_of(config: Config) -> list[WorkerDevice]:
 
 
 def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the GPUs that ``[inference] launch_gpus`` does not reserve for servers."""
     inference, backend = config.inference, config.backend
     if not gpus or inference.launch is None:
         return gpus
@@ -76,7 +74,6 @@ def _left_by_servers(config: Config, gpus: list[tuple[str, str]]) -> list[tuple[
 
 
 def _launch_gpus(text: str, example: str) -> list[str]:
-    """Return the GPUs that ``[inference] launch_gpus`` lists. Raises UsageError for absent and repeated ones."""
     theirs = [name.strip() for name in text.split(",")]
     there = [visible for _, visible in visible_gpus()]
     if wrong := [name for name in theirs if name not in there or theirs.count(name) > 1]:
@@ -94,9 +91,9 @@ def _local(plan: Plan) -> CampaignWorkers:
     return CampaignWorkers(Local(slots_of(config), directory), directory, launch)
 
 
+# Constructors of the executors that start workers, by the executor's name in the file
 EXECUTORS: dict[str, Callable[[Plan], CampaignWorkers]] = {
     "processes": _local,
     "ray": ray_workers,
     "slurm": lambda plan: slurm_workers(plan, usable_cpus() or 1),
 }
-"""Constructors of the executors that start workers, by the executor's name in the file."""

@@ -7,17 +7,18 @@ and tokenizer, the data, device and number format.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from retrain.config.runs import EXTENSION, RunSpec, differences
 from retrain.errors import UsageError
 from retrain.records.environment import code_version, module_hashes, package_versions
 from retrain.records.reader import RunReader
+from retrain.records.schema.base import Values
+from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import CONFIG
 from retrain.training.inputs import change_line
 
+# Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code
 QUIET_PACKAGES = ("pydantic", "retrain", "rich", "trackio", "typer", "wandb")
-"""Packages that do not affect the numbers of a run; ``retrain`` itself is compared by its code."""
 MISSING = "(not recorded)"
 
 
@@ -63,20 +64,19 @@ def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
     modules, hashes = facts.get("modules") or {}, module_hashes(spec.config, folder)
     for name in sorted({*modules, *hashes}):
         if modules.get(name) != hashes.get(name):
-            old, new = (str(each.get(name, "(not there)"))[:12] for each in (modules, hashes))
+            old, new = (str(table.get(name, "(not there)"))[:12] for table in (modules, hashes))
             kind = "files of the reward model" if name in spec.config.reward_models else "code of"
             lines.append(change_line(f"{kind} {name}", old, new))
     packages, installed = facts.get("packages") or {}, package_versions()
     for name in sorted({*packages, *installed} - set(QUIET_PACKAGES)):
         if packages.get(name) != installed.get(name):
-            lines.append(
-                change_line(f"package {name}", *(found.get(name, "(absent)") for found in (packages, installed)))
-            )
+            old, new = packages.get(name, "(absent)"), installed.get(name, "(absent)")
+            lines.append(change_line(f"package {name}", old, new))
     return lines
 
 
 def settings_changes(
-    specs: Sequence[RunSpec], old: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Mapping[str, Any]]
+    specs: Sequence[RunSpec], old: Mapping[str, Values], entries: Mapping[str, RunEntry]
 ) -> tuple[list[str], list[str]]:
     """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
@@ -87,22 +87,22 @@ def settings_changes(
     to_approve, extensions = [], []
     for spec in specs:
         entry = entries.get(spec.run_id)
-        if entry is None or spec.run_id not in old or (entry["state"] == "pending" and not entry["step"]):
+        if entry is None or spec.run_id not in old or (entry.state == "pending" and not entry.step):
             continue
         changed = differences(old[spec.run_id], spec.config.to_dict())
         steps = changed.pop(EXTENSION, None)
-        if steps and steps[1] < entry["step"]:
+        if steps and steps[1] < entry.step:
             raise UsageError(
-                f"{spec.run_id} has done {entry['step']} steps, max_steps = {steps[1]} asks for fewer: "
+                f"{spec.run_id} has done {entry.step} steps, max_steps = {steps[1]} asks for fewer: "
                 "give another directory with --out"
             )
         if steps:
             extensions.append(change_line(EXTENSION, *steps))
         lines = [change_line(key, *pair) for key, pair in sorted(changed.items())]
-        if lines and entry["state"] == "done" and not (steps and steps[1] > entry["step"]):
+        if lines and entry.state == "done" and not (steps and steps[1] > entry.step):
             raise UsageError(
                 f"{spec.run_id} is finished, with other settings ({'; '.join(lines)}): give another directory with "
-                f"--out, or ask for more steps than {entry['step']} to continue it with these"
+                f"--out, or ask for more steps than {entry.step} to continue it with these"
             )
         to_approve += lines
     return list(dict.fromkeys(to_approve)), list(dict.fromkeys(extensions))

@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
@@ -27,21 +26,21 @@ from retrain.ownership import MARK
 from retrain.records.observer import NullObserver, Observer, SpecLike
 from retrain.records.reader import RunReader, planned_configs, read_manifest, read_plan_file
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.base import Values
-from retrain.records.schema.campaign import CampaignManifest, RunEntry
+from retrain.records.schema.base import Row, Values
+from retrain.records.schema.campaign import CampaignDeclaration, CampaignManifest, RunEntry
 from retrain.records.schema.layout import CODE_DIFF, CONFIG, ENVIRONMENT, EVALS, FINAL, LOG, MANIFEST, METRICS, PLAN
 from retrain.records.writer import RecordFiles
 from retrain.util.session import LEASE, LOCK
 
+# Keys that control execution and do not define runs
 EXECUTION_KEYS = (
     "campaign.executor", "campaign.workers", "campaign.gpus_per_cohort", "campaign.max_restarts", "ray.address",
     "ray.cpus", "ray.server_cpus", "ray.server_gpus", "ray.ship", "ray.runtime_env",
 )  # fmt: skip
-"""Keys that control execution and do not define runs."""
+# Facts of a campaign that become invalid when one of its runs continues
 CONCLUSIONS = ("comparison", "squeeze", "squeezes", "report")
-"""Facts of a campaign that become invalid when one of its runs continues."""
+# Files of a campaign or run that are written before its first run begins
 RECORDS = (MANIFEST, PLAN, CONFIG, ENVIRONMENT, CODE_DIFF)
-"""Files of a campaign or run that are written before its first run begins."""
 CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
@@ -50,35 +49,35 @@ def fingerprint(spec: RunSpec) -> str:
     Defaults are left out, so that a later release with more keys continues the run."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
-    given = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
-    return hashlib.sha256(dumps(given).encode()).hexdigest()[:16]
+    settings = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
+    return hashlib.sha256(dumps(settings).encode()).hexdigest()[:16]
 
 
-def begun(entries: Sequence[Mapping[str, Any]]) -> bool:
-    return any(run["state"] != "pending" or run["step"] for run in entries)
+def begun(entries: Iterable[RunEntry]) -> bool:
+    return any(entry.state != "pending" or entry.step for entry in entries)
 
 
-def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[str, RunEntry], list[str]]:
     """Return the manifest's entries by run id, and one line for each record that is missing although runs have begun.
     Raises UsageError if runs have begun and the manifest is missing, because their states and the declaration are then
     unknown."""
     path, configs = directory / MANIFEST, planned_configs(directory)
     if not path.is_file():
-        if any(_has_records(place) for place in (directory, *(directory / "runs").glob("*"))):
+        if any(_has_records(run) for run in (directory, *(directory / "runs").glob("*"))):
             raise UsageError(
                 f"{directory} has records of runs and no {MANIFEST}, so that what was declared is not known: restore "
                 "the file from a copy, or begin anew with another --out"
             )
         return {}, []
-    entries, missing = {entry["run_id"]: entry for entry in read_manifest(directory)["runs"]}, []
+    entries, missing = {row["run_id"]: RunEntry.from_row(row) for row in read_manifest(directory)["runs"]}, []
     for spec in specs:
         entry = entries.get(spec.run_id)
         if entry is None or not begun([entry]):
             continue
-        if spec.run_id not in configs and entry["fingerprint"] != fingerprint(spec):
+        if spec.run_id not in configs and entry.fingerprint != fingerprint(spec):
             missing.append(f"{PLAN} is missing, and {spec.run_id} did not begin with these settings")
         metrics = run_directory(directory, spec) / METRICS
-        if entry["state"] == "done" and not metrics.is_file():
+        if entry.state == "done" and not metrics.is_file():
             missing.append(f"{metrics.relative_to(directory)} is missing, and the run counts as done")
     return entries, missing
 
@@ -88,47 +87,42 @@ def _has_records(run: Path) -> bool:
     return has_rows or bool(RunReader(run).checkpoint_directories())
 
 
-def declaration(specs: Sequence[RunSpec]) -> dict[str, Any]:
-    """Return the declaration of these runs: the ``DECIDING_KEYS``, ``baseline``, ``conditions`` (labels), ``seeds``,
-    and by label ``max_steps`` and, for a campaign, ``settings`` (their hash)."""
+def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
     campaign, by_label = specs[0].config.campaign, {spec.label: spec for spec in specs}
-    declared = {key: getattr(campaign, key) for key in DECIDING_KEYS} | {
-        "baseline": specs[0].label,
-        "conditions": list(by_label),
-        "seeds": list(dict.fromkeys(spec.seed for spec in specs)),
-        "max_steps": {label: spec.config.training.max_steps for label, spec in by_label.items()},
-    }
-    if specs[0].is_campaign:
-        declared["settings"] = {label: condition_hash(spec.config.to_dict()) for label, spec in by_label.items()}
-    return declared
+    hashed = by_label if specs[0].is_campaign else {}
+    return CampaignDeclaration(
+        **{key: getattr(campaign, key) for key in DECIDING_KEYS},
+        baseline=specs[0].label,
+        conditions=list(by_label),
+        seeds=list(dict.fromkeys(spec.seed for spec in specs)),
+        max_steps={label: spec.config.training.max_steps for label, spec in by_label.items()},
+        settings={label: condition_hash(spec.config.to_dict()) for label, spec in hashed.items()},
+    )
 
 
-def freeze(
-    content: dict[str, Any], specs: Sequence[RunSpec], before: Sequence[Mapping[str, Any]],
-    configs: Mapping[str, Mapping[str, Any]],
-) -> None:  # fmt: skip
+def freeze(content: Row, specs: Sequence[RunSpec], before: Sequence[RunEntry], configs: Mapping[str, Values]) -> None:
     """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
     ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts
     that older records lack are taken from them, not from the present file.
     """
     if begun(before):
-        planned = declaration(specs)
+        planned = declaration(specs).to_row()
         planned.pop("settings", None)  # runs of an earlier release may have had other declarations
         content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
     else:
-        content["declared"] = declaration(specs)
+        content["declared"] = declaration(specs).to_row()
 
 
-def _planned(before: Sequence[Mapping[str, Any]], configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _planned(before: Sequence[RunEntry], configs: Mapping[str, Values]) -> Row:
     """Return the declaration of an earlier start; keys that did not exist then have their defaults."""
     defaults = CampaignSection(sequential="off")  # the oldest records have no interim analysis
     campaign = next((config.get("campaign") or {} for config in configs.values()), {})
-    steps = {run["label"]: run["max_steps"] for run in before if run.get("max_steps") is not None}
+    steps = {entry.label: entry.max_steps for entry in before if entry.max_steps}
     return {key: campaign.get(key, getattr(defaults, key)) for key in DECIDING_KEYS if configs} | {
-        "baseline": before[0]["label"],
-        "conditions": list(dict.fromkeys(run["label"] for run in before)),
-        "seeds": list(dict.fromkeys(run["seed"] for run in before)),
+        "baseline": before[0].label,
+        "conditions": list(dict.fromkeys(entry.label for entry in before)),
+        "seeds": list(dict.fromkeys(entry.seed for entry in before)),
         **({"max_steps": steps} if steps else {}),
     }
 
@@ -144,10 +138,10 @@ class Manifest:
     one write is pending, which includes all events up to its start.
     """
 
-    def __init__(self, directory: Path, content: dict[str, Any], guard: Callable[[], None] = lambda: None):
+    def __init__(self, directory: Path, content: Row, guard: Callable[[], None] = lambda: None):
         self.directory, self.content = directory, content
         self.files = RecordFiles(directory, guard)
-        self._by_id: dict[str, dict[str, Any]] = {run["run_id"]: run for run in content["runs"]}
+        self._by_id: dict[str, Row] = {run["run_id"]: run for run in content["runs"]}
         self._lock = threading.Lock()
         """Guards entries and texts, which events change while the writing thread joins them."""
         self._run_texts: dict[str, str] = {}
@@ -176,7 +170,7 @@ class Manifest:
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
         content = read_manifest(directory) if path.exists() else new.to_row()
-        if not begun(content["runs"]):
+        if not begun(map(RunEntry.from_row, content["runs"])):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
         entries = {run["run_id"]: run for run in content["runs"]}
@@ -205,12 +199,18 @@ class Manifest:
         manifest.write()
         return manifest
 
-    def run(self, run_id: str) -> dict[str, Any]:
-        """Return the entry of one run, read-only; ``update`` and ``step`` change it."""
-        return self._by_id[run_id]
+    def run(self, run_id: str) -> RunEntry:
+        return RunEntry.from_row(self._by_id[run_id])
+
+    @property
+    def runs(self) -> list[RunEntry]:
+        return [RunEntry.from_row(row) for row in self.content["runs"]]
+
+    @property
+    def declared(self) -> CampaignDeclaration:
+        return CampaignDeclaration.from_row(self.content["declared"])
 
     def step(self, run_id: str, step: int) -> None:
-        """Set the number of finished steps; the next event writes it."""
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
@@ -234,22 +234,19 @@ class Manifest:
         if self.content.get("registry") == ON:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
-    def update(self, run_id: str, without: Sequence[str] = (), **changes: Any) -> None:
-        """Change a run's entry (state, reason, step, …), drop the keys ``without``, and write."""
+    def update(self, run_id: str, without: Sequence[str] = (), **changes: object) -> None:
         self._change(run_id, changes, without)
         self._write_facts({})
 
-    def note(self, **facts: Any) -> None:
-        """Set facts of the whole campaign (squeeze, comparison, …) and write."""
+    def note(self, **facts: object) -> None:
         self._write_facts(facts)
 
     def write(self) -> None:
-        """Schedule a write of the current ``content``."""
         with self._lock:
             self._changed |= self._by_id.keys()
         self._write_facts(self.content)
 
-    def _change(self, run_id: str, changes: Mapping[str, Any], without: Sequence[str] = ()) -> None:
+    def _change(self, run_id: str, changes: Values, without: Sequence[str] = ()) -> None:
         with self._lock:
             entry = self._by_id[run_id]
             entry.update(changes)
@@ -257,8 +254,8 @@ class Manifest:
                 entry.pop(key, None)
             self._changed.add(run_id)
 
-    def _write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Schedule a write, also after a failed one, which the new write may repair."""
+    def _write_facts(self, facts: Values) -> None:
+        # Also after a failed write, which the new one may repair
         with self._lock:
             self.content |= {**facts, "updated": time.time()}
             for key in (*facts, "updated"):
@@ -270,7 +267,6 @@ class Manifest:
         self.files.check()
 
     def _replace(self) -> None:
-        """Write the file in the format of ``files.dumps`` with an indent of 2."""
         with self._lock:
             self._waits = False
             self._run_texts |= {run_id: _indented(self._by_id[run_id], 4) for run_id in self._changed}
@@ -281,17 +277,15 @@ class Manifest:
         write_text(self.directory / MANIFEST, text)
 
 
-def _fact_text(key: str, value: Any) -> str:
+def _fact_text(key: str, value: object) -> str:
     return f"{dumps(key)}: {_indented(value, 2)}"
 
 
-def _indented(value: Any, by: int) -> str:
+def _indented(value: object, by: int) -> str:
     return dumps(value, indent=2).replace("\n", "\n" + " " * by)
 
 
 class CampaignObserver(NullObserver):
-    """Records events of runs in the manifest, and passes them to ``observer``."""
-
     def __init__(self, manifest: Manifest, observer: Observer):
         self.manifest, self.observer = manifest, observer
 
@@ -315,11 +309,11 @@ class CampaignObserver(NullObserver):
         self.observer.evaluated(spec, name, row)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        changes: dict[str, Any] = {"state": status, "reason": message or None}
+        changes: dict[str, str | None] = {"state": status, "reason": message or None}
+        entry = self.manifest.run(spec.run_id)
         if status == "failed":
-            changes["log"] = str(Path(self.manifest.run(spec.run_id)["path"]) / LOG)
+            changes["log"] = str(Path(entry.path) / LOG)
         if status == "done" and self.manifest.is_registered:  # first: after a kill it is repeated
-            entry = RunEntry.from_row(self.manifest.run(spec.run_id))
             self.manifest.registry.finish(entry, self.manifest.content["declared"])
         self.manifest.update(spec.run_id, without=["worker"], **changes)
         self.observer.run_finished(spec, status, message)
@@ -327,29 +321,29 @@ class CampaignObserver(NullObserver):
     def message(self, text: str, level: str = "info") -> None:
         self.observer.message(text, level)
 
-    def note(self, facts: Mapping[str, Any]) -> None:
+    def note(self, facts: Values) -> None:
         content = self.manifest.content
         by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
         self.manifest.note(**{**facts, **by_run})
 
 
-def summary(manifest: Manifest) -> dict[str, Any]:
-    content, directory = manifest.content, manifest.directory
+def summary(manifest: Manifest) -> Row:
+    content, directory, runs = manifest.content, manifest.directory, manifest.runs
     paths = {"directory": str(directory), "manifest": str(directory / MANIFEST)}
     if content.get("report"):
         paths["report"] = str(directory / content["report"])
-    done = [run for run in content["runs"] if run["state"] == "done"]
-    if done:
-        paths["adapter"] = str(directory / done[0]["path"] / FINAL)
-        paths["metrics"] = str(directory / done[0]["path"] / METRICS)
-    evaluations = _evaluations(directory / content["runs"][0]["path"]) if len(content["runs"]) == 1 else {}
-    kept = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
-    return kept | {"evaluations": evaluations, "paths": paths}
+    done = next((entry for entry in runs if entry.state == "done"), None)
+    if done is not None:
+        paths["adapter"] = str(directory / done.path / FINAL)
+        paths["metrics"] = str(directory / done.path / METRICS)
+    evaluations = _evaluations(directory / runs[0].path) if len(runs) == 1 else {}
+    results = {key: content.get(key) for key in ("name", "runs", "comparison", "squeeze", "squeezes")}
+    return results | {"evaluations": evaluations, "paths": paths}
 
 
-def _evaluations(directory: Path) -> dict[str, dict[str, Any]]:
+def _evaluations(directory: Path) -> dict[str, Row]:
     """Return the first accuracy of a run on each held-out set, and the last one with its interval over problems."""
-    evaluations: dict[str, dict[str, Any]] = {}
+    evaluations: dict[str, Row] = {}
     for row in RunReader(directory).evaluations():
         name = str(row.get("name", HELDOUT))
         rate = row.get(f"eval/{name}/correct_rate")
@@ -432,7 +426,6 @@ def _content(path: Path) -> bytes | None:
 
 
 def _remove_claim(directory: Path) -> None:
-    """Remove a directory that contains only this process's claim."""
     if directory.is_dir() and {path.name for path in directory.iterdir()} <= CLAIM:
         for name in CLAIM:
             (directory / name).unlink(missing_ok=True)

@@ -20,11 +20,12 @@ from retrain.config.root import keys, role_of, value_at, without_unused
 from retrain.config.runs import RunSpec
 from retrain.environments.build import CompletionLengths, longest_completions
 from retrain.errors import UsageError
+from retrain.records.schema.campaign import RunEntry
 from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
+# Most runs of a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)
 CPU_LANES, GPU_LANES = 10, 8
-"""Most runs of a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class Plan:
 
     @classmethod
     def of(cls, loaded: LoadedConfig, out: Path | None = None, registry: str = "") -> Plan:
-        """Return the plan of a file. Raises ConfigError when a run's configuration is invalid."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
@@ -85,7 +85,6 @@ def plan(source: LoadedConfig | Config) -> list[RunSpec]:
 
 
 def _resolve(config: Config, condition: Condition | None, seed: int, label: str) -> Config:
-    """Return the run's configuration with every value resolved."""
     run = Config.model_validate(assemble(config.model_dump(), condition, seed))
     data = without_unused(run)
     training, logging = data["training"], data["logging"]
@@ -125,6 +124,11 @@ def base_key(spec: RunSpec) -> str:
     return repr((sampled, spec.config.held_out))
 
 
+def is_unfinished(entry: RunEntry, spec: RunSpec) -> bool:
+    """Return whether a recorded run has steps of the plan to do; a finished run may be continued with more steps."""
+    return entry.state != "done" or entry.step < spec.config.training.max_steps
+
+
 def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
     """Return the seeds that train before the interim analysis; empty without one or with fixed lanes."""
     campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
@@ -136,9 +140,9 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
     """Return the number of runs that step together. ``auto`` keeps whole seeds together, so that pairs share their
     batches, and makes at least ``slots`` cohorts: of fewer seeds each, or, with fewer seeds than slots, of parts of a
     seed."""
-    asked, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
-    if asked != "auto":
-        return int(asked)
+    configured, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
+    if configured != "auto":
+        return int(configured)
     most = GPU_LANES if on_gpu else CPU_LANES
     seeds = len(seeds_before_interim(specs)) or len({spec.seed for spec in specs})
     if seeds < slots:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.plan import Plan, is_unfinished
 from retrain.config import Config, LoadedConfig
 from retrain.config.base import is_plugin
 from retrain.config.describe import toml
@@ -40,6 +40,7 @@ from retrain.policy.teaching import teacher_fault
 from retrain.records.environment import SET_SOURCE, named_code
 from retrain.records.reader import RunReader, read_manifest
 from retrain.records.registry import ON, Registry
+from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import ADAPTER_FILES, MANIFEST, STATE
 from retrain.rewards.custom import CustomReward
 
@@ -64,8 +65,6 @@ def check(plan: Plan, places: bool = True) -> Plan:
 
 
 def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Iterator[ConfigProblem]:
-    """Yield a problem for each unusable package, function, class, model and layer that the file names, and for token
-    credit that the backend would ignore."""
     folder, examined = plan.folder, set[str]()
     for spec in plan.specs:
         for key, value in named_code(spec.config):
@@ -96,10 +95,10 @@ def _problems(plan: Plan, loaded: LoadedConfig, rewards: CustomRewards) -> Itera
         yield from _reward_problems(loaded, spec.config, folder, rewards)
 
 
-def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, Any, str]]:
+def absent_packages(config: Config, folder: Path) -> Iterator[tuple[str, object, str]]:
     """Yield (key, its value, module) for every optional package that a run needs and that is not installed."""
     logging = config.logging
-    packages = list[tuple[str, Any, str]](_source_packages(config, folder))
+    packages = list[tuple[str, object, str]](_source_packages(config, folder))
     packages += [(f"{key}.type", "math", "math_verify") for key, grader in config.graders if grader.type == "math"]
     if config.campaign.executor == "ray":
         packages.append(("campaign.executor", "ray", "ray"))
@@ -122,7 +121,6 @@ def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, s
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:
-    """Raise MissingExtra for the first package that one of these runs needs and that is not installed."""
     for config in configs:
         for key, value, module in absent_packages(config, folder):
             section, _, name = key.partition(".")
@@ -176,8 +174,6 @@ def completion_lengths(config: Config) -> list[tuple[str, int]]:
 
 
 class CustomCode(NamedTuple):
-    """Report on a custom reward's functions: required data columns, or the fault that makes them unusable."""
-
     columns: tuple[str, ...] = ()
     fault: str = ""
 
@@ -228,7 +224,6 @@ def data_problems(
 
 
 def _environment_problem(loaded: LoadedConfig, config: Config, folder: Path) -> ConfigProblem | None:
-    """Return why the environment or tools cannot be started, or the fault of the environment's problems."""
     section = config.environment
     if not section.hosted:
         return None
@@ -300,7 +295,6 @@ def _prompt_problem(
 
 
 def _single_source(config: Config, key: str) -> Data:
-    """Return [data] with this key's source as its training problems."""
     if key == "data.source":
         return config.data
     data = config.data if key == "data.eval_source" else config.held_out[int(key.split(".")[2])].data
@@ -313,7 +307,6 @@ def _of_source(loaded: LoadedConfig, key: str, value: str, error: DataError) -> 
 
 
 def sources_of(config: Config) -> dict[str, str]:
-    """Return every source of problems that a run reads, by its key."""
     sources, sets = {"data.source": config.data.source}, config.evaluation.sets
     if not config.held_out:
         return sources
@@ -323,7 +316,6 @@ def sources_of(config: Config) -> dict[str, str]:
 
 
 def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> Iterator[ConfigProblem]:
-    """Yield token credits that this backend does not support."""
     algorithm, name = config.algorithm, config.backend.backend
     mode = algorithm.transform_mode
     if mode != "none" and not backend.preserves_token_advantages:
@@ -340,7 +332,6 @@ def _capability_problems(loaded: LoadedConfig, config: Config, backend: Any) -> 
 def _reward_problems(
     loaded: LoadedConfig, config: Config, folder: Path, rewards: CustomRewards
 ) -> Iterator[ConfigProblem]:
-    """Yield faults of modules and functions of ``custom`` graders, and of reward models' files."""
     for table, part in config.graders:
         name = part.reward_model if part.type == "reward_model" else None
         if name is not None and (fault := reward_model_fault(name, *search_folders(folder))):
@@ -351,12 +342,11 @@ def _reward_problems(
             yield _problem_at(loaded, f"{table}.custom_module", part.custom_module, message)
 
 
-def _problem_at(loaded: LoadedConfig, key: str, value: Any, message: str, fix: str = "") -> ConfigProblem:
+def _problem_at(loaded: LoadedConfig, key: str, value: object, message: str, fix: str = "") -> ConfigProblem:
     return ConfigProblem(_location(loaded, key, value), Mistake(path_of(key), "").key, message, fix)
 
 
-def _location(loaded: LoadedConfig, key: str, value: Any) -> str:
-    """Return where the key was written: in the first condition with this value, else in its section."""
+def _location(loaded: LoadedConfig, key: str, value: object) -> str:
     locations, (section, _, name) = loaded.locations, key.partition(".")
     for index, condition in enumerate(loaded.config.campaign.conditions if loaded.config.is_campaign else []):
         own = getattr(condition, name, None) if section == "algorithm" else None
@@ -379,24 +369,23 @@ def check_places(directory: Path, specs: Sequence[RunSpec]) -> None:
     owner, content = owner_of(directory) or NOBODY, {}
     if owner is not NOBODY and (directory / MANIFEST).is_file():
         content = read_manifest(directory)
-    entries = {entry["run_id"]: entry for entry in content.get("runs", ())}
-    known = [(entries[spec.run_id]["path"], run_place(spec)) for spec in specs if spec.run_id in entries]
+    entries = {row["run_id"]: RunEntry.from_row(row) for row in content.get("runs", ())}
+    places = {spec.run_id: run_place(spec) for spec in specs}
+    recorded = {run_id: entry.path for run_id, entry in entries.items() if run_id in places}
     # Other runs belong to another campaign, or have their files elsewhere in the directory.
-    if entries and (not known or any(there != here for there, here in known)):
+    if entries and (not recorded or not recorded.items() <= places.items()):
         others = listed(list(entries), 3)
         raise NotOurs(f"{directory} holds other runs ({others}; here {specs[0].run_id}): {ELSEWHERE}")
     for spec in specs:
-        place, folder = run_place(spec), run_directory(directory, spec)
-        run_owner = owner.at(place)
+        folder, run_owner = run_directory(directory, spec), owner.at(places[spec.run_id])
         check_claim(folder, run_owner if owner is not NOBODY else None, AWAY)
         entry = entries.get(spec.run_id)
-        if entry is None or entry["state"] != "done" or entry["step"] < spec.config.training.max_steps:
+        if entry is None or is_unfinished(entry, spec):
             _check_adapters(folder, spec, run_owner)
     _check_squeezed(specs, owner, bool(content.get("squeeze")))
 
 
 def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
-    """Check the run's future checkpoints, ``final/``, and the user's directory for its adapter."""
     from_backend = spec.config.backend.backend != "local"
     check_publish(folder / "final", () if from_backend else ADAPTER_FILES, owner.at("final"), AWAY)
     newest, others = 0, []

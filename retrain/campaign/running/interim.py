@@ -6,14 +6,15 @@ Runs that are not started because of a decision are listed as ``stopped`` with t
 """
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
+from itertools import product
 
 import numpy as np
 
 from retrain.campaign.planning.manifest import Manifest
 from retrain.config.runs import RunSpec
 from retrain.records.observer import Observer
-from retrain.records.schema.campaign import ENDED, InterimAnalysis
+from retrain.records.schema.campaign import ENDED, InterimAnalysis, RunEntry
 from retrain.util.text import p_words
 from retrain.verdicts.results import Measure, read_run
 from retrain.verdicts.rule import interim_analysis, interim_seeds
@@ -28,10 +29,9 @@ class InterimMonitor:
 
     @classmethod
     def of(cls, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> "InterimMonitor | None":
-        """Return the monitor of a campaign; None where no interim analysis was declared."""
-        declared = manifest.content["declared"]
-        count = interim_seeds(len(declared["seeds"])) if len(declared["conditions"]) > 1 else None
-        seeds = declared["seeds"][:count] if count and declared.get("sequential", "off") != "off" else []
+        declared = manifest.declared
+        count = interim_seeds(len(declared.seeds)) if len(declared.conditions) > 1 else None
+        seeds = declared.seeds[:count] if count and declared.sequential != "off" else []
         return cls(manifest, specs, seeds, observer) if seeds else None
 
     def update(self, under_way: Container[str] = ()) -> set[str]:
@@ -42,45 +42,39 @@ class InterimMonitor:
         return self._stop(record, under_way) if record is not None and record.decided else set()
 
     def _analyse(self) -> InterimAnalysis | None:
-        """Return the analysis once all runs of the first seeds have ended; None before."""
-        declared = self.manifest.content["declared"]
-        baseline, labels, seeds = declared["baseline"], declared["conditions"], self.seeds
-        entries = {
-            (entry["label"], entry["seed"]): entry
-            for entry in self.manifest.content["runs"]
-            if entry["seed"] in seeds and entry["label"] in labels
-        }
-        if len(entries) < len(labels) * len(seeds) or any(entry["state"] not in ENDED for entry in entries.values()):
+        declared, measure = self.manifest.declared, self._measure()
+        others = [label for label in declared.conditions if label != declared.baseline]
+        ended = {(entry.label, entry.seed): entry for entry in self.manifest.runs if entry.state in ENDED}
+        if not ended.keys() >= set(product(declared.conditions, self.seeds)):
             return None
-        measure = self._measure(declared)
         values = {
-            label: np.array([self._value(entries[label, seed], measure) for seed in seeds], dtype=np.float64)
-            for label in labels
+            label: np.array([self._value(ended[label, seed], measure) for seed in self.seeds])
+            for label in declared.conditions
         }
-        others = [label for label in labels if label != baseline]
-        differences = np.stack([values[label] - values[baseline] for label in others])
-        analysis = interim_analysis(differences, len(declared["seeds"]), declared.get("equivalence_margin"))
+        differences = np.stack([values[label] - values[declared.baseline] for label in others])
+        analyses = interim_analysis(differences, len(declared.seeds), declared.equivalence_margin)
+        by_label = dict(zip(others, analyses, strict=True))
         record = InterimAnalysis(
             metric=measure.name,
-            seeds=seeds,
-            baseline=baseline,
+            seeds=self.seeds,
+            baseline=declared.baseline,
             differences={
                 label: [None if math.isnan(difference) else difference for difference in row.tolist()]
                 for label, row in zip(others, differences, strict=True)
             },
-            p={label: each.p for label, each in zip(others, analysis, strict=True)},
-            decided=[label for label, each in zip(others, analysis, strict=True) if each.is_decided],
+            p={label: analysis.p for label, analysis in by_label.items()},
+            decided=[label for label, analysis in by_label.items() if analysis.is_decided],
         )
         self.manifest.note(interim=record.to_row())
         return record
 
-    def _measure(self, declared: Mapping[str, str]) -> Measure:
-        evaluation, metric = self.specs[0].config.evaluation, declared["primary_metric"]
+    def _measure(self) -> Measure:
+        evaluation, metric = self.specs[0].config.evaluation, self.manifest.declared.primary_metric
         if metric == "final" and evaluation.problems == 0:
             return Measure("final", "correct_rate")
         return Measure.parse(metric, *evaluation.names[:1])
 
-    def _value(self, entry: Mapping[str, str], measure: Measure) -> float:
+    def _value(self, entry: RunEntry, measure: Measure) -> float:
         value = read_run(self.manifest.directory, entry).result(measure)
         return math.nan if value is None else value
 
@@ -88,11 +82,11 @@ class InterimMonitor:
         """Mark unneeded runs of later seeds as stopped; return those that are under way instead of marking them."""
         unwanted = set[str]()
         are_all_decided = len(record.decided) == len(record.differences)
-        planned = len(self.manifest.content["declared"]["seeds"])
+        planned = len(self.manifest.declared.seeds)
         for spec in self.specs:
             if spec.seed in record.seeds or not (spec.label in record.decided or are_all_decided):
                 continue
-            if self.manifest.run(spec.run_id)["state"] in ENDED:
+            if self.manifest.run(spec.run_id).state in ENDED:
                 continue
             if spec.run_id in under_way:
                 unwanted.add(spec.run_id)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Set
-from contextlib import ExitStack, closing
-from functools import partial
+from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
-from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobRunner, Message, SqueezeJob
+from retrain.campaign.running.protocol import Event, Handle, Job, JobEnded, JobRunner, Message
 from retrain.campaign.running.team import Team
-from retrain.config.runs import run_directory
-from retrain.device import failure_text, is_out_of_memory, lost
-from retrain.errors import DeviceLost, LeaseLost, RetrainError, RunInterrupted, ServerFailed, StorageError
+from retrain.device import lost
+from retrain.errors import RetrainError
 from retrain.records.observer import Observer
 from retrain.training.inputs import CohortJob, Guard, allow_all
 
 if TYPE_CHECKING:
     from retrain.engines.server.fleet import Fleet
     from retrain.training.bases import Bases
-    from retrain.training.loop import Cohort
 
 
 class InProcess:
@@ -54,10 +51,14 @@ class InProcess:
         """
         if self.team is not None:
             self.team.begin(job)
+        from retrain.campaign.running import execution  # imports torch, which takes seconds
+
         try:
+            if self._bases is None:
+                self._bases = execution.bases_for(self.team, self.servers)
             if isinstance(job, CohortJob):
-                return self._train(job, observer, stop)
-            return self._squeeze(job, observer)
+                return execution.train(job, observer, stop, self._bases, self.guard)
+            return execution.squeeze(job, observer, self._bases, self.guard)
         except (Exception, KeyboardInterrupt) as error:
             if gone := lost(error):
                 self._bases = None  # the state on the device is undefined
@@ -70,90 +71,6 @@ class InProcess:
             self._bases = None
         if self.team is not None:
             self.team.close()
-
-    def _train(self, job: CohortJob, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-        """Build the runs of a cohort, restore their checkpoints, and train them together."""
-        from retrain.policy.local import DoesNotFit
-        from retrain.training.assemble import assemble, memory_facts
-        from retrain.training.run_builder import RecordsDiffer
-
-        with ExitStack() as stack:
-            try:
-                cohort = assemble(job, observer, stop, stack, self._own_bases(), self.guard)
-            except DoesNotFit as short:
-                return JobEnded(status="too_large", reason=str(short), lanes=short.lanes)
-            except RecordsDiffer as changed:
-                return JobEnded(status="changed", reason=str(changed), changes=changed.lines)
-            except (RetrainError, MemoryError) as error:
-                unfit = isinstance(error, RetrainError) and error.exit_status == 2
-                if unfit or isinstance(error, StorageError | LeaseLost | DeviceLost | ServerFailed):
-                    raise  # a wrong model name or data file, a full disk, a dead GPU or server: no run has failed
-                for spec in job.runs:
-                    observer.run_finished(spec, "failed", failure_text(error))
-                return JobEnded()
-            if memory := memory_facts(cohort):
-                observer.note({"memory": memory})
-            try:
-                return _train_cohort(cohort, observer, stop)
-            finally:
-                for run in cohort.runs:
-                    run.recorder.close(failed=run.error is not None)
-                self._own_bases().forget_adapters()
-
-    def _squeeze(self, job: SqueezeJob, observer: Observer) -> JobEnded:
-        """Analyse which LoRA rank would have sufficed. A failure is a warning: the run itself is complete."""
-        from retrain.adapters.squeeze import squeeze_after_run
-
-        spec, warn = job.runs[0], partial(observer.message, level="warning")
-        self.guard(run_directory(job.directory, spec))()
-        bases = self._own_bases()
-        analyse = partial(squeeze_after_run, job.directory, job.place, spec, job.folder, job.longest, bases, warn)
-        try:
-            if bases.ranks is not None:
-                bases.load(spec.config)  # all ranks are computing
-            analysis = bases.from_first("squeeze analysis", analyse)
-            observer.note({"squeeze": analysis} if job.place == "squeeze" else {"squeezes": {spec.label: analysis}})
-        except RetrainError as error:
-            if lost(error):
-                raise
-            observer.message(f"squeeze analysis of {spec.run_id} failed: {error}", "warning")
-        return JobEnded()
-
-    def _own_bases(self) -> Bases:
-        from retrain.training.bases import Bases
-
-        if self._bases is None:
-            self._bases = Bases(ranks=None if self.team is None else self.team.ranks(), servers=self.servers)
-        return self._bases
-
-
-def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises errors that are no run's own fault."""
-
-    try:
-        with closing(cohort.train()) as pauses:
-            for _ in pauses:
-                stop()  # an exception of the caller ends the cohort without saving
-    except RunInterrupted as end:
-        return JobEnded(status="stopped", reason=str(end))
-    except (StorageError, LeaseLost):
-        raise
-    except ServerFailed as error:  # they can continue once a server answers
-        for run in cohort.runs:
-            if run.active:
-                run.recorder.record_server(run.step, str(error), "error")
-        raise
-    except Exception as error:  # the shared part failed (engine, base): none of these runs can continue
-        if lost(error):  # but a new process can continue them
-            raise
-        active = [run for run in cohort.runs if run.active]
-        if is_out_of_memory(error) and len(active) > 1 and active[0].config.campaign.lanes == "auto":
-            reason = f"{len(active)} runs ran out of memory together"
-            return JobEnded(status="too_large", reason=reason, lanes=len(active) // 2)
-        for run in active:
-            run.fail(error)
-            observer.run_finished(run.spec, "failed", run.error or "")
-    return JobEnded()
 
 
 class InProcessRunner:
@@ -230,7 +147,6 @@ class Scheduler:
         return self._busy
 
     def stop_where(self, unwanted: Callable[[frozenset[str]], bool]) -> None:
-        """Ask jobs to stop after their step if all their runs are ``unwanted``."""
         for work, handle in self._under_way.values():
             if work.names and unwanted(work.names):
                 handle.stop()

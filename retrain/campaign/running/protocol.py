@@ -10,12 +10,13 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, OWN_GPU
 from retrain.environments.build import CompletionLengths
 from retrain.records.observer import Observer
+from retrain.records.schema.base import Row, Values
 from retrain.training.inputs import CohortJob
 
 PROGRAM = ("-m", "retrain.campaign.worker")
@@ -23,14 +24,14 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of one finished run in the folder ``place`` of its directory. Returns Facts:
+    """Analyse and compress the adapter of one finished run in ``subfolder`` of the campaign's directory. Returns Facts:
     under the key ``squeeze`` for that folder, else under ``squeezes`` by the run's label."""
 
     directory: Path
     folder: Path
     runs: Sequence[RunSpec]
     longest: CompletionLengths
-    place: str = "squeeze"
+    subfolder: str = "squeeze"
 
 
 Job = CohortJob | SqueezeJob
@@ -53,36 +54,28 @@ class Tick:
 
 @dataclass(frozen=True)
 class RunStarted:
-    """A run begins to train at ``step`` (above 0 when resumed)."""
-
     run_id: str
-    step: int
+    step: int  # Above 0 when resumed
     max_steps: int
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """A step was recorded; ``row`` is its metrics row."""
-
     run_id: str
-    row: dict[str, Any]
+    row: Row
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """The held-out set ``name`` was evaluated; ``row`` has the ``eval/<name>/…`` keys."""
-
+class EvaluationDone:
     run_id: str
     name: str
-    row: dict[str, Any]
+    row: Row
 
 
 @dataclass(frozen=True)
-class Sealed:
-    """``seal`` covers all evaluations that the run has recorded."""
-
+class SealChanged:
     run_id: str
-    seal: dict[str, Any]
+    seal: Row
 
 
 @dataclass(frozen=True)
@@ -96,17 +89,13 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class Facts:
-    """New values of keys of the campaign's manifest."""
-
-    facts: dict[str, Any]
+    facts: Row
 
 
 @dataclass(frozen=True)
 class Message:
-    """One line for the user; ``level`` is info, warning or error."""
-
     text: str
-    level: str = "info"
+    level: str = "info"  # info, warning or error
 
 
 @dataclass(frozen=True)
@@ -132,20 +121,20 @@ class WorkerFault:
 
 
 Event = (
-    JobStarted | Tick | RunStarted | StepDone | Sealed | Evaluated | RunEnded | Facts | Message | JobEnded | WorkerFault
-)
+    JobStarted | Tick | RunStarted | StepDone | SealChanged | EvaluationDone | RunEnded | Facts | Message | JobEnded
+    | WorkerFault
+)  # fmt: skip
 
 
 def report(event: Event, observer: Observer, specs: Mapping[str, RunSpec]) -> None:
-    """Call the observer's method for a worker's event; ``specs`` are the plan's runs by id."""
     match event:
         case RunStarted(run_id, step, max_steps):
             observer.run_started(specs[run_id], step, max_steps)
         case StepDone(run_id, row):
             observer.step(specs[run_id], row)
-        case Sealed(run_id, seal):
+        case SealChanged(run_id, seal):
             observer.sealed(specs[run_id], seal)
-        case Evaluated(run_id, name, row):
+        case EvaluationDone(run_id, name, row):
             observer.evaluated(specs[run_id], name, row)
         case RunEnded(run_id, status, reason):
             observer.run_finished(specs[run_id], status, reason)
@@ -168,8 +157,6 @@ class Handle(Protocol):
 
 
 class JobRunner(Protocol):
-    """Runs jobs in parallel in other processes."""
-
     slots: int  # Number of jobs that run side by side; further ones wait
 
     def submit(self, job: Job) -> Handle: ...
@@ -196,19 +183,17 @@ class WorkerDevice:
 
     @classmethod
     def of(cls, gpus: Sequence[tuple[str, str]], threads: int, memory: float) -> WorkerDevice:
-        """Return the device of these GPUs (name, name for ``CUDA_VISIBLE_DEVICES``)."""
         names = ",".join(name.removeprefix("gpu:") for name, _ in gpus)
         return cls(f"gpu:{names}", threads, ",".join(visible for _, visible in gpus), memory)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of the worker. A number of threads that the user has set takes precedence."""
+        # A number of threads that the user has set takes precedence
         own = {"OMP_NUM_THREADS": str(self.threads)} | dict(os.environ) | {MEMORY_SHARE: f"{self.memory:g}"}
         return own | {"CUDA_VISIBLE_DEVICES": self.visible, OWN_GPU: "1"} if self.visible else own
 
 
 def command_of(program: Sequence[str], directory: Path, slot: int | str, device: str, *more: str) -> list[str]:
-    """Return the command line of a worker."""
     # -P: modules of the working directory do not shadow installed ones, and child processes do not inherit the option.
     return [sys.executable, "-P", *program, str(directory), "--slot", str(slot), "--device", device, *more]
 
@@ -229,9 +214,7 @@ class Executor(Protocol):
 
     slots: int  # Largest number of workers
 
-    def has_gpu(self) -> bool:
-        """Return whether workers train on GPUs, if the configuration allows it."""
-        ...
+    def has_gpu(self) -> bool: ...
 
     def start(self, slots: Sequence[int]) -> None:
         """Start workers in these slots, which have no living one. Raises StorageError, UsageError."""
@@ -240,24 +223,21 @@ class Executor(Protocol):
         """Return how the worker of a slot ended; None while it may live. Called several times per second."""
         ...
 
-    def notes(self) -> Iterable[Message]:
-        """Return messages for the user, each once."""
-        ...
+    def notes(self) -> Iterable[Message]: ...
 
     def kill(self, slot: int) -> None:
         """Kill a worker; wait for its end if that can be observed."""
 
-    def close(self) -> None:
-        """Kill running workers and release all resources."""
+    def close(self) -> None: ...
 
 
-def job_to_json(job: Job) -> dict[str, Any]:
+def job_to_json(job: Job) -> Row:
     places = {"directory": str(job.directory), "folder": str(job.folder)}
     runs = [spec.to_json() for spec in job.runs]
     return {"kind": type(job).__name__, **vars(job), **places, "runs": runs, "longest": asdict(job.longest)}
 
 
-def job_from_json(content: Mapping[str, Any]) -> Job:
+def job_from_json(content: Values) -> Job:
     fields = {key: value for key, value in content.items() if key != "kind"} | {
         "directory": Path(content["directory"]),
         "folder": Path(content["folder"]),
@@ -268,14 +248,23 @@ def job_from_json(content: Mapping[str, Any]) -> Job:
 
 
 _EVENTS = {
-    kind.__name__: kind
-    for kind in (JobStarted, RunStarted, StepDone, Sealed, Evaluated, RunEnded, Facts, Message, JobEnded, WorkerFault)
+    "JobStarted": JobStarted,
+    "RunStarted": RunStarted,
+    "StepDone": StepDone,
+    "Sealed": SealChanged,
+    "Evaluated": EvaluationDone,
+    "RunEnded": RunEnded,
+    "Facts": Facts,
+    "Message": Message,
+    "JobEnded": JobEnded,
+    "WorkerFault": WorkerFault,
 }
+_KINDS = {event: kind for kind, event in _EVENTS.items()}
 
 
-def event_to_json(event: Event) -> dict[str, Any]:
-    return {"kind": type(event).__name__, **asdict(event)}
+def event_to_json(event: Event) -> Row:
+    return {"kind": _KINDS[type(event)], **asdict(event)}
 
 
-def event_from_json(content: Mapping[str, Any]) -> Event:
+def event_from_json(content: Values) -> Event:
     return _EVENTS[content["kind"]](**{key: value for key, value in content.items() if key != "kind"})

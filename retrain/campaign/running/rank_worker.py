@@ -22,7 +22,6 @@ from retrain.training.bases import Bases
 
 
 def follow_torchrun() -> int:
-    """Run as a rank other than 0 that torchrun has started; return the exit status."""
     return _follow(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
@@ -36,7 +35,7 @@ def follow_started(rank: int, count: int, port: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process if rank 0 has ended unnoticed, as while waiting for a GPU."""
+    # Rank 0 may end unnoticed, as while this rank waits for a GPU
     while os.getppid() == parent:
         time.sleep(WATCH_SECONDS)
     time.sleep(STUCK_SECONDS)
@@ -76,7 +75,6 @@ def _no_job() -> tuple[Job, list[str]]:
 
 
 def _on_device(job: Job, device: str) -> Job:
-    """Return the job with the device of this rank."""
 
     def moved(spec: RunSpec) -> RunSpec:
         config = spec.config.to_dict()

@@ -17,13 +17,13 @@ remember a name that was looked up in vain as absent.
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.files import append_bytes, aside_of, read_json, write_json, writing
+from retrain.records.schema.base import Row, Values
 
 WORKERS = "workers"
 _EVENTS = re.compile(r"events_(\d+)\.jsonl")
@@ -32,8 +32,6 @@ _TASK = re.compile(r"(\d+)\.(todo|stop|(.+)\.claimed)")
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks in ``folder``, ``workers/tasks`` of a campaign's directory."""
-
     folder: Path
 
     @classmethod
@@ -51,21 +49,19 @@ class Tasks:
                 self.withdraw(number)
         return max((int(number[1:]) for number, _, _ in self._listed()), default=0)
 
-    def publish(self, task: str, content: Mapping[str, Any]) -> None:
+    def publish(self, task: str, content: Values) -> None:
         write_json(self.folder / f"{task}.todo", content)
 
     def withdraw(self, task: str) -> bool:
-        """Remove a task if nobody has claimed it; return whether it was removed."""
         aside = aside_of(self.folder / task)
-        try:
+        try:  # a worker may claim the task at the same time: only one of both renames it
             os.rename(self.folder / f"{task}.todo", aside)
         except FileNotFoundError:
             return False
         aside.unlink()
         return True
 
-    def claim(self, worker: str) -> tuple[str, dict[str, Any]] | None:
-        """Claim the first waiting task for ``worker``; return its number and content."""
+    def claim(self, worker: str) -> tuple[str, Row] | None:
         for number, kind, _ in self._listed():
             if kind != "todo":
                 continue
@@ -77,10 +73,9 @@ class Tasks:
         return None
 
     def claims(self) -> dict[str, str]:
-        """Return the worker of each claimed task that has not ended."""
         return {number: worker for number, kind, worker in self._listed() if kind.endswith(".claimed")}
 
-    def content(self, task: str, worker: str) -> dict[str, Any]:
+    def content(self, task: str, worker: str) -> Row:
         return read_json(self.folder / f"{task}.{worker}.claimed")
 
     def stop(self, task: str) -> None:
@@ -99,7 +94,7 @@ class Tasks:
             (self.folder / "closed").touch()
 
     def is_closed(self) -> bool:
-        """Return whether no task will be added, which also holds if the folder was removed."""
+        # A folder that was removed has no further task either
         try:
             return "closed" in os.listdir(self.folder)
         except FileNotFoundError:
@@ -128,6 +123,6 @@ def newest(home: Path) -> int:
     return 0
 
 
-def append(path: Path, line: Mapping[str, Any]) -> None:
+def append(path: Path, line: Values) -> None:
     """Append a line of JSON. Raises OSError on failure, without leaving a part of it."""
     append_bytes(path, json.dumps(line).encode() + b"\n")

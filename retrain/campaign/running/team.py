@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from retrain.ranks import RankGroup
 
+# Program of a rank started here; arguments: rank, number of ranks, rank 0's port, import path
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]);"
     "from retrain.campaign.running.rank_worker import follow_started; follow_started(*map(int, sys.argv[1:4]))"
 )
-"""Program of a rank started here; arguments: rank, number of ranks, rank 0's port, import path."""
 HOST = "127.0.0.1"
 JOIN_SECONDS = 600.0  # Seconds that started ranks may take to connect; they import torch first
 PATIENCE_SECONDS = 10.0  # Seconds that ranks may take to end before they are killed
@@ -62,7 +62,6 @@ class Team:
         return self._ranks
 
     def begin(self, job: Job) -> None:
-        """Send this job to the other ranks."""
         if (ranks := self.ranks()) is not None:
             ranks.from_first("next job", lambda: (job, self._places))
 
@@ -162,7 +161,7 @@ class Team:
         return "" if rank is None else f"rank {rank} (process {self._processes[rank].pid}) {end_words(ends[rank])}"
 
     def _watch(self, ranks: RankGroup) -> None:
-        """End this process if it does not notice that a rank is dead, as while waiting for a GPU."""
+        # While it waits for a GPU, this process does not notice that a rank is dead
         while not self._closed.wait(WATCH_SECONDS):
             if any(process.poll() is not None for process in self._processes.values()):
                 if not self._closed.wait(STUCK_SECONDS) and not ranks.is_lost:

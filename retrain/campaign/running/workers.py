@@ -11,11 +11,10 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import retrain.errors
 from retrain.campaign.planning.plan import Plan
@@ -36,6 +35,7 @@ from retrain.campaign.running.tasks import WORKERS, Tasks, append, events_of, ho
 from retrain.engines.server.fleet import Fleet, Notify
 from retrain.errors import DeviceLost, NotReadable, RetrainError, WorkersLost
 from retrain.files import GrowingFile, writing
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import SERVER_NEWS
 from retrain.util.session import LeaseWatch, is_here, lease_of
 
@@ -81,7 +81,6 @@ class WorkerSlot:
 
     @property
     def label(self) -> str:
-        """The worker's name in the files of tasks that it has claimed."""
         return f"worker_{self.number}-{self.process}"
 
     @property
@@ -98,7 +97,6 @@ class WorkerSlot:
         self.name = str(self.number)
 
     def is_silent(self) -> bool:
-        """Return whether the lease has expired and no cause was reported within ``REPORT_SECONDS``."""
         if self.lease.is_alive():
             self.dead_since = 0.0
             return False
@@ -113,7 +111,7 @@ class ServerNews:
     def __init__(self, directory: Path, launch: Callable[[Notify], Fleet] | None):
         self.path, self.launch = directory / WORKERS / SERVER_NEWS, launch
         self._fleet: Fleet | None = None
-        self._written: dict[str, Any] = {}
+        self._written: Row = {}
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
     def update(self) -> None:
@@ -129,7 +127,7 @@ class ServerNews:
             self._append(state)
 
     def messages(self) -> Iterator[Message]:
-        """Yield messages about the servers, which workers also record with their runs."""
+        # Workers also record these messages with their runs
         while not self._messages.empty():
             message = self._messages.get()
             self._append({"message": message.text, "level": message.level})
@@ -139,7 +137,7 @@ class ServerNews:
         if self._fleet is not None:
             self._fleet.close()
 
-    def _append(self, facts: Mapping[str, Any]) -> None:
+    def _append(self, facts: Values) -> None:
         with writing(self.path):
             append(self.path, facts)
 
@@ -153,7 +151,7 @@ class CampaignWorkers:
         self.tasks, self.servers = Tasks.of(directory), ServerNews(directory, launch)
         self._slots: dict[int, WorkerSlot] = {}
         self._jobs: dict[str, JobHandle] = {}  # Jobs that have not ended
-        self._adoptable: dict[str, dict[str, Any]] = {}  # Tasks that workers of an earlier controller are doing
+        self._adoptable: dict[str, Row] = {}  # Tasks that workers of an earlier controller are doing
         self._count = -1  # Highest task number used; -1 before the first job
         self._abandoned: dict[int, str] = {}  # Reason for each slot in which no worker is started any more
         self._error: RetrainError | None = None  # Error that ends the campaign once the other workers have stopped
@@ -225,7 +223,6 @@ class CampaignWorkers:
     # -- start ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Find living workers of an earlier controller, and their tasks."""
         self._count = self.tasks.open()
         for number in range(1, self.slots + 1):
             self._slots[number] = WorkerSlot(number, home_of(self.directory, number))
@@ -257,14 +254,12 @@ class CampaignWorkers:
     # -- events -----------------------------------------------------------------------------------------------------
 
     def _withdraw_stopped(self) -> Iterator[Event]:
-        """End jobs that were stopped before a worker claimed them."""
         for name, handle in [*self._jobs.items()]:
             if (handle.stopping or self._error is not None) and self.tasks.withdraw(name):
                 self._forget(name, "")
                 yield JobEnded(name, "stopped")
 
     def _poll(self, slot: WorkerSlot) -> Iterator[Event]:
-        """Yield a worker's new events, and the end of its tasks if it has ended."""
         # Both are read before the events: a worker that has ended writes no more of them.
         exit_report = self.executor.look(slot.number) if slot.is_occupied else None
         process = newest(slot.home)
@@ -283,7 +278,7 @@ class CampaignWorkers:
         if end is not None:
             yield from self._end_worker(slot, end)
 
-    def _handle_line(self, slot: WorkerSlot, line: dict[str, Any]) -> Iterator[Event]:
+    def _handle_line(self, slot: WorkerSlot, line: Row) -> Iterator[Event]:
         if "up" in line:
             slot.name, slot.pid = line["up"], line["process"]
         elif "ended" in line:
@@ -334,7 +329,7 @@ class CampaignWorkers:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def _kill_training(self) -> None:
-        """Kill workers with unfinished jobs, without saving, and drop these jobs."""
+        # Nothing is saved, and the jobs are dropped
         claims = self.tasks.claims() if self._jobs else {}
         training = {claims[name] for name in self._jobs if name in claims}
         for slot in self._slots.values():
@@ -361,11 +356,10 @@ class CampaignWorkers:
 
 
 def has_living_worker(home: Path) -> bool:
-    """Return whether a worker holds the slot's lease and, on this machine, its process lives."""
     with suppress(NotReadable):
         lease = lease_of(home)
         return lease is not None and LeaseWatch(home).is_alive()
-    return True
+    return True  # a worker whose lease cannot be read is not to be replaced
 
 
 def can_adopt_workers(plan: Plan) -> bool:
@@ -389,7 +383,7 @@ def can_adopt_workers(plan: Plan) -> bool:
     return False
 
 
-def _covers(claimed: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Return whether a claimed task covers a job; some of the task's runs may have ended since."""
-    is_same_kind = claimed["kind"] == job["kind"] and claimed.get("place") == job.get("place")
+def _covers(claimed: Values, job: Values) -> bool:
+    # Some of the task's runs may have ended since it was claimed
+    is_same_kind = claimed["kind"] == job["kind"] and claimed.get("subfolder") == job.get("subfolder")
     return is_same_kind and all(run in claimed["runs"] for run in job["runs"])

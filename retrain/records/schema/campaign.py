@@ -77,6 +77,22 @@ class InterimAnalysis(Record):
 
 
 @dataclass(frozen=True)
+class CampaignDeclaration(Record):
+    """The declaration of a campaign's comparison; records of earlier versions lack some of its keys."""
+
+    primary_metric: str = "final"
+    equivalence_margin: float | None = None
+    sequential: str = "off"
+    baseline: str = ""
+    conditions: list[str] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    max_steps: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+    omitted_if_empty = ("settings", "data")
+
+
+@dataclass(frozen=True)
 class CampaignManifest(Record):
     """The runs of a directory, and what is known of all of them together."""
 
@@ -92,7 +108,7 @@ class CampaignManifest(Record):
     """When the file was written (seconds since the epoch)."""
     declared: Row = field(default_factory=dict)
     """Declaration of the comparison, kept when the first run began: keys of `[campaign]`, `baseline`, `conditions`,
-    `seeds`, and by label `max_steps`, `settings` and `data` (hashes)."""
+    `seeds`, and by label `max_steps`, `settings` and `data` (hashes)."""  # CampaignDeclaration
     registry: str | None = None
     """When the declaration went into the registry, `on` before that, `off` with `--no-registry`."""
     notes: list[str] = field(default_factory=list)

@@ -1,6 +1,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import enough, verdict, verify_ranks
 from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.running.rank_evaluation import evaluate_ranks
 from retrain.config import load
 from retrain.environments.build import longest_completions
 from retrain.errors import ConfigError, UsageError
@@ -127,7 +129,8 @@ def verified(home: Path, run: Path, out: Path, **evaluation):
     same = compress_adapter(run / "final", 4, out / "whole")
     with Bases() as bases:
         longest = longest_completions([spec.config])
-        return verify_ranks(spec, plan.folder, run / "final", [same], out / "again.json", longest, bases)
+        evaluate = partial(evaluate_ranks, spec, plan.folder, longest, bases, out)
+        return verify_ranks(spec, run / "final", [same], out / "again.json", evaluate)
 
 
 def test_every_rank_of_the_table_is_verified(home, run):

@@ -37,7 +37,7 @@ def test_the_step_of_the_scale(measure, step):
 
 def test_the_interval_of_shares_ends_at_what_shares_can_be():
     runs = [run(label, seed, value) for label, value in (("a", 0.0), ("b", 1.0)) for seed in range(8)]
-    low, high = compare_runs(runs, ["a", "b"])["conditions"][1]["difference_interval"]
+    low, high = compare_runs(runs, ["a", "b"]).conditions[1].difference_interval
     assert (low, high) == (1.0, 1.0)
 
 
@@ -61,11 +61,11 @@ def test_new_problems_from_the_completions_of_the_final_evaluation(tmp_path):
         (None, 1 / 512, right.mean(axis=3)),
         ("final:pass@4", 4 / 512, 1.0 * right.any(axis=3)),
     ):
-        own = compare_runs(runs, ["a", "b"], metric=metric)["conditions"][1]
+        own = compare_runs(runs, ["a", "b"], metric=metric).conditions[1]
         wider = new_problems_interval(scored[::-1].transpose(1, 2, 0), resolution=step)
-        low, high = own["difference_interval"]
-        assert own["difference_new_problems"] == pytest.approx(
+        low, high = own.difference_interval
+        assert vars(own.difference_new_problems) == pytest.approx(
             {"estimate": wider.estimate, "low": min(wider.low, low), "high": max(wider.high, high)}
         )
     runs[3].evaluations[-1][METRIC] += 0.1  # not what these completions scored
-    assert compare_runs(runs, ["a", "b"])["conditions"][1]["difference_new_problems"] is None
+    assert compare_runs(runs, ["a", "b"]).conditions[1].difference_new_problems is None

@@ -18,7 +18,7 @@ def finish(played: Played, seeds: list[int], rloo: float, dr_grpo: float | None 
         leads = {"grpo": 0.0, "rloo": rloo} | ({} if dr_grpo is None else {"dr_grpo": dr_grpo})
         for place, (label, lead) in enumerate(leads.items()):
             run = played.manifest.run(f"{label}+none_s{seed}")
-            if run["state"] != "stopped":
+            if run.state != "stopped":
                 played.put(seed, label, 0.5 + lead + NOISE[(seed + 3 * place) % 10])
 
 
@@ -33,7 +33,7 @@ def test_a_clear_difference_stops_after_seven_seeds_and_the_rest_is_listed(tmp_p
     assert record is not None
     assert (record["seeds"], record["decided"], record["p"]) == (TEN[:7], ["rloo+none"], {"rloo+none": 1 / 64})
     assert played.states() == ["done"] * 14 + ["stopped"] * 6
-    reasons = [played.manifest.run(f"{label}+none_s8")["reason"] for label in ("rloo", "grpo")]
+    reasons = [played.manifest.run(f"{label}+none_s8").reason for label in ("rloo", "grpo")]
     assert reasons[0] == "interim analysis: decided after 7 of 10 seeds, p = 0.016"
     assert reasons[1] == "interim analysis: every comparison is decided"
     comparison = played.compare()

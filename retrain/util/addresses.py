@@ -1,4 +1,4 @@
-"""Recognise addresses of this machine."""
+"""Recognises addresses of this machine."""
 
 import ipaddress
 

@@ -1,11 +1,10 @@
 """A comparison in words: the verdict, and the sentence that a person can quote without the table."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from retrain.config.campaign import condition_name
 from retrain.errors import listed, plural
-from retrain.records.schema.comparison import ConditionComparison, MissingRun
+from retrain.records.schema.comparison import ConditionComparison, ConditionSummary, MissingRun
 from retrain.util.text import minus, p_words, percent, points
 from retrain.verdicts.declaration import EXPLORATORY, INTERIM
 from retrain.verdicts.results import Measure
@@ -14,13 +13,13 @@ from retrain.verdicts.rule import FEWEST_PAIRS, Outcome
 ALIKE = "typical runs alike"
 NOT_SHOWN = "no difference shown"
 MISSING = "missing seeds could change the verdict"
+# Name of what differs between replicates, by `[campaign] vary`
 VARIED = {
     "all": "other seeds",
     "init": "other initial adapters",
     "data": "other orders of the problems",
     "sampling": "other samples",
 }
-"""Name of what differs between replicates, by `[campaign] vary`."""
 NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
@@ -35,7 +34,7 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
     if typical is None:
         return "cannot tell: no pair of finished runs"
     if outcome in ("higher", "lower"):
-        against = any(each.distance * typical < 0 for each in condition.outlier_seeds)
+        against = any(outlier.distance * typical < 0 for outlier in condition.outlier_seeds)
         return f"typical runs {direction(typical, measure)}" if against else direction(typical, measure)
     if outcome == "alike":
         return ALIKE
@@ -70,8 +69,7 @@ def sentence(
         return f"{start}{condition.verdict}."
     text = f"{amount(typical, measure, sign=True)} typically{brackets(condition.difference_interval, measure)}"
     text += f" (mean {number(mean, measure, sign=True)})"
-    wider = condition.difference_new_problems
-    if wider is not None and (ends := wider_ends(vars(wider), condition.difference_interval, measure)):
+    if ends := new_problems(condition, measure):
         text += f" (on new problems too{brackets(ends, measure)})"
     if condition.p_value is not None:
         text += f", {p_words(condition.p_value)}"
@@ -90,8 +88,8 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
             return so_far
         if condition.missing_could_change:
             return f"{so_far}; {MISSING}"
-        found = direction(condition.typical_difference or 0.0, measure)
-        return f"{so_far}; {found} also with the missing accuracies at 0 % or at 100 %"
+        finding = direction(condition.typical_difference or 0.0, measure)
+        return f"{so_far}; {finding} also with the missing accuracies at 0 % or at 100 %"
     if condition.standing == EXPLORATORY:
         return f"{pairs}: exploratory, no verdict ({'; '.join(condition.standing_reasons)})"
     if condition.pairs < FEWEST_PAIRS:
@@ -101,10 +99,9 @@ def _finding(condition: ConditionComparison, measure: Measure, margin: float | N
 
 
 def _qualifications(condition: ConditionComparison, baseline: ConditionComparison, measure: Measure) -> list[str]:
-    """Name outlier seeds, what stays open, and what was not seen."""
     parts = [
-        f"seed {each.seed} {'fell' if each.distance < 0 else 'rose'} by {amount(abs(each.distance), measure)}"
-        for each in condition.outlier_seeds
+        f"seed {outlier.seed} {'fell' if outlier.distance < 0 else 'rose'} by {amount(abs(outlier.distance), measure)}"
+        for outlier in condition.outlier_seeds
     ]
     ends = condition.difference_interval
     if condition.verdict == NOT_SHOWN and ends:
@@ -129,25 +126,20 @@ def population(measure: Measure, varied: str = "all") -> str:
     return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
-def difference_words(condition: Mapping[str, Any], measure: Measure) -> str:
-    """Return the typical difference of a condition (as JSON) with its unit and its interval, as far as there is one."""
-    return amount(condition["typical_difference"], measure, sign=True) + brackets(
-        condition["difference_interval"], measure
-    )
+def difference_words(condition: ConditionSummary, measure: Measure) -> str:
+    """Return the typical difference of a condition with its unit and interval; "" where there is none."""
+    if condition.typical_difference is None:
+        return ""
+    return amount(condition.typical_difference, measure, sign=True) + brackets(condition.difference_interval, measure)
 
 
-def new_problems(condition: Mapping[str, Any], measure: Measure) -> list[float] | None:
-    """Return ``wider_ends`` of a condition as JSON."""
-    return wider_ends(condition.get("difference_new_problems"), condition["difference_interval"], measure)
-
-
-def wider_ends(bounds: Mapping[str, Any] | None, ends: Sequence[float] | None, measure: Measure) -> list[float] | None:
-    """Return the interval that also holds for new problems; None if there is none, or if it prints as the one for these
-    problems."""
-    if not bounds or bounds["low"] is None:
+def new_problems(condition: ConditionComparison, measure: Measure) -> list[float] | None:
+    """Return the interval for new problems too; None if there is none, or if it prints like that for these problems."""
+    wider = condition.difference_new_problems
+    if wider is None or wider.low is None or wider.high is None:
         return None
-    wider = [bounds["low"], bounds["high"]]
-    return None if brackets(wider, measure) == brackets(ends, measure) else wider
+    ends = [wider.low, wider.high]
+    return None if brackets(ends, measure) == brackets(condition.difference_interval, measure) else ends
 
 
 def brackets(ends: Sequence[float] | None, measure: Measure, *, sign: bool = True) -> str:
@@ -174,11 +166,10 @@ _MISSING_KINDS = {
 
 
 def missing_words(missing: Sequence[MissingRun]) -> list[str]:
-    """Name the runs that are in no mean, by the reason."""
     notes = []
     states = [run.state if run.state in _MISSING_KINDS else "unfinished" for run in missing]
     for state, kind in _MISSING_KINDS.items():
-        if runs := [run.run_id for run, own in zip(missing, states, strict=True) if own == state]:
+        if runs := [run.run_id for run, other in zip(missing, states, strict=True) if other == state]:
             verb = "is" if len(runs) == 1 else "are"
             notes.append(f"{plural(len(runs), f'{kind} run')} {verb} not in the means: {listed(runs, NAMED_RUNS)}.")
     if "failed" in states:
