@@ -18,6 +18,7 @@ from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
+    CampaignOutcome,
     Manifest,
     begun,
     freeze,
@@ -52,17 +53,6 @@ from retrain.util.mirror import Mirror, uploading
 from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
 from retrain.verdicts.pooling import conclude
 from retrain.verdicts.report import write_report
-
-
-@dataclass
-class CampaignOutcome:
-    """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
-    ``saved`` is false when steps after the last checkpoints were lost."""
-
-    exit_status: int
-    directory: Path
-    summary: dict[str, Any]
-    saved: bool = True
 
 
 def launch(

@@ -4,13 +4,13 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
-from retrain.cli.arguments import AsJson
+from retrain.cli.arguments import AsJson, option
 from retrain.cli.output import print_record, print_table
+from retrain.environments.providers import reasoning_gym
 from retrain.errors import RetrainError
 from retrain.extras import EXTRAS, install_line, is_installed
 from retrain.files import dumps
+from retrain.sandbox import sandbox
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ ABOUT_TOOLS = {
 
 
 def environments(
-    check: Annotated[
-        bool, typer.Option("--check", help="Also look at every data set of reasoning-gym: a minute or two.")
-    ] = False,
+    check: Annotated[bool, option("--check", "Also look at every data set of reasoning-gym: a minute or two.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List environment providers and tools, and what to install.
@@ -78,22 +76,18 @@ def providers() -> list[Capability]:
 
 
 def tools() -> list[Capability]:
-    from retrain.sandbox.sandbox import available
-
     (bm25,) = EXTRAS["search"].packages
     states = {
         "calculator": READY,
-        "python": available() or READY,
+        "python": sandbox.available() or READY,
         "search": READY if is_installed(bm25) else install_line(bm25),
     }
     return [Capability("tool", name, states[name], about) for name, about in ABOUT_TOOLS.items()]
 
 
 def tasks() -> list[Capability]:
-    from retrain.environments.providers.reasoning_gym import check
-
     try:
-        checked = check()
+        checked = reasoning_gym.check()
     except RetrainError as error:
         return [Capability("task", "reasoning_gym", str(error), "")]
     return [Capability("task", each.name, each.reason or READY, f"{each.seconds:.1f} s") for each in checked]

@@ -1,30 +1,34 @@
 """Format tables and numbers: rich on a terminal, aligned plain columns everywhere else."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from retrain.cli.tables import ResultTable
+from rich.console import Console
+from rich.text import Text
+
+from retrain.cli.tables import (
+    SECONDARY_COLUMNS,
+    WIDE,
+    ResultTable,
+    accuracy_line,
+    comparison_table,
+    secondary_rows,
+    squeeze_line,
+    squeeze_table,
+)
+from retrain.files import dumps
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
     """Print rows under headings; columns not in ``left_aligned`` are aligned to the right."""
-    from rich.text import Text
-
-    from retrain.cli.tables import ResultTable
-
     _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """Print the results of a campaign or run: comparison or accuracy, recommended ranks, failures and paths."""
-    from retrain.cli.tables import accuracy_line, squeeze_line
-
     print()
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
@@ -49,8 +53,6 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
-    from retrain.cli.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
-
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
@@ -58,8 +60,6 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    from retrain.cli.tables import squeeze_table
-
     _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
@@ -69,10 +69,6 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
 
 
 def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
-    from rich.console import Console
-
-    from retrain.cli.tables import WIDE
-
     if plain or not sys.stdout.isatty():
         print(table_of(WIDE).text())
     else:
@@ -135,7 +131,5 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
 
 def print_record(kind: str, **values: Any) -> None:
     """Print one line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
-    from retrain.files import dumps
-
     rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
     print(kind, *(f"{key}={dumps(value)}" for key, value in rounded.items() if value is not None))
