@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from retrain.cli.arguments import AsJson, Base, argument, option, output_path, require_directory
-from retrain.cli.output import note, one_line, print_record, print_text
+from retrain.cli.output import note, print_record, print_text
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
+from retrain.util.text import one_line
 
 AdapterDirectory = Annotated[Path, argument("DIR", "A run, checkpoint, final/ or other adapter directory.")]
 
 
 class Dtype(StrEnum):
-    """Number formats of a merged model."""
-
     stored = "stored"
     float32 = "float32"
     bfloat16 = "bfloat16"

@@ -49,19 +49,15 @@ COMMANDS = {
 """Commands by their heading in the help: module and function, and the first line of the function's help."""
 
 
-def command_of(place: str) -> Any:
-    """Import the module of a command, such as ``train:resume``, and return the command."""
-    single = typer.Typer(add_completion=False)
-    single.command(name_of(place))(pkgutil.resolve_name(f"retrain.cli.{place}"))
-    return typer.main.get_command(single)
-
-
-def name_of(place: str) -> str:
-    return place.partition(":")[2].rstrip("_")
-
-
-PLACES = {name_of(place): place for commands in COMMANDS.values() for place in commands}
+FUNCTIONS = {path.partition(":")[2].rstrip("_"): path for commands in COMMANDS.values() for path in commands}
 """Module and function of each command by its name."""
+
+
+def command_of(name: str) -> Any:
+    """Import the module of a command and return the command."""
+    single = typer.Typer(add_completion=False)
+    single.command(name)(pkgutil.resolve_name(f"retrain.cli.{FUNCTIONS[name]}"))
+    return typer.main.get_command(single)
 
 
 class CommandLine(TyperGroup):
@@ -71,7 +67,7 @@ class CommandLine(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command's name, the command with its options, and the other arguments."""
         name, command, others = super().resolve_command(ctx, args)
-        return name, command_of(PLACES[name]) if name else command, others
+        return name, command_of(name) if name else command, others
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """Parse the options before the command; exit with status 2 on an unknown one."""
@@ -122,8 +118,9 @@ app = typer.Typer(
 )
 
 for panel, commands in COMMANDS.items():
-    for place, summary in commands.items():
-        app.command(name_of(place), help=summary, rich_help_panel=panel)(lambda: None)  # replaced when it runs
+    for name, path in FUNCTIONS.items():
+        if path in commands:
+            app.command(name, help=commands[path], rich_help_panel=panel)(lambda: None)  # replaced when it runs
 
 
 def print_version(version: bool) -> None:

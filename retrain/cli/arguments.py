@@ -14,10 +14,12 @@ from retrain.errors import UsageError
 from retrain.records.reader import RunReader
 
 
-def option(name: str, help: str, parser: Callable[[str], Any] | None = None, **limits: float) -> Any:
-    """Declare an option with a value, such as "--out DIR"; ``limits`` are ``min`` and ``max`` of a number."""
+def option(
+    name: str, help: str, parser: Callable[[str], Any] | None = None, min: float | None = None, max: float | None = None
+) -> Any:
+    """Declare an option, such as "--out DIR" with a value or "--merge" without one."""
     flag, _, metavar = name.partition(" ")
-    return typer.Option(flag, metavar=metavar or None, help=help, parser=parser, **limits)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return typer.Option(flag, metavar=metavar or None, help=help, parser=parser, min=min, max=max)
 
 
 def argument(metavar: str, help: str) -> Any:

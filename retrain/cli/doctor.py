@@ -5,13 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from retrain.cli.output import count, note, one_line
+from retrain.cli.output import note
 from retrain.doctor import servers
 from retrain.doctor.checks import report, run_checks
 from retrain.doctor.results import FAIL, SKIP, Result
 from retrain.doctor.subject import DoctorModel, ModelSource
 from retrain.errors import plural
 from retrain.files import write_json
+from retrain.util.text import count, one_line
 
 
 def check_machine(device: str, file: Path | None, report_file: Path | None) -> int:

@@ -11,7 +11,7 @@ from retrain.campaign.planning.plan import Plan, cut, seeds_before_interim
 from retrain.campaign.planning.references import data_problems
 from retrain.cli import formulas
 from retrain.cli.arguments import ConfigFile, ExecutorName, Out, Sets, WorkerCount, executor_sets, option, read
-from retrain.cli.output import approximate_duration, count, print_table, size
+from retrain.cli.output import print_table
 from retrain.cli.pace import recorded_pace
 from retrain.cli.problems import Problems, problems_of
 from retrain.config import Config
@@ -35,6 +35,7 @@ from retrain.training.estimate import (
     trained_parameters,
     verified_ranks,
 )
+from retrain.util.text import approximate_duration, count, size
 from retrain.verdicts.design import verdict_lines, warnings_of
 
 CONDITION_COLUMNS = (
@@ -80,7 +81,6 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print the conditions and seeds of a plan, detectable effects, and costs."""
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
@@ -120,7 +120,6 @@ def print_by_text(name: str, text_of: Callable[[Config], str], conditions: list[
 
 
 def print_problems(plan: Plan) -> Problems:
-    """Print and return the problems of the plan, which are the same for all conditions."""
     assert plan.source is not None
     problems = problems_of([spec.config for spec in plan.specs], plan.folder)
     for name, text in problems.lines:

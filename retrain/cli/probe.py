@@ -8,11 +8,11 @@ from typing import Annotated, Any
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import approximate_duration, note, one_line, print_table
+from retrain.cli.output import note, print_table
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.util.text import interval, minus, number, short
+from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
 BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
 

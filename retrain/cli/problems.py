@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from retrain.cli.output import one_line
 from retrain.config import Config
 from retrain.config.tasks import Data
 from retrain.data import Dataset
@@ -29,6 +28,7 @@ from retrain.errors import RetrainError, plural
 from retrain.plugins import described
 from retrain.training.estimate import ASSUMED_PROMPT_TOKENS
 from retrain.types import Problem
+from retrain.util.text import one_line
 
 MEASURED = 500
 """Most prompts that are rendered and counted, evenly over the data; all might take minutes."""
@@ -70,24 +70,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
         return Problems(
             [("data", f"{source}: not read: {one_line(reason + hint)}"), ("prompts", assumed)], {}, [], False
         )
-    limits, refused, unmeasured, lengths, example = [], "", "", [], ""
-    longest, context = longest_completions(configs), context_length(config)
-    try:
-        limits = _limits(config, *rooms(config, longest, context))
-    except RetrainError as error:
-        refused = str(error)
-    try:
-        tokenizer = tokenizer_of(config)
-        try:
-            data = data if refused else askable(data, config, longest, tokenizer, context)
-        except RetrainError as error:
-            refused = str(error)
-        lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
-    except (RetrainError, EpisodeFailed) as error:
-        unmeasured = str(error)
-    if refused and refused != unmeasured:
-        limits.append(f"training would end at once: {refused}")
-
+    data, limits, unmeasured, lengths, example = _limits_and_prompts(configs, folder, data)
     heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
     lines += [("", one_line(note)) for note in data.notes]
@@ -100,8 +83,33 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
 
 
+def _limits_and_prompts(
+    configs: Sequence[Config], folder: Path, data: Dataset
+) -> tuple[Dataset, list[str], str, list[int], str]:
+    """Return the problems that fit, the limits of prompts, why prompts cannot be measured ("" if they can), and else
+    their lengths and the first one as text."""
+    config, limits, refused = configs[0], [], ""
+    longest, context = longest_completions(configs), context_length(config)
+    try:
+        limits = _limits(config, *rooms(config, longest, context))
+    except RetrainError as error:
+        refused = str(error)
+    unmeasured, lengths, example = "", [], ""
+    try:
+        tokenizer = tokenizer_of(config)
+        try:
+            data = data if refused else askable(data, config, longest, tokenizer, context)
+        except RetrainError as error:
+            refused = str(error)
+        lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
+    except (RetrainError, EpisodeFailed) as error:
+        unmeasured = str(error)
+    if refused and refused != unmeasured:
+        limits.append(f"training would end at once: {refused}")
+    return data, limits, unmeasured, lengths, example
+
+
 def _measured(lengths: list[int], total: int, model: str) -> str:
-    """Describe the measured lengths of some of ``total`` prompts."""
     low, high = min(lengths), max(lengths)
     counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
     number = f"{len(lengths):,}" if len(lengths) < total else "all"

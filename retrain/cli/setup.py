@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -33,8 +34,6 @@ MARKS = {True: "ok", False: "BAD", None: "-"}
 
 
 class Template(StrEnum):
-    """Files that ``retrain init`` can write."""
-
     quickstart = "quickstart"
     campaign = "campaign"
     gsm8k = "gsm8k"
@@ -132,13 +131,13 @@ def doctor(
 
     With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
     """
-    if url and (device is not None or report is not None):
+    if not url:
+        refuse_given(
+            {"MODEL": model, "--engine": engine},
+            "{} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000",
+        )
+    elif device is not None or report is not None:
         raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
-    for name, value in (("MODEL", model), ("--engine", engine)):
-        if value is not None and not url:
-            raise UsageError(
-                f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
-            )
     if url or device is not None:
         if report is not None:
             require_writable(report)
@@ -147,14 +146,20 @@ def doctor(
         from retrain.cli.doctor import check_machine, check_servers
 
         raise typer.Exit(check_servers(url, engine, model, file) if url else check_machine(device or "", file, report))
-    for flag, value in (("--file", file), ("--json", report)):
-        if value is not None:
-            raise UsageError(f"{flag} belongs to the self-check; type: retrain doctor --device auto {flag} {value}")
+    belongs = "{0} belongs to the self-check; type: retrain doctor --device auto {0} {1}"
+    refuse_given({"--file": file, "--json": report}, belongs)
     lines = machine_lines()
     for name, text, good in lines:
         print(f"{MARKS[good]:<3}  {name:<20} {text}")
     if any(good is False for *_, good in lines):
         raise typer.Exit(1)
+
+
+def refuse_given(arguments: Mapping[str, object], message: str) -> None:
+    """Raise UsageError for the first argument that was given; ``message`` gets its name and its value."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UsageError(message.format(name, value))
 
 
 def require_writable(file: Path) -> None:

@@ -116,7 +116,6 @@ def follow_torchrun(nothing: bool = False) -> None:
 
 
 def is_run_file(file: Path) -> bool:
-    """Return whether a file can be read and has no section [campaign]."""
     try:
         return "campaign" not in tomli.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):

@@ -6,10 +6,11 @@ from typing import Annotated, Any
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
-from retrain.cli.output import approximate_duration, note, one_line, print_record, print_text
+from retrain.cli.output import note, print_record, print_text
 from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
 from retrain.files import dumps
+from retrain.util.text import approximate_duration, one_line
 
 
 def try_(
@@ -29,7 +30,7 @@ def try_(
     Problems and answers are those of the first step. Exit status 1 if the reward grades none of the answers.
     """
     plan = check(Plan.of(read(file, sets)), places=False)
-    from retrain.cli.trial_run import others, trial
+    from retrain.probe.trial import others, trial
 
     for label in map(condition_name, others(plan, condition)):
         note(f"{label} has another reward or sampling: type --condition '{label}'")
@@ -77,7 +78,6 @@ def print_trial(report: dict[str, Any]) -> None:
 
 
 def print_trial_lines(report: dict[str, Any]) -> None:
-    """Print the trial for scripts: one line for each prompt, answer and total."""
     print_record("run", run=report["run"], seed=report["seed"], model=report["model"])
     for number, prompt in enumerate(report["prompts"], start=1):
         facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
@@ -94,7 +94,6 @@ def print_trial_lines(report: dict[str, Any]) -> None:
 
 
 def sample_text(sample: dict[str, Any]) -> str:
-    """Return the reward of one answer, and how it was computed."""
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
     took = seconds_text(sample["seconds"])
     if sample["reward"] is None:
@@ -112,7 +111,6 @@ def sample_text(sample: dict[str, Any]) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with at most four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 

@@ -37,9 +37,9 @@ def ui(
     from retrain.ui import bundle as copies
     from retrain.ui import library, numbers, places, server
 
-    shown = library.Library(places.Places(directories or [Path("logs")]), numbers.Pool(numbers.cache_directory()))
+    pages = library.Library(places.Places(directories or [Path("logs")]), numbers.Pool(numbers.cache_directory()))
     if bundle is not None:
-        size = copies.write_bundle(shown, bundle, lambda done, of: note(f"copied {done} of {of}"))
+        size = copies.write_bundle(pages, bundle, lambda done, of: note(f"copied {done} of {of}"))
         print(f"{bundle / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")
         return
     token = None if is_local(host) else secrets.token_urlsafe(24)
@@ -53,7 +53,7 @@ def ui(
                 webbrowser.open(url)
 
         app = server.app_of(
-            shown, host=host, port=bound.getsockname()[1], token=token,
+            pages, host=host, port=bound.getsockname()[1], token=token,
             closing=lambda: http is not None and http.should_exit,
         )  # fmt: skip
         http = HttpServer(app, ready)

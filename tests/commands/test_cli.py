@@ -12,7 +12,7 @@ from helpers.campaigns import run_cli
 
 from retrain import __version__, device
 from retrain.cli import setup
-from retrain.cli.app import COMMANDS, PLACES, command_of
+from retrain.cli.app import COMMANDS, FUNCTIONS, command_of
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
@@ -33,7 +33,7 @@ def refusal(*arguments: str | Path) -> str:
     (["train", "a.toml", "--bogus"], "error: No such option: --bogus"),
     (["--bogus"], "error: No such option: --bogus. For help type: retrain --help"),
     (["squeeze", "logs", "--to", "0"], "error: Invalid value for '--to': "),
-    *(([name, "--bogus"], "error: No such option: --bogus") for name in PLACES),
+    *(([name, "--bogus"], "error: No such option: --bogus") for name in FUNCTIONS),
 ])  # fmt: skip
 def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
     result = run_cli(*arguments, prog_name="retrain")
@@ -45,12 +45,12 @@ def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
 
 def test_version_and_help_of_every_command():
     assert run_cli("--version").output == f"retrain {__version__}\n"
-    first_lines = {place: line for commands in COMMANDS.values() for place, line in commands.items()}
-    for name, place in PLACES.items():
+    first_lines = {path: line for commands in COMMANDS.values() for path, line in commands.items()}
+    for name, path in FUNCTIONS.items():
         result = run_cli(name, "--help")
         assert result.exit_code == 0
-        assert command_of(place).help.partition("\n\n")[0] == first_lines[place]
-        assert first_lines[place] in " ".join(result.output.split())
+        assert command_of(name).help.partition("\n\n")[0] == first_lines[path]
+        assert first_lines[path] in " ".join(result.output.split())
         assert "default: (" not in result.output
 
 
