@@ -67,7 +67,8 @@ class ChatChoices(ChoiceBuilder[ChatBody]):
         return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
     async def content(self, index: int, piece: Piece, text: str, is_first: bool) -> JsonObject:
-        message, reason = {"content": text}, piece.finish_reason
+        message: JsonObject = {"content": text}
+        reason = piece.finish_reason
         if self.body.offered:
             self.held[index] += text
             message = message_of(self.held[index], self.body.offered) if reason else {}
@@ -79,7 +80,7 @@ class ChatChoices(ChoiceBuilder[ChatBody]):
         content = {"delta" if self.body.stream else "message": message, "finish_reason": reason}
         if not self.body.logprobs:
             return content
-        tops = await self.tops(index, piece, self.body.top_logprobs or 0, 1)
+        tops = await self.tops(index, piece, self.body.top_logprobs or 0)
         tokens = [
             self._token(token_id, logprob) | {"top_logprobs": [self._token(*likely) for likely in top]}
             for token_id, logprob, top in zip(piece.token_ids, piece.logprobs, tops, strict=True)

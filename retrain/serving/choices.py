@@ -90,14 +90,13 @@ class ChoiceBuilder(ABC, Generic[BodyType]):
         read, written = sum(map(len, self.prompts)), sum(len(tokens.token_ids) for tokens in self.drawn)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    async def tops(self, index: int, piece: Piece, top: int, max_tokens: int) -> Sequence[Tops]:
+    async def tops(self, index: int, piece: Piece, top: int) -> Sequence[Tops]:
         """Return the ``top`` most probable tokens at each token of ``piece``."""
         if not top or not piece.token_ids:
             return [()] * len(piece.token_ids)
         token_ids = (*self.prompts[self.prompt_of(index)], *self.drawn[index].token_ids)
         begin = len(token_ids) - len(piece.token_ids)
-        sampling = self.service.sampling(self.body, max_tokens)
-        return (await self.service.score(self.served, token_ids, begin, sampling, top))[1]
+        return (await self.service.score(self.served, token_ids, begin, self.service.sampling(self.body, 1), top))[1]
 
     def token_text(self, token_id: int) -> str:
         if self.body.return_tokens_as_token_ids:

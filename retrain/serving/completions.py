@@ -59,7 +59,7 @@ class CompletionChoices(ChoiceBuilder[CompletionBody]):
         echo = self.echoes[number] if body.echo and is_first else Echo()
         content: JsonObject = {"text": echo.text + text}
         if body.logprobs is not None:
-            tops = [*echo.tops, *await self.tops(index, piece, body.logprobs, body.max_tokens or 16)]
+            tops = [*echo.tops, *await self.tops(index, piece, body.logprobs)]
             token_ids, logprobs = [*echo.token_ids, *piece.token_ids], [*echo.logprobs, *piece.logprobs]
             content["logprobs"] = self._logprobs(index, token_ids, logprobs, tops)
         if body.return_token_ids:
@@ -84,9 +84,10 @@ class CompletionChoices(ChoiceBuilder[CompletionBody]):
         self.offsets[index] = ends[-1]
         best: list[dict[str, float] | None] = []
         for name, logprob, top in zip(names, logprobs, tops, strict=True):
-            best.append(None if logprob is None else {name: finite(logprob)})
-            for token_id, other in top if logprob is not None else ():
-                best[-1].setdefault(self.token_text(token_id), finite(other))
+            likely = {} if logprob is None else {name: finite(logprob)}
+            for token_id, other in top if likely else ():
+                likely.setdefault(self.token_text(token_id), finite(other))
+            best.append(likely or None)
         return {
             "text_offset": ends[:-1],
             "token_logprobs": [None if logprob is None else finite(logprob) for logprob in logprobs],
