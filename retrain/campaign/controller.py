@@ -17,6 +17,7 @@ from retrain.campaign.executors.table import EXECUTORS
 from retrain.campaign.planning.changes import Approval, settings_changes, version_changes
 from retrain.campaign.planning.manifest import (
     CampaignObserver,
+    CampaignOutcome,
     Manifest,
     begun,
     freeze,
@@ -44,7 +45,7 @@ from retrain.records.environment import SystemInfo, run_facts
 from retrain.records.observer import Observer
 from retrain.records.reader import planned_configs
 from retrain.records.registry import OFF, ON, Registry
-from retrain.records.schema.base import Row, Values
+from retrain.records.schema.base import Values
 from retrain.records.schema.campaign import ENDED, RunEntry
 from retrain.records.schema.layout import ADAPTER_WEIGHTS, CONFIG, FINAL, REPORT
 from retrain.training.inputs import CohortJob, Guard, allow_all
@@ -52,17 +53,6 @@ from retrain.util.mirror import Mirror, uploading
 from retrain.util.session import ENDINGS, DirectoryLock, StopRequest, wait_for_writers
 from retrain.verdicts.pooling import conclude
 from retrain.verdicts.report import write_report
-
-
-@dataclass
-class CampaignOutcome:
-    """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
-    ``saved`` is false when steps after the last checkpoints were lost."""
-
-    exit_status: int
-    directory: Path
-    summary: Row
-    saved: bool = True
 
 
 def launch(

@@ -5,26 +5,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from retrain.cli.arguments import AsJson, output_path, require_directory
-from retrain.cli.output import note, one_line, print_record, print_text
+from retrain.cli.arguments import AsJson, Base, argument, option, output_path, require_directory
+from retrain.cli.output import note, print_record, print_text
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
+from retrain.util.text import one_line
 
-AdapterDirectory = Annotated[
-    Path,
-    typer.Argument(metavar="DIR", help="A run, checkpoint, final/ or other adapter directory.", show_default=False),
-]
-Base = Annotated[
-    str | None,
-    typer.Option("--base", metavar="MODEL", help="The base model, where it is not the one that the adapter names."),
-]
+AdapterDirectory = Annotated[Path, argument("DIR", "A run, checkpoint, final/ or other adapter directory.")]
 
 
 class Dtype(StrEnum):
-    """Number formats of a merged model."""
-
     stored = "stored"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -33,22 +23,15 @@ class Dtype(StrEnum):
 
 def sample(
     directory: AdapterDirectory,
-    prompts: Annotated[
-        list[str],
-        typer.Option(
-            "--prompt", metavar="TEXT", help="What to ask; may be repeated; - reads standard input.", show_default=False
-        ),
-    ],
-    samples: Annotated[int, typer.Option("--samples", metavar="N", min=1, help="Answers to each prompt.")] = 1,
+    prompts: Annotated[list[str], option("--prompt TEXT", "What to ask; may be repeated; - reads standard input.")],
+    samples: Annotated[int, option("--samples N", "Answers to each prompt.", min=1)] = 1,
     max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer; without it that of evaluation."),
+        int | None, option("--max-tokens N", "Longest answer; without it that of evaluation.", min=1)
     ] = None,
     temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", metavar="T", min=0.0, help="0 is greedy; without it that of evaluation."),
+        float | None, option("--temperature T", "0 is greedy; without it that of evaluation.", min=0.0)
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random numbers.")] = 0,
+    seed: Annotated[int, option("--seed N", "Of the random numbers.", min=0)] = 0,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
@@ -62,13 +45,12 @@ def sample(
         raise UsageError("standard input is read once: give --prompt - only once")
     if not all(text.strip() for text in texts):
         raise UsageError("a prompt is empty: type --prompt and the question")
-    from retrain.adapters.provenance import provenance
-    from retrain.adapters.talk import answers
+    from retrain.adapters import provenance, talk
 
-    source = provenance(directory, base)
+    source = provenance.provenance(directory, base)
     if source.record is None:
         note(f"{source.adapter} belongs to no run here: default template and sampling")
-    report = answers(
+    report = talk.answers(
         source, texts, samples=samples, max_tokens=max_tokens, temperature=temperature, seed=seed, notify=note
     )
     if as_json:
@@ -99,17 +81,13 @@ def print_answers(report: dict[str, Any]) -> None:
 
 def export(
     directory: AdapterDirectory,
-    out: Annotated[
-        Path,
-        typer.Option("--out", metavar="OUT", parser=output_path, help="New directory to write to.", show_default=False),
-    ],
-    merge: Annotated[bool, typer.Option("--merge", help="Write a full model with the adapter merged in.")] = False,
+    out: Annotated[Path, option("--out OUT", "New directory to write to.", output_path)],
+    merge: Annotated[bool, option("--merge", "Write a full model with the adapter merged in.")] = False,
     rank_pad: Annotated[
-        int | None,
-        typer.Option("--rank-pad", metavar="RANK", min=1, help="Write the adapter filled up with zeros to this rank."),
+        int | None, option("--rank-pad RANK", "Write the adapter filled up with zeros to this rank.", min=1)
     ] = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", help="Number format of the merged model; stored is that of the base's files.")
+        Dtype, option("--dtype", "Number format of the merged model; stored is that of the base's files.")
     ] = Dtype.stored,
     base: Base = None,
     as_json: AsJson = False,
@@ -124,20 +102,18 @@ def export(
         raise UsageError("say what to write: --merge for a full model, or --rank-pad RANK for an adapter")
     if rank_pad is not None and dtype is not Dtype.stored:
         raise UsageError("--dtype is the merged model's: type --merge, or leave it out")
-    from retrain.adapters.export import merge as merge_adapter
-    from retrain.adapters.export import pad_rank
-    from retrain.adapters.provenance import provenance
+    from retrain.adapters import export, provenance
 
-    source = provenance(directory, base)
+    source = provenance.provenance(directory, base)
     if rank_pad is None:
-        report = merge_adapter(source, out, dtype.value)
+        report = export.merge(source, out, dtype.value)
         checked = (
             f"logits differ from the adapter's by {report['difference']:.1e} of their spread (rounding to "
             f"{report['dtype']} explains {report['tolerance']:.1e}; the adapter changes them by {report['effect']:.1e})"
         )
         lines = {"dtype": report["dtype"], "checked": checked}
     else:
-        report = pad_rank(source, out, rank_pad)
+        report = export.pad_rank(source, out, rank_pad)
         before = " to ".join(map(str, dict.fromkeys((report["ranks_before"][0], report["ranks_before"][-1]))))
         lines = {"rank": f"{report['rank']}, was {before}", "lora_alpha": f"{report['lora_alpha']:g}"}
     if as_json:

@@ -1,9 +1,10 @@
 """Parse the command line, run one command, and convert errors to printed lines and exit statuses.
 
-Imports nothing heavy, nor do the other modules of ``retrain.cli`` at their top level: ``retrain --help`` must answer in
-less than half a second, and ``retrain check`` without torch.
+Nothing heavy is imported here: ``retrain --help`` must answer in less than half a second. The module of a command is
+imported when the command is used; it imports torch only in the function that needs it, after it has checked the input.
 """
 
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +14,60 @@ import typer
 from typer.core import TyperGroup
 
 from retrain import __version__
-from retrain.cli import adapters, environments, explain, look, probe, serve, setup, status, train, trial, ui
 from retrain.errors import RetrainError
+from retrain.util.text import visible
 
 # The class belongs to click, or in newer versions to a private copy of it inside typer.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
+COMMANDS = {
+    "Run": {
+        "train:train": "Train a campaign or run; print comparison, rank and paths.",
+        "train:resume": "Continue an interrupted run or campaign from its last checkpoints.",
+        "train:squeeze": "Analyse the LoRA rank of an adapter and compress it.",
+        "adapters:export": "Export an adapter merged into a model or padded.",
+        "serve:serve": "Serve a model with LoRA adapters over OpenAI's HTTP API.",
+    },
+    "Look": {
+        "look:check": "Check a file and print every mistake with its fix.",
+        "explain:explain": "Show a file's conditions, detectable effects and costs; train nothing.",
+        "trial:try_": "Show a file's prompts, sampled answers and rewards; train nothing.",
+        "probe:probe": "Compare the updates of all conditions on the same rollouts.",
+        "status:status": "Show runs: state, steps, reward and held-out accuracy.",
+        "ui:ui": "Show campaigns and runs on a local web page, live.",
+        "look:compare": "Compare conditions over seeds: paired differences, confidence intervals, verdicts.",
+        "look:report": "Write the HTML report of a campaign or run.",
+        "adapters:sample": "Sample from an adapter and its base, side by side.",
+    },
+    "Set up": {
+        "setup:init": "Write a commented campaign file and its JSON Schema.",
+        "setup:schema": "Print the JSON Schema of campaign files, for editors.",
+        "setup:doctor": "Check this machine: Python, packages, devices, extras, disk.",
+        "environments:environments": "List environment providers and tools, and what to install.",
+    },
+}
+"""Commands by their heading in the help: module and function, and the first line of the function's help."""
+
+
+FUNCTIONS = {path.partition(":")[2].rstrip("_"): path for commands in COMMANDS.values() for path in commands}
+"""Module and function of each command by its name."""
+
+
+def command_of(name: str) -> Any:
+    """Import the module of a command and return the command."""
+    single = typer.Typer(add_completion=False)
+    single.command(name)(pkgutil.resolve_name(f"retrain.cli.{FUNCTIONS[name]}"))
+    return typer.main.get_command(single)
+
 
 class CommandLine(TyperGroup):
-    """Prints a user's mistakes without a traceback; other exceptions pass through."""
+    """Imports only the command that runs, and prints a user's mistakes without a traceback; other exceptions pass
+    through."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command's name, the command with its options, and the other arguments."""
+        name, command, others = super().resolve_command(ctx, args)
+        return name, command_of(name) if name else command, others
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         """Parse the options before the command; exit with status 2 on an unknown one."""
@@ -34,8 +80,6 @@ class CommandLine(TyperGroup):
             with plain_usage_errors():
                 return super().invoke(ctx)
         except RetrainError as error:
-            from retrain.util.text import visible
-
             print(visible(str(error)), file=sys.stderr)
             raise typer.Exit(error.exit_status) from error
         except PermissionError as error:
@@ -54,8 +98,6 @@ def plain_usage_errors() -> Iterator[None]:
     except CommandLineError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help
             raise
-        from retrain.util.text import visible
-
         context: Any = getattr(error, "ctx", None)
         fault = " ".join(error.format_message().split())  # pyright: ignore[reportAttributeAccessIssue]
         fault += "" if fault.endswith((".", "?")) else "."
@@ -75,16 +117,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-COMMANDS = {
-    "Run": (train.train, train.resume, train.squeeze, adapters.export, serve.serve),
-    "Look": (look.check, explain.explain, trial.try_, probe.probe, status.status, ui.ui, look.compare, look.report,
-             adapters.sample),
-    "Set up": (setup.init, setup.schema, setup.doctor, environments.environments),
-}  # fmt: skip
-"""Commands by their heading in the help, in its order."""
 for panel, commands in COMMANDS.items():
-    for command in commands:
-        app.command(name=command.__name__.rstrip("_"), rich_help_panel=panel)(command)
+    for name, path in FUNCTIONS.items():
+        if path in commands:
+            app.command(name, help=commands[path], rich_help_panel=panel)(lambda: None)  # replaced when it runs
 
 
 def print_version(version: bool) -> None:

@@ -1,35 +1,25 @@
 """Runs the checks of ``retrain doctor --device`` and ``--url`` and prints one line for each."""
 
-from __future__ import annotations
-
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from retrain.cli.output import count, note, one_line
-from retrain.errors import UsageError, plural
-
-if TYPE_CHECKING:
-    from retrain.doctor.results import Result
+from retrain.cli.output import note
+from retrain.doctor import servers
+from retrain.doctor.checks import report, run_checks
+from retrain.doctor.results import FAIL, SKIP, Result
+from retrain.doctor.subject import DoctorModel, ModelSource
+from retrain.errors import plural
+from retrain.files import write_json
+from retrain.util.text import count, one_line
 
 
 def check_machine(device: str, file: Path | None, report_file: Path | None) -> int:
     """Run and print every check, write the report, and return the exit status: 1 if a check has failed.
 
-    Raises UsageError for a device, file or report that cannot be used, ModelError for a model that cannot be loaded.
+    Raises UsageError for a device or file that cannot be used, ModelError for a model that cannot be loaded.
     """
-    if report_file is not None:
-        require_writable(report_file)
-    # Torch reads this when it is imported: its memory profiler warns of earlier allocations.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from retrain.doctor.checks import report, run_checks
-    from retrain.doctor.results import FAIL, SKIP
-    from retrain.doctor.subject import DoctorModel, ModelSource
-    from retrain.files import write_json
-
     with DoctorModel.open(ModelSource.of(file, device)) as subject:
         base, weights = subject.base, "its own weights" if subject.source.shapes is None else "random weights"
         layers = base.model.config.get_text_config().num_hidden_layers
@@ -59,9 +49,6 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
 
     Raises UsageError for a file that cannot be used, ModelError for a model that cannot be loaded.
     """
-    from retrain.doctor import servers
-    from retrain.doctor.results import FAIL
-
     config = servers.server_config(url, engine, model, file)
     print(f"{config.inference.engine} at {', '.join(url)}, compared with {one_line(config.model.model)} here")
     results = print_results(lambda begins: servers.check_servers(config, begins, any_rank=file is None))
@@ -82,19 +69,3 @@ def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> l
         line = f"{result.status}  {result.name:<18} {one_line(result.line)}  [{result.seconds:.1f} s]"
         print(("\r\x1b[K" if live else "") + line, flush=True)
     return results
-
-
-def require_writable(file: Path) -> None:
-    """Raise UsageError if the report cannot be written, or if the file is not an earlier report."""
-    if file.is_dir():
-        raise UsageError(f"{file} is a directory; give a file, such as {file / 'doctor.json'}")
-    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
-        raise UsageError(f"{file} cannot be written: {file.parent} is no directory that can be written to")
-    if not file.exists():
-        return
-    try:
-        ours = json.loads(file.read_bytes()).get("kind") == "retrain doctor"
-    except (OSError, ValueError, AttributeError):
-        ours = False
-    if not ours:
-        raise UsageError(f"{file} exists and is no report of retrain doctor; it stays as it is: give another path")

@@ -1,47 +1,79 @@
 """``explain``: print what a file would train, what its comparison can detect, and its costs; torch is not imported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
+import psutil
 
-from retrain.cli.arguments import ConfigFile, Detect, ExecutorName, Out, Pilot, Sets, WorkerCount, executor_sets, read
-from retrain.cli.output import approximate_duration, count, print_table, size
+from retrain.campaign.planning.plan import Plan, cut, seeds_before_interim
+from retrain.campaign.planning.references import data_problems
+from retrain.cli import formulas
+from retrain.cli.arguments import ConfigFile, ExecutorName, Out, Sets, WorkerCount, executor_sets, option, read
+from retrain.cli.output import print_table
+from retrain.cli.pace import recorded_pace
+from retrain.cli.problems import Problems, problems_of
+from retrain.config import Config
+from retrain.config.campaign import condition_name
+from retrain.config.evaluation import part_evaluations, whole_evaluations
+from retrain.config.runs import RunSpec, differences
+from retrain.device import nvidia_gpus, usable_gpu
 from retrain.errors import listed, plural
-
-if TYPE_CHECKING:
-    from retrain.campaign.planning.plan import Plan
-    from retrain.cli.problems import Problems
-    from retrain.config import Config
-    from retrain.config.runs import RunSpec
-    from retrain.models.layers import Architecture
-    from retrain.training.estimate import Device, Memory, RunSize
+from retrain.models.layers import Architecture, architecture_of
+from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
+from retrain.training.estimate import (
+    Device,
+    Memory,
+    RunSize,
+    cohort_memory,
+    held_out_sets,
+    number_bytes,
+    run_memory,
+    run_size,
+    sampled_evaluations,
+    trained_parameters,
+    verified_ranks,
+)
+from retrain.util.text import approximate_duration, count, size
+from retrain.verdicts.design import verdict_lines, warnings_of
 
 CONDITION_COLUMNS = (
     "condition", "credit for a completion with reward r", "credit for its tokens", "differs from the first in",
 )  # fmt: skip
-
 FILE_COLUMNS = ("file", "what it holds")
+TEXTS = {
+    "token credit": formulas.credit_formula, "critic": formulas.critic_text, "distillation": formulas.distillation_text,
+    "loss": formulas.loss_text, "reward": formulas.reward_text,
+}  # fmt: skip
+"""Descriptions of a condition's algorithm by the name of their line."""
 
 
 def explain(
     file: ConfigFile,
     sets: Sets = None,
     out: Out = None,
-    pilot: Pilot = None,
-    detect: Detect = None,
+    pilot: Annotated[
+        Path | None,
+        option(
+            "--pilot DIR",
+            "Take the pair spread from the runs in this directory; by default from an earlier campaign of the file.",
+        ),
+    ] = None,
+    detect: Annotated[
+        float | None,
+        option(
+            "--detect POINTS",
+            "Print the probability of finding a difference of this size, and the seeds needed; needs a pair spread.",
+            min=1e-9,
+        ),
+    ] = None,
     executor: ExecutorName = None,
     workers: WorkerCount = None,
-    files: Annotated[bool, typer.Option("--files", help="List every file that training would write, instead.")] = False,
+    files: Annotated[bool, option("--files", "List every file that training would write, instead.")] = False,
 ) -> None:
     """Show a file's conditions, detectable effects and costs; train nothing."""
-    from retrain.campaign.planning.plan import Plan
-
-    plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers, None)]), out)
+    plan = Plan.of(read(file, [*(sets or ()), *executor_sets(executor, workers)]), out)
     if files:
         print_files(plan)
     else:
@@ -49,10 +81,6 @@ def explain(
 
 
 def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | None = None) -> None:
-    """Print the conditions and seeds of a plan, detectable effects, and costs."""
-    from retrain.cli import formulas
-    from retrain.training.estimate import run_size
-
     loaded, specs = plan.source, plan.specs
     assert loaded is not None
     seeds = list(dict.fromkeys(spec.seed for spec in specs))
@@ -63,17 +91,17 @@ def print_explanation(plan: Plan, pilot: Path | None = None, detect: float | Non
         CONDITION_COLUMNS, [condition_row(spec, conditions[0]) for spec in conditions], left_aligned=CONDITION_COLUMNS
     )
     print()
-    print_by_text("token credit", formulas.credit_formula, conditions)
-    print_by_text("critic", formulas.critic_text, conditions)
-    print_by_text("distillation", formulas.distillation_text, conditions)
-    print_by_text("loss", formulas.loss_text, conditions)
-    print_by_text("reward", formulas.reward_text, conditions)
+    for name, text_of in TEXTS.items():
+        print_by_text(name, text_of, conditions)
     if conditions[0].config.environment.hosted:
         print(f"environment   {formulas.environment_text(conditions[0].config)}")
     problems = print_problems(plan)
     print(f"seeds         {' '.join(map(str, seeds))}")
     print_sets(specs[0].config, problems)
-    print_design(plan, pilot, detect)
+    for i, line in enumerate(verdict_lines(plan.specs, pilot, detect, plan.directory)):
+        print(f"{'' if i else 'verdict':<14}{line}")
+    for line in warnings_of(plan.specs):
+        print(f"careful       {line}")
     works = [run_size(spec.config, problems.prompt_tokens, problems.sizes) for spec in specs]
     print_work(specs, works, problems)
     print_costs(plan, works, problems.prompt_tokens)
@@ -86,18 +114,12 @@ def conditions_of(specs: Sequence[RunSpec]) -> list[RunSpec]:
 
 def print_by_text(name: str, text_of: Callable[[Config], str], conditions: list[RunSpec]) -> None:
     """Print each non-empty text that ``text_of`` returns once, followed by the conditions that it applies to."""
-    from retrain.config.campaign import condition_name
-
     for text in filter(None, dict.fromkeys(text_of(spec.config) for spec in conditions)):
         having = [condition_name(spec.label) for spec in conditions if text_of(spec.config) == text]
         print(f"{name:<14}{text}" + ("" if len(having) == len(conditions) else f"  ({', '.join(having)})"))
 
 
 def print_problems(plan: Plan) -> Problems:
-    """Print and return the problems of the plan, which are the same for all conditions."""
-    from retrain.campaign.planning.references import data_problems
-    from retrain.cli.problems import problems_of
-
     assert plan.source is not None
     problems = problems_of([spec.config for spec in plan.specs], plan.folder)
     for name, text in problems.lines:
@@ -108,25 +130,15 @@ def print_problems(plan: Plan) -> Problems:
 
 
 def condition_row(spec: RunSpec, first: RunSpec) -> tuple[str, str, str, str]:
-    from retrain.cli.formulas import advantage_text, credit_text
-    from retrain.config.campaign import condition_name
-    from retrain.config.runs import differences
-
     changed = [
         f"{key.removeprefix('algorithm.')} = {value}"
         for key, (_, value) in differences(first.config.model_dump(), spec.config.model_dump()).items()
     ]
-    return (
-        condition_name(spec.label),
-        advantage_text(spec.config),
-        credit_text(spec.config),
-        ", ".join(changed) or "-",
-    )
+    credit = formulas.advantage_text(spec.config), formulas.credit_text(spec.config)
+    return (condition_name(spec.label), *credit, ", ".join(changed) or "-")
 
 
 def print_sets(config: Config, problems: Problems) -> None:
-    from retrain.training.estimate import held_out_sets
-
     for i, held_out in enumerate(held_out_sets(config, problems.sizes) if config.evaluation.sets else ()):
         source = held_out.data.eval_source or held_out.data.source
         decides = "; the primary metric's" if held_out.name == getattr(config.decisive, "name", None) else ""
@@ -140,18 +152,7 @@ def print_sets(config: Config, problems: Problems) -> None:
         print(f"{'' if i else 'held out':<14}{line}")
 
 
-def print_design(plan: Plan, pilot: Path | None, detect: float | None) -> None:
-    from retrain.verdicts.design import verdict_lines, warnings_of
-
-    verdicts = verdict_lines(plan.specs, pilot, detect, plan.directory)
-    for name, lines in (("verdict", verdicts), ("careful", warnings_of(plan.specs))):
-        for i, line in enumerate(lines):
-            print(f"{'' if i and name == 'verdict' else name:<14}{line}")
-
-
 def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -> None:
-    from retrain.training.estimate import run_size, sampled_evaluations
-
     def training_text(config: Config) -> str:
         training, workload = config.training, run_size(config)
         text = (
@@ -176,9 +177,6 @@ def print_work(specs: list[RunSpec], works: list[RunSize], problems: Problems) -
 
 
 def evaluation_text(config: Config, problems: Problems) -> str:
-    from retrain.config.evaluation import part_evaluations, whole_evaluations
-    from retrain.training.estimate import held_out_sets, run_size
-
     training, evaluation = config.training, config.evaluation
     workload, sets = run_size(config, sizes=problems.sizes), held_out_sets(config, problems.sizes)
     if not sets:
@@ -196,8 +194,6 @@ def evaluation_text(config: Config, problems: Problems) -> str:
 
 
 def print_squeeze_plan(config: Config, problems: Problems) -> None:
-    from retrain.training.estimate import verified_ranks
-
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled:
         return
@@ -214,9 +210,6 @@ def print_squeeze_plan(config: Config, problems: Problems) -> None:
 
 def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> None:
     """Print model size, memory of the largest cohort, idle devices and, if earlier runs recorded one, the duration."""
-    from retrain.campaign.planning.plan import cut, seeds_before_interim
-    from retrain.models.layers import architecture_of
-
     specs = plan.specs
     config = specs[0].config
     device, gpus = device_of(config)
@@ -243,9 +236,6 @@ def print_costs(plan: Plan, works: list[RunSize], prompt_tokens: int | None) -> 
 
 def device_of(config: Config) -> tuple[Device, int]:
     """Return the device of one process, and how many GPUs of this machine it could use."""
-    from retrain.device import nvidia_gpus, usable_gpu
-    from retrain.training.estimate import Device
-
     gpus = nvidia_gpus() if config.backend.devices != "cpu" and usable_gpu() else []
     if gpus:
         amount = gpus[0].memory.split()[0]  # "81559 MiB"
@@ -253,8 +243,6 @@ def device_of(config: Config) -> tuple[Device, int]:
         return Device("gpu", memory // config.campaign.workers_per_gpu), len(config.backend.named_gpus) or len(gpus)
     if config.backend.named_gpus:
         return Device("gpu"), 0
-    import psutil
-
     workers = config.campaign.workers if isinstance(config.campaign.workers, int) else 1
     return Device("cpu", int(psutil.virtual_memory().total) // workers), 0
 
@@ -301,8 +289,6 @@ def idle_text(specs: Sequence[RunSpec], groups: Sequence[Sequence[RunSpec]], wor
 
 
 def model_text(config: Config, architecture: Architecture) -> str:
-    from retrain.training.estimate import trained_parameters
-
     adapter, critic = trained_parameters(config, architecture)
     trained = f"{count(adapter)} trained in the adapter (rank {config.model.lora_rank})"
     if critic:
@@ -313,17 +299,13 @@ def model_text(config: Config, architecture: Architecture) -> str:
 def memory_text(
     groups: Sequence[Sequence[RunSpec]], architecture: Architecture, device: Device, prompt_tokens: int | None
 ) -> str:
-    from retrain.training.estimate import cohort_memory, number_bytes, run_memory
-
-    memories: dict[str, Memory] = {}  # by label: runs of a condition take the same
+    lanes: dict[str, Memory] = {}  # by label: runs of a condition take the same
     for group in groups:
         for spec in group:
-            if spec.label not in memories:
-                memories[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
-    memory, runs = max(
-        ((cohort_memory([memories[spec.label] for spec in group]), len(group)) for group in groups),
-        key=lambda each: each[0].peak,
-    )
+            if spec.label not in lanes:
+                lanes[spec.label] = run_memory(spec.config, architecture, device, prompt_tokens, len(group))
+    memories = [(cohort_memory([lanes[spec.label] for spec in group]), len(group)) for group in groups]
+    memory, runs = max(memories, key=lambda each: each[0].peak)
     least, most = memory.least, memory.peak
     amount = f"about {size(least)}" if least == most else f"{size(least)} to {size(most)}"
     kind = {"cpu": "CPU", "gpu": "GPU"}[device.kind]
@@ -348,9 +330,6 @@ def memory_text(
 
 def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
     """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
-    from retrain.cli.pace import recorded_pace
-    from retrain.training.estimate import sampled_evaluations
-
     config = plan.specs[0].config
     places = dict.fromkeys([plan.directory.parent, Path("logs")])
     pace = recorded_pace(config, device.kind, places)
@@ -372,8 +351,6 @@ def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int
 
 
 def print_files(plan: Plan) -> None:
-    from retrain.records.schema.layout import CAMPAIGN_FILES, ONLY_OF_CAMPAIGNS, RUN_FILES
-
     specs = plan.specs
     print(f"\nwrites        {plan.directory}/")
     if not specs[0].is_campaign:

@@ -4,12 +4,25 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from retrain.cli.arguments import AsJson, ConfigFile, RunDirectory, Sets, output_path, read, require_directory
+from retrain.campaign.planning import references
+from retrain.campaign.planning.plan import Plan
+from retrain.cli.arguments import (
+    AsJson,
+    ConfigFile,
+    RunDirectory,
+    Sets,
+    argument,
+    option,
+    output_path,
+    read,
+    require_directory,
+)
 from retrain.cli.output import print_comparison
 from retrain.errors import plural
 from retrain.files import dumps
+from retrain.verdicts.design import verdict_lines
+from retrain.verdicts.pooling import compare_directories
+from retrain.verdicts.report import write_report
 
 
 def check(file: ConfigFile, sets: Sets = None) -> None:
@@ -17,11 +30,7 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
 
     Exit status 2 if there is any.
     """
-    from retrain.campaign.planning.plan import Plan
-    from retrain.campaign.planning.references import check as examine
-    from retrain.verdicts.design import verdict_lines
-
-    plan = examine(Plan.of(read(file, sets)), places=False)
+    plan = references.check(Plan.of(read(file, sets)), places=False)
     print(f"{file}: fine, {plural(len(plan.specs), 'run')}")
     for line in verdict_lines(plan.specs, None, None, plan.directory):
         print(f"  {line}")
@@ -30,40 +39,29 @@ def check(file: ConfigFile, sets: Sets = None) -> None:
 def report(
     directory: RunDirectory,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FILE", parser=output_path, help="Where to write it; without it report.html in DIR."
-        ),
+        Path | None, option("--out FILE", "Where to write it; without it report.html in DIR.", output_path)
     ] = None,
 ) -> None:
     """Write the HTML report of a campaign or run.
 
     It is one file, and also covers campaigns and runs that are not finished.
     """
-    from retrain.verdicts.report import write_report
-
     require_directory(directory)
     print(write_report(directory, out))
 
 
 def compare(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="DIR", help="Directories of campaigns or runs.", show_default=False)
-    ],
+    directories: Annotated[list[Path], argument("DIR", "Directories of campaigns or runs.")],
     metric: Annotated[
         str | None,
-        typer.Option(
-            "--metric",
-            metavar="METRIC",
-            help="final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
+        option(
+            "--metric METRIC",
+            "final, last3 or auc, a metric's key, or auc:KEY; short for held-out ones, as in pass@4. Without it "
             "what the campaign declared.",
         ),
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline", metavar="LABEL", help="Condition that the others are compared with; without it the first."
-        ),
+        str | None, option("--baseline LABEL", "Condition that the others are compared with; without it the first.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -71,8 +69,6 @@ def compare(
 
     Runs of several directories are pooled by condition. Only finished runs count; all others are named.
     """
-    from retrain.verdicts.pooling import compare_directories
-
     for directory in directories:
         require_directory(directory)
     report = compare_directories(directories, metric=metric, baseline=baseline)

@@ -1,30 +1,34 @@
 """Format tables and numbers: rich on a terminal, aligned plain columns everywhere else."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from retrain.cli.tables import ResultTable
+from rich.console import Console
+from rich.text import Text
+
+from retrain.cli.tables import (
+    SECONDARY_COLUMNS,
+    WIDE,
+    ResultTable,
+    accuracy_line,
+    comparison_table,
+    secondary_rows,
+    squeeze_line,
+    squeeze_table,
+)
+from retrain.files import dumps
+from retrain.util.text import one_line
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_aligned: Sequence[str] = ()) -> None:
-    """Print rows under headings; columns not in ``left_aligned`` are aligned to the right."""
-    from rich.text import Text
-
-    from retrain.cli.tables import ResultTable
-
     _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
 def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     """Print the results of a campaign or run: comparison or accuracy, recommended ranks, failures and paths."""
-    from retrain.cli.tables import accuracy_line, squeeze_line
-
     print()
     if summary["comparison"]:
         print_comparison(summary["comparison"], plain)
@@ -49,8 +53,6 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
 
 def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
-    from retrain.cli.tables import SECONDARY_COLUMNS, comparison_table, secondary_rows
-
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
         print("\nAlso measured, without a verdict and without correction for their number")
@@ -58,8 +60,6 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
 
 
 def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
-    from retrain.cli.tables import squeeze_table
-
     _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
@@ -69,54 +69,11 @@ def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
 
 
 def _print(table_of: Callable[[int], ResultTable], plain: bool = False) -> None:
-    from rich.console import Console
-
-    from retrain.cli.tables import WIDE
-
     if plain or not sys.stdout.isatty():
         print(table_of(WIDE).text())
     else:
         console = Console()
         console.print(table_of(console.width).rich(), crop=False)
-
-
-def count(number: float) -> str:
-    """Format 1234567 as "1.2 M"."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:,.0f}"
-
-
-def size(number: float) -> str:
-    """Format bytes as "1.5 GiB"."""
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
-        if number >= limit:
-            return f"{number / limit:.3g} {unit}"
-    return f"{number / 2**10:.3g} KiB"
-
-
-def approximate_duration(seconds: float) -> str:
-    """Format seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.0f} days"
-
-
-_CONTROL = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-_ESCAPES = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *range(0xD800, 0xE000), 0xFEFF)
-}
-_ESCAPES |= {ord("\n"): "\\n", ord("\t"): "\\t"}
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` on one line, safe for a terminal: control and invisible characters are escaped."""
-    return text.translate(_ESCAPES)
 
 
 def note(text: str) -> None:
@@ -135,7 +92,5 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
 
 def print_record(kind: str, **values: Any) -> None:
     """Print one line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
-    from retrain.files import dumps
-
     rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
     print(kind, *(f"{key}={dumps(value)}" for key, value in rounded.items() if value is not None))

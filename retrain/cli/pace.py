@@ -1,6 +1,7 @@
 """Measure from records how long earlier runs took on this machine, for the estimate of ``explain``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,44 +40,47 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     Returns None if this machine's ``device`` ("cpu" or "gpu") has no finished run with the settings in ``SAME``.
     """
     homes = {home.resolve(): home for place in places if place.is_dir() for home in homes_of_runs(place)}
-    found = [pace for home in homes.values() if (pace := _pace_of(home, config.to_dict(), device)) is not None]
-    return min(found, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
+    paces: list[Pace] = []
+    for home in homes.values():
+        with suppress(RetrainError, OSError, ValueError, KeyError, TypeError):  # damaged records
+            paces += _pace_of(home, config.to_dict(), device)
+    return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
-def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Pace | None:
-    """Return the pace of one directory; None if no run of it matches or its records are damaged."""
-    try:
-        if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
-            return None
-        manifest = read_manifest(home)
-        done = [entry for entry in run_entries(home, manifest) if entry.state == "done"]
-        seconds, completions, nearest = dict[str, float](), 0, None
-        for entry in done:
-            reader = RunReader(home / entry.path)
-            facts, rows = reader.config(), reader.metrics()
-            if not _is_comparable(facts, config, device):
-                continue
-            seconds[entry.run_id] = sum(row["step_time_s"] for row in rows)
-            completions += len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
-            completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
-            recorded = {section: facts[section] for section in config if section in facts}
-            differing = tuple(differences(recorded, config, _may_change_the_pace))
-            nearest = differing if nearest is None or len(differing) < len(nearest) else nearest
-    except (RetrainError, OSError, ValueError, KeyError, TypeError):
+def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Iterator[Pace]:
+    """Yield the pace of one directory if a run of it matches. Raises an error if its records are damaged."""
+    if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
+        return
+    manifest = read_manifest(home)
+    runs: dict[str, tuple[float, int, tuple[str, ...]]] = {}
+    for entry in run_entries(home, manifest):
+        run = _run_pace(RunReader(home / entry.path), config, device) if entry.state == "done" else None
+        if run is not None:
+            runs[entry.run_id] = run
+    # Runs of a cohort step together: each has recorded the time of all of them.
+    cohorts = manifest.get("cohorts") or [[run_id] for run_id in runs]
+    seconds = sum(max((runs[run_id][0] for run_id in cohort if run_id in runs), default=0.0) for cohort in cohorts)
+    if seconds:
+        completions = sum(sampled for _, sampled, _ in runs.values())
+        yield Pace(home, len(runs), seconds, completions, min((keys for *_, keys in runs.values()), key=len))
+
+
+def _run_pace(reader: RunReader, config: Mapping[str, Any], device: str) -> tuple[float, int, tuple[str, ...]] | None:
+    """Return a run's seconds of training, the completions sampled in them and the keys in which it differs; None if it
+    used another kind of device or differs in a setting of ``SAME``."""
+    facts, rows = reader.config(), reader.metrics()
+    if (facts["built"]["device"] == "cpu") != (device == "cpu"):
         return None
-    total = _cohort_seconds(manifest.get("cohorts") or [[name] for name in seconds], seconds)
-    return Pace(home, len(seconds), total, completions, nearest) if nearest is not None and total else None
-
-
-def _is_comparable(facts: Mapping[str, Any], config: Mapping[str, Any], device: str) -> bool:
-    """Return whether a run trained on such a device with the settings in ``SAME``."""
-    same_settings = all(facts[section][key] == config[section][key] for section, key in SAME)
-    return same_settings and (facts["built"]["device"] == "cpu") == (device == "cpu")
-
-
-def _cohort_seconds(cohorts: Iterable[Sequence[str]], seconds: Mapping[str, float]) -> float:
-    """Return the total time of the cohorts, whose runs step together: each has recorded the time of all of them."""
-    return sum(max((seconds[name] for name in cohort if name in seconds), default=0.0) for cohort in cohorts)
+    if any(facts[section][key] != config[section][key] for section, key in SAME):
+        return None
+    completions = len(rows) * facts["training"]["batch_size"] * facts["training"]["group_size"]
+    completions += sum(row[f"eval/{row['name']}/problems"] * row["samples"] for row in reader.evaluations())
+    recorded = {section: facts[section] for section in config if section in facts}
+    return (
+        sum(row["step_time_s"] for row in rows),
+        completions,
+        tuple(differences(recorded, config, _may_change_the_pace)),
+    )
 
 
 def _may_change_the_pace(key: str) -> bool:

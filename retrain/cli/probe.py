@@ -5,31 +5,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
-from retrain.cli.output import approximate_duration, note, one_line, print_table
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.references import check
+from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
+from retrain.cli.output import note, print_table
+from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
 from retrain.files import dumps
-from retrain.util.text import interval, minus, number, short
+from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
 BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
 
 
 def probe(
     file: ConfigFile,
-    batches: Annotated[
-        int | None, typer.Option("--batches", metavar="N", min=1, help="Batches of training rollouts to sample (16).")
-    ] = None,
-    fork: Annotated[
-        int | None, typer.Option("--fork", metavar="STEPS", min=1, help="Continue all conditions for this many steps.")
-    ] = None,
-    at: Annotated[
-        Path | None, typer.Option("--at", metavar="CHECKPOINT", help="With --fork: where all conditions begin.")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option("--seeds", metavar="N", min=2, help="With --fork: fresh seeds of each condition (4).")
-    ] = None,
+    batches: Annotated[int | None, option("--batches N", "Batches of training rollouts to sample (16).", min=1)] = None,
+    fork: Annotated[int | None, option("--fork STEPS", "Continue all conditions for this many steps.", min=1)] = None,
+    at: Annotated[Path | None, option("--at CHECKPOINT", "With --fork: where all conditions begin.")] = None,
+    seeds: Annotated[int | None, option("--seeds N", "With --fork: fresh seeds of each condition (4).", min=2)] = None,
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
@@ -38,10 +31,6 @@ def probe(
     Reports direction, length and noise; nothing is trained. With --fork, continue all conditions from the same late
     checkpoint, and rank them by their held-out change.
     """
-    from retrain.campaign.planning.plan import Plan
-    from retrain.campaign.planning.references import check
-    from retrain.probe import forks, gradients
-
     if (fork is None) != (at is None):
         raise UsageError("--fork and --at belong together: type --fork STEPS --at CHECKPOINT")
     if fork is not None and batches is not None:
@@ -49,6 +38,8 @@ def probe(
     if fork is None and seeds is not None:
         raise UsageError("--seeds is for --fork: type --fork STEPS --at CHECKPOINT")
     plan = Plan.of(read(file, sets))
+    from retrain.probe import forks, gradients
+
     # What cannot be compared or continued is reported before anything is loaded.
     if fork is None or at is None:
         gradients.comparable(plan)
@@ -69,8 +60,6 @@ def _progress(text: str) -> None:
 
 
 def _print_gradients(report: Mapping[str, Any]) -> None:
-    from retrain.config.campaign import condition_name
-
     for text in report["notes"]:
         note(text)
     if report["uniform_batches"]:
@@ -96,8 +85,6 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
 
 
 def _print_forks(report: Mapping[str, Any]) -> None:
-    from retrain.config.campaign import condition_name
-
     for text in report["notes"]:
         note(text)
     print(

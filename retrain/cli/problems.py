@@ -1,27 +1,34 @@
 """Describe the problems of a plan for ``explain``: source, number, prompt lengths, an example."""
 
-from __future__ import annotations
-
 import heapq
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from retrain.cli.output import one_line
+from retrain.config import Config
+from retrain.config.tasks import Data
+from retrain.data import Dataset
+from retrain.data.dataset import LONGEST_BY_CHARACTERS, PromptLimit
+from retrain.data.prompts import Renderer, Tools, conversation
+from retrain.environments.build import (
+    askable,
+    context_length,
+    data_of,
+    hosted,
+    longest_completions,
+    parts_of,
+    rooms,
+    tokenizer_of,
+)
 from retrain.environments.protocol import EpisodeFailed
 from retrain.errors import RetrainError, plural
+from retrain.plugins import described
 from retrain.training.estimate import ASSUMED_PROMPT_TOKENS
-
-if TYPE_CHECKING:
-    from retrain.config import Config
-    from retrain.config.tasks import Data
-    from retrain.data import Dataset
-    from retrain.data.dataset import PromptLimit
-    from retrain.data.prompts import Tools
-    from retrain.types import Problem
+from retrain.types import Problem
+from retrain.util.text import one_line
 
 MEASURED = 500
 """Most prompts that are rendered and counted, evenly over the data; all might take minutes."""
@@ -49,13 +56,9 @@ class Problems:
 
 def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     """Read and measure the problems of a plan's runs, which are the same for all of them."""
-    from retrain.plugins import described
-
     # Read once, when the hub's client is first imported; explain contacts nobody.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
-    from retrain.environments.build import askable, context_length, data_of, longest_completions, rooms, tokenizer_of
-
     config = configs[0]
     source, model = one_line(config.environment.provider or config.data.source), one_line(config.model.model)
     assumed = f"not measured, {ASSUMED_PROMPT_TOKENS} tokens are assumed"
@@ -67,24 +70,7 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
         return Problems(
             [("data", f"{source}: not read: {one_line(reason + hint)}"), ("prompts", assumed)], {}, [], False
         )
-    limits, refused, unmeasured, lengths, example = [], "", "", [], ""
-    longest, context = longest_completions(configs), context_length(config)
-    try:
-        limits = _limits(config, *rooms(config, longest, context))
-    except RetrainError as error:
-        refused = str(error)
-    try:
-        tokenizer = tokenizer_of(config)
-        try:
-            data = data if refused else askable(data, config, longest, tokenizer, context)
-        except RetrainError as error:
-            refused = str(error)
-        lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
-    except (RetrainError, EpisodeFailed) as error:
-        unmeasured = str(error)
-    if refused and refused != unmeasured:
-        limits.append(f"training would end at once: {refused}")
-
+    data, limits, unmeasured, lengths, example = _limits_and_prompts(configs, folder, data)
     heldout = f"{len(data.heldout):,} held out" if data.heldout else "none held out"
     lines = [("data", f"{source}: {plural(len(data.train), 'problem')} to train on, {heldout}")]
     lines += [("", one_line(note)) for note in data.notes]
@@ -97,8 +83,33 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
     return Problems(lines, {name: len(problems) for name, problems in data.sets.items()}, lengths)
 
 
+def _limits_and_prompts(
+    configs: Sequence[Config], folder: Path, data: Dataset
+) -> tuple[Dataset, list[str], str, list[int], str]:
+    """Return the problems that fit, the limits of prompts, why prompts cannot be measured ("" if they can), and else
+    their lengths and the first one as text."""
+    config, limits, refused = configs[0], [], ""
+    longest, context = longest_completions(configs), context_length(config)
+    try:
+        limits = _limits(config, *rooms(config, longest, context))
+    except RetrainError as error:
+        refused = str(error)
+    unmeasured, lengths, example = "", [], ""
+    try:
+        tokenizer = tokenizer_of(config)
+        try:
+            data = data if refused else askable(data, config, longest, tokenizer, context)
+        except RetrainError as error:
+            refused = str(error)
+        lengths, example = _measure(tokenizer, config, data, _tools(config, folder, data))
+    except (RetrainError, EpisodeFailed) as error:
+        unmeasured = str(error)
+    if refused and refused != unmeasured:
+        limits.append(f"training would end at once: {refused}")
+    return data, limits, unmeasured, lengths, example
+
+
 def _measured(lengths: list[int], total: int, model: str) -> str:
-    """Describe the measured lengths of some of ``total`` prompts."""
     low, high = min(lengths), max(lengths)
     counted = f"{low} to {high} tokens, half of them at most {round(median(lengths))}"
     number = f"{len(lengths):,}" if len(lengths) < total else "all"
@@ -121,8 +132,6 @@ def _limits(config: Config, training: PromptLimit, heldout: Mapping[str, PromptL
 
 def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
     """Return the JSON schemas of the tools in prompts. Raises PluginMissing or EpisodeFailed."""
-    from retrain.environments.build import hosted
-
     if not config.environment.tools:
         return ()
     episode = hosted(config, folder).start(data.train[0], 0)
@@ -135,9 +144,6 @@ def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
 def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tuple[list[int], str]:
     """Return the token counts of prompts spread over the data, including those with the most characters, and the first
     prompt as text. Raises ModelError when the template refuses a problem."""
-    from retrain.data.dataset import LONGEST_BY_CHARACTERS
-    from retrain.data.prompts import Renderer, conversation
-    from retrain.environments.build import parts_of
 
     def prompt(problem: Problem, section: Data) -> tuple[int, ...]:
         renderer = Renderer(tokenizer, section, config.environment.tools_prompt)

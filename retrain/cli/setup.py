@@ -1,9 +1,11 @@
 """``init``, ``schema``, ``doctor``: prepare for the first run."""
 
+import json
 import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
@@ -13,9 +15,12 @@ from typing import Annotated
 import typer
 
 from retrain import __version__
+from retrain.cli.arguments import argument, option
+from retrain.config import json_schema
 from retrain.device import bfloat16_gain, build_fault
 from retrain.errors import UsageError
 from retrain.extras import EXTRAS
+from retrain.files import dumps
 
 REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
@@ -29,8 +34,6 @@ MARKS = {True: "ok", False: "BAD", None: "-"}
 
 
 class Template(StrEnum):
-    """Files that ``retrain init`` can write."""
-
     quickstart = "quickstart"
     campaign = "campaign"
     gsm8k = "gsm8k"
@@ -48,9 +51,9 @@ def init(
     ] = None,
     template: Annotated[
         Template,
-        typer.Option(
+        option(
             "--template",
-            help="quickstart: minutes on the bundled model; campaign: the five standard conditions; "
+            "quickstart: minutes on the bundled model; campaign: the five standard conditions; "
             "gsm8k: Qwen3-8B on one GPU.",
         ),
     ] = Template.quickstart,
@@ -95,92 +98,84 @@ def schema() -> None:
 
 
 def schema_text() -> str:
-    from retrain.config import json_schema
-    from retrain.files import dumps
-
     return dumps(json_schema(), indent=2) + "\n"
 
 
-ServerModel = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="With --url: the model that the server should hold, by default its own.",
-        show_default=False,
-    ),
-]
-CheckedDevice = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        metavar="auto|cpu|gpu:N",
-        help="Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
-        show_default=False,
-    ),
-]
-CheckedFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--file",
-        metavar="FILE",
-        help="With --device: use the model of this campaign file, with random weights if its own are missing. With "
-        "--url: its model, adapter and section inference.",
-        show_default=False,
-    ),
-]
-ReportFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="With --device: write a full report to this file.", show_default=False),
-]
-ServerUrls = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--url",
-        metavar="URL",
-        help="Prove that this server samples from the trained weights; may be repeated.",
-        show_default=False,
-    ),
-]
-ServerKind = Annotated[
-    str | None, typer.Option("--engine", metavar="vllm|sglang|openai", help="With --url: its kind.", show_default=False)
-]
-
-
 def doctor(
-    model: ServerModel = None,
-    device: CheckedDevice = None,
-    file: CheckedFile = None,
-    report: ReportFile = None,
-    url: ServerUrls = None,
-    engine: ServerKind = None,
+    model: Annotated[
+        str | None, argument("MODEL", "With --url: the model that the server should hold, by default its own.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        option(
+            "--device auto|cpu|gpu:N",
+            "Prove on this device, in about 90 seconds, that sampling, training and resuming are right.",
+        ),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        option(
+            "--file FILE",
+            "With --device: use the model of this campaign file, with random weights if its own are missing. With "
+            "--url: its model, adapter and section inference.",
+        ),
+    ] = None,
+    report: Annotated[Path | None, option("--json FILE", "With --device: write a full report to this file.")] = None,
+    url: Annotated[
+        list[str] | None,
+        option("--url URL", "Prove that this server samples from the trained weights; may be repeated."),
+    ] = None,
+    engine: Annotated[str | None, option("--engine vllm|sglang|openai", "With --url: its kind.")] = None,
 ) -> None:
     """Check this machine: Python, packages, devices, extras, disk.
 
     With --device prove that it computes right, with --url that a server does. Nothing else is contacted.
     """
-    if url:
-        from retrain.cli.doctor import check_servers
+    if not url:
+        refuse_given(
+            {"MODEL": model, "--engine": engine},
+            "{} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000",
+        )
+    elif device is not None or report is not None:
+        raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
+    if url or device is not None:
+        if report is not None:
+            require_writable(report)
+        # Torch reads this when it is imported: its memory profiler warns of earlier allocations.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from retrain.cli.doctor import check_machine, check_servers
 
-        if device is not None or report is not None:
-            raise UsageError("--url checks a server, --device and --json this machine: type one after the other")
-        raise typer.Exit(check_servers(url, engine, model, file))
-    for name, value in (("MODEL", model), ("--engine", engine)):
-        if value is not None:
-            raise UsageError(
-                f"{name} belongs to the check of a server; type: retrain doctor --url http://127.0.0.1:8000"
-            )
-    if device is not None:
-        from retrain.cli.doctor import check_machine
-
-        raise typer.Exit(check_machine(device, file, report))
-    for option, value in (("--file", file), ("--json", report)):
-        if value is not None:
-            raise UsageError(f"{option} belongs to the self-check; type: retrain doctor --device auto {option} {value}")
+        raise typer.Exit(check_servers(url, engine, model, file) if url else check_machine(device or "", file, report))
+    belongs = "{0} belongs to the self-check; type: retrain doctor --device auto {0} {1}"
+    refuse_given({"--file": file, "--json": report}, belongs)
     lines = machine_lines()
     for name, text, good in lines:
         print(f"{MARKS[good]:<3}  {name:<20} {text}")
     if any(good is False for *_, good in lines):
         raise typer.Exit(1)
+
+
+def refuse_given(arguments: Mapping[str, object], message: str) -> None:
+    """Raise UsageError for the first argument that was given; ``message`` gets its name and its value."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UsageError(message.format(name, value))
+
+
+def require_writable(file: Path) -> None:
+    """Raise UsageError if the report cannot be written, or if the file is not an earlier report."""
+    if file.is_dir():
+        raise UsageError(f"{file} is a directory; give a file, such as {file / 'doctor.json'}")
+    if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        raise UsageError(f"{file} cannot be written: {file.parent} is no directory that can be written to")
+    if not file.exists():
+        return
+    try:
+        ours = json.loads(file.read_bytes()).get("kind") == "retrain doctor"
+    except (OSError, ValueError, AttributeError):
+        ours = False
+    if not ours:
+        raise UsageError(f"{file} exists and is no report of retrain doctor; it stays as it is: give another path")
 
 
 def machine_lines() -> list[tuple[str, str, bool | None]]:

@@ -7,11 +7,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from retrain.cli.arguments import AsJson, Plain, Verbose
+from retrain.cli.console import make_console, status_view
+from retrain.cli.follow import Follower, JsonLines
 from retrain.cli.output import print_table
+from retrain.cli.run_status import read_status
 from retrain.errors import UsageError
 from retrain.files import dumps
+from retrain.records.reader import homes_of_runs
 
 LOOK_EVERY_S = 1.0
 HOW_TO_HAVE_RUNS = (
@@ -34,9 +40,6 @@ def status(
 
     Reads their files alone.
     """
-    from retrain.cli.run_status import read_status
-    from retrain.records.reader import homes_of_runs
-
     if not directory.is_dir():
         problem = "is not a directory" if directory.exists() else "does not exist"
         raise UsageError(f"no runs to show: {directory} {problem}; {HOW_TO_HAVE_RUNS}")
@@ -55,11 +58,6 @@ def status(
 
 
 def _print_views(reports: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from retrain.cli.console import status_view
-
     console = Console()
     for report in reports:
         console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
@@ -75,9 +73,6 @@ def _print_status_table(reports: Sequence[dict[str, Any]]) -> None:
 
 def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
     """Print events until every run has ended; Ctrl-C ends it earlier with exit status 0."""
-    from retrain.cli.console import make_console
-    from retrain.cli.follow import Follower, JsonLines
-
     observer = JsonLines(sys.stdout) if as_json else make_console(plain=plain, verbose=verbose)
     follower = Follower(directory, observer)
     try:

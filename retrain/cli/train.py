@@ -1,15 +1,17 @@
 """``train``, ``resume``, ``squeeze``: commands that compute."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
+import tomli
 import typer
 
+from retrain.campaign.planning.changes import Approval
+from retrain.campaign.planning.manifest import CampaignOutcome
+from retrain.campaign.planning.plan import Plan
 from retrain.cli.arguments import (
     AcceptChanges,
     Address,
@@ -22,28 +24,29 @@ from retrain.cli.arguments import (
     Sets,
     Verbose,
     WorkerCount,
+    argument,
     executor_sets,
+    option,
     output_path,
     read,
     require_directory,
 )
+from retrain.cli.console import lasting_streams, make_console
+from retrain.cli.explain import print_explanation
 from retrain.cli.output import print_squeeze, print_tables_of
 from retrain.device import torchrun_rank
 from retrain.errors import UsageError
 from retrain.files import dumps
-
-if TYPE_CHECKING:
-    from retrain.campaign.controller import CampaignOutcome
-    from retrain.campaign.planning.changes import Approval
-    from retrain.records.observer import Observer
+from retrain.records.observer import Observer
+from retrain.records.registry import OFF, ON
+from retrain.records.trackers import wandb_upload_command
+from retrain.util.mirror import Mirror
+from retrain.util.session import ENDINGS
+from retrain.util.text import visible
 
 
 def finish(plain: bool, action: Callable[[Observer], CampaignOutcome], verbose: bool = False) -> None:
     """Run ``action`` under a console, print the outcome, and exit with its status."""
-    from retrain.cli.console import lasting_streams, make_console
-    from retrain.records.trackers import wandb_upload_command
-    from retrain.util.session import ENDINGS
-
     started = time.time()
     with lasting_streams():  # a closed terminal does not end the training
         observer = make_console(plain=plain, verbose=verbose)
@@ -66,7 +69,7 @@ def train(
     sets: Sets = None,
     out: Out = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be trained and written (as explain does) and stop.")
+        bool, option("--dry-run", "Print what would be trained and written (as explain does) and stop.")
     ] = False,
     retry_failed: RetryFailed = False,
     accept_changes: AcceptChanges = False,
@@ -74,8 +77,7 @@ def train(
     workers: WorkerCount = None,
     address: Address = None,
     no_registry: Annotated[
-        bool,
-        typer.Option("--no-registry", help="Leave the declaration out of registry.jsonl beside DIR; outputs say so."),
+        bool, option("--no-registry", "Leave the declaration out of registry.jsonl beside DIR; outputs say so.")
     ] = False,
     plain: Plain = False,
     verbose: Verbose = False,
@@ -84,7 +86,6 @@ def train(
 
     Started again on the same file, it continues; finished runs are not repeated, unless the file asks for more steps.
     """
-
     follow_torchrun(dry_run)
     how = executor_sets(executor, workers, address)
     if how and is_run_file(file):
@@ -93,13 +94,9 @@ def train(
         )
     loaded = read(file, [*(sets or ()), *how])
     if dry_run:
-        from retrain.campaign.planning.plan import Plan
-        from retrain.cli.explain import print_explanation
-
         print_explanation(Plan.of(loaded, out))
         return
     from retrain.campaign.controller import launch
-    from retrain.records.registry import OFF, ON
 
     registry = OFF if no_registry else ON
     finish(
@@ -119,9 +116,6 @@ def follow_torchrun(nothing: bool = False) -> None:
 
 
 def is_run_file(file: Path) -> bool:
-    """Return whether a file can be read and has no section [campaign]."""
-    import tomli
-
     try:
         return "campaign" not in tomli.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
@@ -130,21 +124,13 @@ def is_run_file(file: Path) -> bool:
 
 def resume(
     directory: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR",
-            help="Directory of a run or campaign, as train prints it, or the URL of its copy.",
-            show_default=False,
-        ),
+        str, argument("DIR", "Directory of a run or campaign, as train prints it, or the URL of its copy.")
     ],
     sets: Sets = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            parser=output_path,
-            help="With a URL: directory to download the copy to; without it logs/ and its name.",
+        option(
+            "--out DIR", "With a URL: directory to download the copy to; without it logs/ and its name.", output_path
         ),
     ] = None,
     retry_failed: RetryFailed = False,
@@ -160,18 +146,16 @@ def resume(
     Finished ones continue with more steps (--set training.max_steps=…).
     """
     follow_torchrun()
-    from retrain.campaign.controller import resume as go_on
-
     path = Path(directory)
     if "://" in directory:
-        from retrain.util.mirror import Mirror
-
         path = out or Path("logs", directory.rstrip("/").rpartition("/")[2])
         Mirror(directory, path).fetch()
         print(f"{directory} is in {path} now")
     elif out is not None:
         raise UsageError(f"{directory} continues in place: leave out --out, which is for the copy at a URL")
     require_directory(path)
+    from retrain.campaign.controller import resume as go_on
+
     changed = [*(sets or ()), *executor_sets(executor, workers, address)]
     finish(
         plain,
@@ -182,8 +166,6 @@ def resume(
 
 def approval(accept: bool, observer: Observer) -> Approval:
     """Return who approves differences from a directory's records: the option, else the person at the terminal."""
-    from retrain.campaign.planning.changes import Approval
-    from retrain.util.text import visible
 
     def ask(lines: list[str]) -> bool:
         observer.close()
@@ -197,30 +179,21 @@ def approval(accept: bool, observer: Observer) -> Approval:
 
 
 def squeeze(
-    directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="A run, campaign, checkpoint or adapter directory.", show_default=False),
-    ],
-    to: Annotated[
-        int | None, typer.Option("--to", metavar="RANK", min=1, help="Write an adapter compressed to this rank.")
-    ] = None,
+    directory: Annotated[Path, argument("DIR", "A run, campaign, checkpoint or adapter directory.")],
+    to: Annotated[int | None, option("--to RANK", "Write an adapter compressed to this rank.", min=1)] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            parser=output_path,
-            help="Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
+        option(
+            "--out DIR",
+            "Where the compressed adapter goes; without it squeeze/rank_RANK beside the adapter.",
+            output_path,
         ),
     ] = None,
     steps: Annotated[
-        int | None,
-        typer.Option(
-            "--continue", metavar="STEPS", min=1, help="Train the compressed adapter this many steps at its new rank."
-        ),
+        int | None, option("--continue STEPS", "Train the compressed adapter this many steps at its new rank.", min=1)
     ] = None,
     pattern: Annotated[
-        bool, typer.Option("--pattern", help="A rank for each module, with the total energy of RANK everywhere.")
+        bool, option("--pattern", "A rank for each module, with the total energy of RANK everywhere.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -228,8 +201,6 @@ def squeeze(
 
     Compresses with --to, and trains the compressed adapter on with --continue.
     """
-    from retrain.adapters.squeeze import squeeze as squeeze_directory
-
     require_directory(directory)
     if pattern and (to is None or steps is not None):
         raise UsageError("--pattern says how --to compresses: type --to RANK --pattern, without --continue")
@@ -240,7 +211,9 @@ def squeeze(
         from retrain.campaign.controller import launch
 
         finish(False, lambda observer: launch(*continuation(directory, to, steps, out), observer))
-    report: dict[str, Any] = squeeze_directory(directory, to, out, pattern)
+    from retrain.adapters.squeeze import squeeze as squeeze_directory
+
+    report = squeeze_directory(directory, to, out, pattern)
     if as_json:
         print(dumps(report, indent=2))
     else:

@@ -3,24 +3,24 @@
 import sys
 from typing import Annotated, Any
 
-import typer
-
-from retrain.cli.arguments import AsJson, ConfigFile, Sets, read
-from retrain.cli.output import approximate_duration, note, one_line, print_record, print_text
+from retrain.campaign.planning.plan import Plan
+from retrain.campaign.planning.references import check
+from retrain.cli.arguments import AsJson, ConfigFile, Sets, option, read
+from retrain.cli.output import note, print_record, print_text
+from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
 from retrain.files import dumps
+from retrain.util.text import approximate_duration, one_line
 
 
 def try_(
     file: ConfigFile,
-    problems: Annotated[int, typer.Option("--problems", metavar="N", min=1, help="How many problems.")] = 4,
+    problems: Annotated[int, option("--problems N", "How many problems.", min=1)] = 4,
     samples: Annotated[
-        int | None,
-        typer.Option("--samples", metavar="N", min=1, help="Answers to each; without it 4, or the group size."),
+        int | None, option("--samples N", "Answers to each; without it 4, or the group size.", min=1)
     ] = None,
     condition: Annotated[
-        str | None,
-        typer.Option("--condition", metavar="LABEL", help="Which condition of a campaign; without it the first."),
+        str | None, option("--condition LABEL", "Which condition of a campaign; without it the first.")
     ] = None,
     sets: Sets = None,
     as_json: AsJson = False,
@@ -29,15 +29,12 @@ def try_(
 
     Problems and answers are those of the first step. Exit status 1 if the reward grades none of the answers.
     """
-    from retrain.campaign.planning.plan import Plan
-    from retrain.campaign.planning.references import check
-    from retrain.cli.trial_run import others, trial
-    from retrain.config.campaign import condition_name
+    plan = check(Plan.of(read(file, sets)), places=False)
+    from retrain.probe.trial import others, trial
 
-    plan = Plan.of(read(file, sets))
     for label in map(condition_name, others(plan, condition)):
         note(f"{label} has another reward or sampling: type --condition '{label}'")
-    report = trial(check(plan, places=False), problems, samples, condition, note)
+    report = trial(plan, problems, samples, condition, note)
     if as_json:
         print(dumps({"file": str(file), **report}, indent=2))
     elif sys.stdout.isatty():
@@ -81,7 +78,6 @@ def print_trial(report: dict[str, Any]) -> None:
 
 
 def print_trial_lines(report: dict[str, Any]) -> None:
-    """Print the trial for scripts: one line for each prompt, answer and total."""
     print_record("run", run=report["run"], seed=report["seed"], model=report["model"])
     for number, prompt in enumerate(report["prompts"], start=1):
         facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
@@ -98,7 +94,6 @@ def print_trial_lines(report: dict[str, Any]) -> None:
 
 
 def sample_text(sample: dict[str, Any]) -> str:
-    """Return the reward of one answer, and how it was computed."""
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
     took = seconds_text(sample["seconds"])
     if sample["reward"] is None:
@@ -116,7 +111,6 @@ def sample_text(sample: dict[str, Any]) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Format a number with at most four digits."""
     return "none" if value is None else f"{value:.4g}"
 
 

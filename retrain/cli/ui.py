@@ -1,40 +1,28 @@
 """``ui``: serve a local web page over directories of runs."""
 
-from __future__ import annotations
-
 import secrets
 import socket
+import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import typer
-
-from retrain.cli.arguments import output_path
+from retrain.cli.arguments import argument, option, output_path
+from retrain.cli.output import note
 from retrain.extras import is_installed, missing
-
-if TYPE_CHECKING:
-    from retrain.ui.library import Library
+from retrain.util.addresses import is_local
 
 PORT = 8571
 
 
 def ui(
     directories: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="DIR...", help="Campaigns, runs, or directories of those; logs without any.", show_default=False
-        ),
+        list[Path] | None, argument("DIR...", "Campaigns, runs, or directories of those; logs without any.")
     ] = None,
-    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes a free port.")] = PORT,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; other machines need a token.")
-    ] = "127.0.0.1",
-    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    port: Annotated[int, option("--port N", "0 takes a free port.", min=0, max=65535)] = PORT,
+    host: Annotated[str, option("--host ADDRESS", "Where to listen; other machines need a token.")] = "127.0.0.1",
+    browser: Annotated[bool, option("--open", "Open the page in a browser.")] = False,
     bundle: Annotated[
-        Path | None,
-        typer.Option(
-            "--bundle", metavar="OUT", parser=output_path, help="Write a copy that opens without a server, and end."
-        ),
+        Path | None, option("--bundle OUT", "Write a copy that opens without a server, and end.", output_path)
     ] = None,
 ) -> None:
     """Show campaigns and runs on a local web page, live.
@@ -46,42 +34,30 @@ def ui(
         if not is_installed(module):
             raise missing("retrain ui", module, "ui")
     from retrain.serving.listening import HttpServer, listening_socket
-    from retrain.ui.library import Library
-    from retrain.ui.numbers import Pool, cache_directory
-    from retrain.ui.places import Places
-    from retrain.ui.server import app_of
-    from retrain.util.addresses import is_local
+    from retrain.ui import bundle as copies
+    from retrain.ui import library, numbers, places, server
 
-    library = Library(Places(directories or [Path("logs")]), Pool(cache_directory()))
+    pages = library.Library(places.Places(directories or [Path("logs")]), numbers.Pool(numbers.cache_directory()))
     if bundle is not None:
-        write_copy(library, bundle)
+        size = copies.write_bundle(pages, bundle, lambda done, of: note(f"copied {done} of {of}"))
+        print(f"{bundle / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")
         return
     token = None if is_local(host) else secrets.token_urlsafe(24)
     with listening_socket(host, port) as bound:
         url = address_of(bound, token)
-        server: HttpServer | None = None
+        http: HttpServer | None = None
 
         def ready() -> None:
             print(f"retrain ui at {url}", flush=True)
             if browser:
-                import webbrowser
-
                 webbrowser.open(url)
 
-        app = app_of(
-            library, host=host, port=bound.getsockname()[1], token=token,
-            closing=lambda: server is not None and server.should_exit,
+        app = server.app_of(
+            pages, host=host, port=bound.getsockname()[1], token=token,
+            closing=lambda: http is not None and http.should_exit,
         )  # fmt: skip
-        server = HttpServer(app, ready)
-        server.run(sockets=[bound])
-
-
-def write_copy(library: Library, out: Path) -> None:
-    from retrain.cli.output import note
-    from retrain.ui.bundle import write_bundle
-
-    size = write_bundle(library, out, lambda done, of: note(f"copied {done} of {of}"))
-    print(f"{out / 'index.html'}: {size / 1e6:.1f} MB, opens in any browser without a server")
+        http = HttpServer(app, ready)
+        http.run(sockets=[bound])
 
 
 def address_of(bound: socket.socket, token: str | None) -> str:

@@ -1,1 +1,1 @@
-"""Comparisons of a file's conditions before its campaign: gradients on the same rollouts, and forks of one run."""
+"""Looks at a file's conditions before its campaign: gradients on the same rollouts, forks of one run, first answers."""

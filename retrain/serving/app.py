@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrain import __version__
 from retrain.serving import chat, completions, tokens
-from retrain.serving.answers import model_card
 from retrain.serving.refusal import ServingError
 from retrain.serving.schema import LoadBody, UnloadBody, read
 from retrain.serving.service import Service
@@ -44,7 +43,7 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
             route("/v1/load_lora_adapter", load_adapter, "POST"),
             route("/v1/unload_lora_adapter", unload_adapter, "POST"),
         ],
-        exception_handlers={ServingError: _refused, HTTPException: _http, ClientDisconnect: _gone, Exception: _failed},
+        exception_handlers=dict.fromkeys((ServingError, HTTPException, ClientDisconnect, Exception), _refused),
     )
     app.router.redirect_slashes = False
     app.add_middleware(Gate, api_key=api_key, max_body=service.max_body)
@@ -69,7 +68,8 @@ class Gate:
         limit = MAX_UPLOAD if scope["path"] == "/v1/load_lora_adapter" else self.max_body
         too_long = ServingError(413, f"the body has more than {limit} bytes, the limit of {scope['path']}")
         seen = 0
-        if declared(scope) > limit:
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > limit:
             await _answer(too_long)(scope, receive, send)
             return
 
@@ -97,32 +97,20 @@ class Gate:
                 raise ServingError(415, "send JSON, with Content-Type: application/json")
 
 
-def declared(scope: Scope) -> int:
-    length = dict(scope["headers"]).get(b"content-length", b"")
-    return int(length) if length.isdigit() else 0
-
-
 def _answer(refusal: ServingError) -> JSONResponse:
     return JSONResponse(refusal.body(), refusal.status, refusal.headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServingError)
-    return _answer(error)
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    said = {404: f"there is no {request.url.path}", 405: f"{request.url.path} takes no {request.method}"}
-    return _answer(ServingError(error.status_code, said.get(error.status_code, str(error.detail))))
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client has disconnected
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    return _answer(ServingError(500, "internal error: see the server's log"))
+    """Return the answer to a request that has raised an error."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        path, status = request.url.path, error.status_code
+        texts = {404: f"there is no {path}", 405: f"{path} takes no {request.method}"}
+        return _answer(ServingError(status, texts.get(status, str(error.detail))))
+    internal = ServingError(500, "internal error: see the server's log")
+    return _answer(error if isinstance(error, ServingError) else internal)
 
 
 async def health(service: Service, request: Request) -> Response:
@@ -134,7 +122,18 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def models(service: Service, request: Request) -> Response:
-    cards = [model_card(served, service.base.context_length) for served in service.served.values()]
+    cards = [
+        {
+            "id": served.name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "retrain",
+            "root": served.root,
+            "parent": served.parent,
+            "max_model_len": service.base.context_length,
+        }
+        for served in service.served.values()
+    ]
     return JSONResponse({"object": "list", "data": cards})
 
 

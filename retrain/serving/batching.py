@@ -52,16 +52,21 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Piece:
-    """Tokens of a generation since the last piece. ``finish_reason`` is None while it continues; ``failed`` is the
-    error that ended it. ``stop_reason`` is the requested stop text or token that ended it."""
+    """Tokens of a generation since the last piece, or all of them. ``finish_reason`` is None while it continues;
+    ``failed`` is the error that ended it. ``stop_reason`` is the requested stop text or token that ended it."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     failed: ServingError | None = None
+
+    def add(self, piece: "Piece") -> None:
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 @dataclass(eq=False)
@@ -169,8 +174,7 @@ class Batcher:
                 unfinished = [*self._active, *self._waiting]
                 tasks = list(self._tasks)
                 self._active, self._waiting, self._tasks = [], deque(), deque()
-            for generation in unfinished:
-                generation.deliver(Piece((), (), failed=ServingError(500, "the engine has failed")))
+            _fail(unfinished, 500, "the engine has failed")
             for _, future in tasks:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(ServingError(500, "the engine has failed"))
@@ -199,21 +203,16 @@ class Batcher:
         """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
         with self._changed:  # includes generations that have not begun
-            late = [each for each in self._waiting if each.cancelled or each.deadline < now]
-            if late:
-                self._waiting = deque(each for each in self._waiting if not (each.cancelled or each.deadline < now))
-        late += [each for each in self._active if each.cancelled or each.deadline < now]
-        for each in late:
-            if not each.cancelled:
-                each.deliver(Piece((), (), failed=ServingError(504, "the completion has taken too long")))
-        self._leave(late)
+            gone = {each for each in (*self._active, *self._waiting) if each.cancelled or each.deadline < now}
+            self._waiting = deque(each for each in self._waiting if each not in gone)
+        _fail((each for each in gone if not each.cancelled), 504, "the completion has taken too long")
+        self._leave(gone)
 
     def _leave(self, gone: Iterable[GenerationState]) -> None:
         removed = set(gone)
-        if removed:
-            self._active = [each for each in self._active if each not in removed]
-            for each in removed:
-                self.engine.sequence_cache.drop(each.served.ref, (each.number,))
+        self._active = [each for each in self._active if each not in removed]
+        for each in removed:
+            self.engine.sequence_cache.drop(each.served.ref, (each.number,))
 
     def _withdraw(self) -> None:
         with self._changed:
@@ -230,10 +229,7 @@ class Batcher:
                 answers = self.engine.sample([request for request, _ in requests])
             except Exception:
                 traceback.print_exc()
-                for generation in batch:
-                    generation.deliver(
-                        Piece((), (), failed=ServingError(500, "sampling this batch failed: see the server's log"))
-                    )
+                _fail(batch, 500, "sampling this batch failed: see the server's log")
                 self._leave(batch)
                 continue
             ended = []
@@ -243,9 +239,9 @@ class Batcher:
                         piece = self._piece(generation, action)
                     except Exception:  # affects this generation only
                         traceback.print_exc()
-                        piece = Piece(
-                            (), (), "error", failed=ServingError(500, "decoding this completion failed: see the log")
-                        )
+                        _fail([generation], 500, "decoding this completion failed: see the log")
+                        ended.append(generation)
+                        continue
                     if piece.finish_reason is not None:
                         ended.append(generation)
                     generation.deliver(piece)
@@ -272,24 +268,14 @@ class Batcher:
         for generation in batch:
             sampling = generation.sampling
             limit = min(generation.remaining_tokens, self.piece_tokens)
-            key: Any = generation
-            if not generation.token_ids:
-                key = (
-                    generation.served.ref,
-                    generation.prompt_ids,
-                    limit,
-                    sampling.temperature,
-                    sampling.top_p,
-                    sampling.top_k,
-                    sampling.min_p,
-                )
-            alike.setdefault(key, []).append(generation)
+            distribution = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+            begins = (generation.served.ref, generation.prompt_ids, limit, distribution)
+            alike.setdefault(generation if generation.token_ids else begins, []).append(generation)
         for generations in alike.values():
             first = generations[0]
             sampling, limit = first.sampling, min(first.remaining_tokens, self.piece_tokens)
-            go_on = any(
-                limit < generation.remaining_tokens or generation.sampling.ignore_eos for generation in generations
-            )
+            go_on = any(limit < each.remaining_tokens or each.sampling.ignore_eos for each in generations)
+            sequences = tuple((each.number,) for each in generations) if go_on and self.engine.fast else ()
             request = SampleRequest(
                 first.served.ref,
                 (*first.prompt_ids, *first.token_ids),
@@ -300,10 +286,8 @@ class Batcher:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
-                sequences=tuple((generation.number,) for generation in generations)
-                if go_on and self.engine.fast
-                else (),
-                streams=tuple(generation.stream for generation in generations),
+                sequences=sequences,
+                streams=tuple(each.stream for each in generations),
                 drawn=len(first.token_ids),
             )
             yield request, generations
@@ -340,3 +324,9 @@ class Batcher:
                 del generation.token_ids[end:]
                 return min(matches, key=lambda each: each[0])[1]
         return None
+
+
+def _fail(generations: Iterable[GenerationState], status: int, message: str) -> None:
+    """Deliver an error as the last piece of the generations."""
+    for generation in generations:
+        generation.deliver(Piece(failed=ServingError(status, message)))

@@ -5,9 +5,21 @@ rejected, not ignored.
 """
 
 import json
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from retrain.serving.refusal import ServingError
 
@@ -37,6 +49,9 @@ NOT_SUPPORTED = {
 Model = TypeVar("Model", bound="Body")
 Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
@@ -45,16 +60,123 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
+def _unicode(text: str) -> str:
+    """Return the text. Raises PydanticCustomError for a lone surrogate, which tokenizers reject."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError("surrogate", "contains a lone surrogate: send valid Unicode") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+def _joined(content: Any) -> Any:
+    """Return the content of a message as one text, which every template takes."""
+    if isinstance(content, list):
+        return "\n".join(TextPart.model_validate(part).text for part in content)
+    return "" if content is None else content
+
+
+def _arguments(arguments: Any) -> Any:
+    """Return the arguments of a call, which OpenAI's API has as JSON text, as an object."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise PydanticCustomError("json", "arguments are no JSON") from error
+
+
+class CalledFunction(Body):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+
+
+class ToolCall(Body):
+    id: str | None = ""
+    type: str = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """A message as templates expect it: text content, arguments of calls as JSON values."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[Text, BeforeValidator(_joined)] = ""
+    name: Text | None = None
+    tool_call_id: Text | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_validator(mode="after")
+    def check_calls(self) -> "Message":
+        self.tool_calls = self.tool_calls or None
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only an assistant's message can have tool_calls")
+        return self
+
+
+class ToolParameters(Body):
+    properties: dict[str, dict[str, Any]] | None = None
+
+
+class ToolFunction(Body):
+    name: str
+    parameters: ToolParameters | None = None
+
+
+class ToolSchema(Body):
+    function: ToolFunction
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return the tool as it was sent, which is what the template renders, after checking it."""
+    ToolSchema.model_validate(tool)
+    return tool
+
+
+Tools = list[Annotated[dict[str, Any], AfterValidator(_tool)]]
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+def _prompt(prompt: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return the prompt. Raises ServingError with one message in place of one for each form."""
+    try:
+        return validate(prompt)
+    except ValidationError as error:
+        message = "prompt must be a text of valid Unicode, token ids, or a list of texts or of lists of token ids"
+        raise ServingError(400, message, "prompt") from error
+
+
+Prompt = Annotated[
+    Text | Annotated[list[Text] | list[int] | list[list[int]], Field(min_length=1)], WrapValidator(_prompt)
+]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = False
 
 
+class ResponseFormat(Body):
+    type: str | None = None
+
+
 class SamplingBody(Body):
+    model_config = ConfigDict(extra="allow")  # for the fields that are not supported
+
     model: Name | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = 1.0
@@ -65,102 +187,89 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
-    user: str | None = None
-    # Not supported: refused unless they have no effect.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    use_beam_search: bool | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    logprob_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def check(self) -> None:
+    @model_validator(mode="after")
+    def check(self) -> "SamplingBody":
+        """Raise ServingError for fields that are not supported, and for those that contradict each other."""
         for name, neutral in NOT_SUPPORTED.items():
-            value = getattr(self, name, None)
+            value = (self.model_extra or {}).get(name)
             if value is not None and value not in neutral:
                 raise ServingError(400, f"{name} is not supported: leave it out", name)
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise ServingError(400, "only response_format of type text is supported", "response_format")
-        if self.stream_options is not None and not self.stream:
-            raise ServingError(400, "stream_options can only be given with stream = true", "stream_options")
-        if len(self.stops) > MAX_STOPS or len(self.stop_token_ids or ()) > MAX_STOPS:
-            raise ServingError(400, f"more than {MAX_STOPS} stops", "stop")
-        if "" in self.stops:
-            raise ServingError(400, "stop has an empty string, which would end every completion", "stop")
-        if self.temperature == 0 and (self.n or 1) > 1:
-            raise ServingError(400, "n must be 1 with temperature 0: all choices would be the same", "n")
+        is_plain = self.response_format is None or self.response_format.type == "text"
+        stop_count = max(len(self.stops), len(self.stop_token_ids or ()))
+        _refuse(not is_plain, "response_format", "only response_format of type text is supported")
+        _refuse(
+            self.stream_options is not None and not self.stream,
+            "stream_options",
+            "stream_options can only be given with stream = true",
+        )
+        _refuse(stop_count > MAX_STOPS, "stop", f"more than {MAX_STOPS} stops")
+        _refuse("" in self.stops, "stop", "stop has an empty string, which would end every completion")
+        _refuse(
+            self.temperature == 0 and (self.n or 1) > 1,
+            "n",
+            "n must be 1 with temperature 0: all choices would be the same",
+        )
+        return self
+
+
+def _refuse(wrong: bool, param: str, message: str) -> None:
+    if wrong:
+        raise ServingError(400, message, param)
 
 
 class CompletionBody(SamplingBody):
-    prompt: Any = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt: Prompt
+    max_tokens: TokenId | None = 16
+    logprobs: LogprobCount | None = None
     echo: bool | None = False
     add_special_tokens: bool | None = True
-    suffix: str | None = None
     best_of: int | None = None
 
-    def check(self) -> None:
-        super().check()
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ServingError(400, "best_of is not supported: leave it out", "best_of")
-        if self.max_tokens == 0 and not self.echo:
-            raise ServingError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
+    @model_validator(mode="after")
+    def check_completion(self) -> "CompletionBody":
+        several = self.best_of is not None and self.best_of != (self.n or 1)
+        _refuse(several, "best_of", "best_of is not supported: leave it out")
+        nothing = self.max_tokens == 0 and not self.echo
+        _refuse(nothing, "max_tokens", "max_tokens must be at least 1, unless echo is true")
+        return self
 
-    def prompts(self) -> list[Any]:
-        """Return the prompts, either all texts or all lists of token ids. Raises ServingError."""
-        given = [self.prompt] if isinstance(self.prompt, str) or _are_all(self.prompt, int) else self.prompt
-        if _are_all(given, str) or (_are_all(given, list) and all(_are_all(each, int) or not each for each in given)):
-            return given
-        raise ServingError(
-            400, "prompt must be a text, token ids, or a list of texts or of lists of token ids", "prompt"
-        )
-
-
-def _are_all(values: Any, kind: type) -> bool:
-    """Return whether this is a list whose values all have exactly this type (a bool is not an int)."""
-    return isinstance(values, list) and bool(values) and all(type(each) is kind for each in values)
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, either all texts or all lists of token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # pyright: ignore[reportReturnType]
 
 
 class ChatBody(SamplingBody):
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: LogprobCount | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None
     add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = False
     echo: bool | None = False
 
-    def check(self) -> None:
-        super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise ServingError(400, "top_logprobs needs logprobs = true", "top_logprobs")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ServingError(400, 'tool_choice must be "none" or "auto": no call can be forced', "tool_choice")
-        if self.echo:
-            raise ServingError(400, "echo is not supported: leave it out", "echo")
-        if self.add_generation_prompt is False:
-            raise ServingError(400, "add_generation_prompt must be true", "add_generation_prompt")
+    @model_validator(mode="after")
+    def check_chat(self) -> "ChatBody":
+        _refuse(bool(self.top_logprobs) and not self.logprobs, "top_logprobs", "top_logprobs needs logprobs = true")
+        is_forced = self.tool_choice not in (None, "none", "auto")
+        _refuse(is_forced, "tool_choice", 'tool_choice must be "none" or "auto": no call can be forced')
+        _refuse(bool(self.echo), "echo", "echo is not supported: leave it out")
+        _refuse(self.add_generation_prompt is False, "add_generation_prompt", "add_generation_prompt must be true")
+        return self
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
+    def offered(self) -> Tools:
         return [] if self.tool_choice == "none" else self.tools or []
 
 
@@ -182,9 +291,9 @@ class TokenizeBody(Body):
     """``/tokenize`` of a text, or of messages."""
 
     model: Name | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool | None = False
@@ -192,7 +301,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: Name | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: list[TokenId]
 
 
 def read(kind: type[Model], raw: bytes) -> Model:
@@ -216,12 +325,3 @@ def read(kind: type[Model], raw: bytes) -> Model:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def plain_text(text: str, param: str) -> str:
-    """Return the text. Raises ServingError for a lone surrogate, which tokenizers reject."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ServingError(400, f"{param} contains a lone surrogate: send valid Unicode", param) from error
-    return text

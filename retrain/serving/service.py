@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,19 +34,6 @@ MIN_BODY = 1 << 20
 """Smallest limit of a request body in bytes, whatever the model: enough for several prompts and the other fields."""
 MAX_BODY = 1 << 30
 JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a token: `\u00e9`
-
-
-@dataclass(eq=False)
-class CompletionTokens:
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, piece: Piece) -> None:
-        self.token_ids += piece.token_ids
-        self.logprobs += piece.logprobs
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class Service:
@@ -254,8 +240,8 @@ class GenerationSet:
         finally:
             self.cancel()
 
-    async def all(self) -> list[CompletionTokens]:
-        drawn = [CompletionTokens() for _ in self.generations]
+    async def all(self) -> list[Piece]:
+        drawn = [Piece() for _ in self.generations]
         async for number, piece in self.iter_pieces():
             drawn[number].add(piece)
         return drawn

@@ -1,6 +1,7 @@
 """Cancel generations whose client disconnects."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
@@ -8,11 +9,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from retrain.serving.answers import END, event
 from retrain.serving.refusal import ServingError
 from retrain.serving.service import GenerationSet
 
 T = TypeVar("T")
+END = b"data: [DONE]\n\n"  # The last event of a stream
 
 
 async def cancel_on_disconnect(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -51,7 +52,11 @@ class Events(StreamingResponse):
 async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     try:
         async for chunk in chunks:
-            yield event(chunk)
+            yield _event(chunk)
     except ServingError as refusal:  # the status has already been sent
-        yield event(refusal.body())
+        yield _event(refusal.body())
     yield END
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"

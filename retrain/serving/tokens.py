@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from retrain.serving.chat import rendered
 from retrain.serving.refusal import ServingError
-from retrain.serving.schema import DetokenizeBody, TokenizeBody, plain_text, read
+from retrain.serving.schema import DetokenizeBody, TokenizeBody, read
 from retrain.serving.service import Service
 
 
@@ -32,7 +32,6 @@ def _tokens(tokenizer: Any, body: TokenizeBody, context: int) -> Response:
 
 
 def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    plain_text(text, "prompt")
     return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 

@@ -110,3 +110,42 @@ def p_words(p: float) -> str:
     """Format a p-value for a sentence: `p = 0.017`, or `p < 0.0001`."""
     said = probability(p)
     return f"p {said}" if said.startswith("<") else f"p = {said}"
+
+
+def count(number: float) -> str:
+    """Format 1234567 as "1.2 M"."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def size(number: float) -> str:
+    """Format bytes as "1.5 GiB"."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
+        if number >= limit:
+            return f"{number / limit:.3g} {unit}"
+    return f"{number / 2**10:.3g} KiB"
+
+
+def approximate_duration(seconds: float) -> str:
+    """Format seconds as "40 s", "12 min", "3.5 h" or "12 days"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.0f} days"
+
+
+_CONTROL = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_ESCAPES = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *range(0xD800, 0xE000), 0xFEFF)
+}
+_ESCAPES |= {ord("\n"): "\\n", ord("\t"): "\\t"}
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` on one line, safe for a terminal: control and invisible characters are escaped."""
+    return text.translate(_ESCAPES)

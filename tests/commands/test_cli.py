@@ -12,12 +12,11 @@ from helpers.campaigns import run_cli
 
 from retrain import __version__, device
 from retrain.cli import setup
-from retrain.cli.app import app
+from retrain.cli.app import COMMANDS, FUNCTIONS, command_of
 
 ROOT = Path(__file__).parents[2]
 CAMPAIGNS = sorted((ROOT / "campaigns").glob("*.toml"))
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.toml"))
-COMMANDS = {command.name or command.callback.__name__: command.callback for command in app.registered_commands}
 
 
 def refusal(*arguments: str | Path) -> str:
@@ -34,7 +33,7 @@ def refusal(*arguments: str | Path) -> str:
     (["train", "a.toml", "--bogus"], "error: No such option: --bogus"),
     (["--bogus"], "error: No such option: --bogus. For help type: retrain --help"),
     (["squeeze", "logs", "--to", "0"], "error: Invalid value for '--to': "),
-    *(([name, "--bogus"], "error: No such option: --bogus") for name in COMMANDS),
+    *(([name, "--bogus"], "error: No such option: --bogus") for name in FUNCTIONS),
 ])  # fmt: skip
 def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
     result = run_cli(*arguments, prog_name="retrain")
@@ -46,11 +45,12 @@ def test_wrong_usage_is_one_plain_line_and_status_2(arguments, line):
 
 def test_version_and_help_of_every_command():
     assert run_cli("--version").output == f"retrain {__version__}\n"
-    for name, callback in COMMANDS.items():
+    first_lines = {path: line for commands in COMMANDS.values() for path, line in commands.items()}
+    for name, path in FUNCTIONS.items():
         result = run_cli(name, "--help")
         assert result.exit_code == 0
-        (first, *_) = callback.__doc__.split("\n\n")
-        assert " ".join(first.split()) in " ".join(result.output.split())
+        assert command_of(name).help.partition("\n\n")[0] == first_lines[path]
+        assert first_lines[path] in " ".join(result.output.split())
         assert "default: (" not in result.output
 
 

@@ -8,11 +8,11 @@ from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quie
 from helpers.records import HOSTILE
 
 from retrain.campaign.planning.plan import Plan
-from retrain.cli import trial_run as trying
 from retrain.cli.output import print_record
 from retrain.cli.trial import print_trial
 from retrain.config import load
 from retrain.files import read_jsonl
+from retrain.probe.trial import others
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
@@ -105,7 +105,7 @@ def test_a_reward_that_always_fails_is_found(home, function, reason, monkeypatch
 def test_conditions_are_chosen_by_label(home):
     head = TWO_CONDITIONS + '"training.temperature" = 0.5\n"training.max_tokens" = 3\n'
     path = file(home, name="campaign", head=head)
-    (other,) = trying.others(Plan.of(load(path)), None)
+    (other,) = others(Plan.of(load(path)), None)
     second = run_cli("try", path, "--problems", "1", "--json", "--condition", other)
     assert json.loads(second.stdout)["run"] == f"{other}_s1"
     assert json.loads(second.stdout)["verdict"]["max_tokens"] == 3

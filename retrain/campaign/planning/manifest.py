@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -325,6 +326,17 @@ class CampaignObserver(NullObserver):
         content = self.manifest.content
         by_run = {key: {**content.get(key, {}), **facts[key]} for key in ("squeezes", "memory") if key in facts}
         self.manifest.note(**{**facts, **by_run})
+
+
+@dataclass
+class CampaignOutcome:
+    """Result of a campaign or run. ``summary`` has comparison, squeeze, runs and paths, as in ``manifest.json``;
+    ``saved`` is false when steps after the last checkpoints were lost."""
+
+    exit_status: int
+    directory: Path
+    summary: Row
+    saved: bool = True
 
 
 def summary(manifest: Manifest) -> Row:
