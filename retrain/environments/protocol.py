@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from retrain.environments.tools import ToolSchema
 from retrain.types import Action, Ended, Message, Problem, RewardResult
 
-Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
+Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` where known, for charts
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call, as JSON
-    schemas of functions (``{"type": "function", "function": {"name", "description", "parameters"}}``)."""
+    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolSchema] = ()
 
 
 @dataclass(frozen=True)

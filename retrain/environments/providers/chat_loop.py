@@ -6,7 +6,6 @@ library finds it as ``retrain-chat``; imported only where verifiers is installed
 
 import json
 from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 import httpx
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
@@ -18,6 +17,8 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: i
 from verifiers.v1.runtimes import ProgramResult, Runtime  # pyright: ignore[reportMissingImports]
 from verifiers.v1.task import TaskData  # pyright: ignore[reportMissingImports]
 from verifiers.v1.trace import Trace  # pyright: ignore[reportMissingImports]
+
+from retrain.environments.providers.endpoint import CalledFunction, ChatMessage, ToolCall
 
 __all__ = ["ChatLoop"]
 
@@ -48,7 +49,7 @@ class ChatLoop(Harness[ChatLoopConfig]):
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
@@ -80,7 +81,9 @@ class ChatLoop(Harness[ChatLoopConfig]):
                     messages.append(bound_tool_message(answer))
 
 
-async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
+async def _called(
+    function: CalledFunction, places: dict[str, tuple[str, str]], connections: dict[str, object]
+) -> object:
     name = function["name"]
     try:
         arguments = json.loads(function.get("arguments") or "{}")
@@ -94,7 +97,7 @@ async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], 
     return await call_mcp(connections, places, name, arguments)
 
 
-async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
+async def _denied(client: httpx.AsyncClient, url: str, call: ToolCall) -> ChatMessage | None:
     """Return the message by which a policy of the task replaces the tool's answer; None if the tool may run. Raises
     RuntimeError if the policy ends the rollout."""
     function = call["function"]

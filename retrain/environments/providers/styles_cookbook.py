@@ -58,7 +58,7 @@ class DatasetProblems:
 class SeededProblems:
     """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` are held out."""
 
-    def __init__(self, written: Any, arguments: Mapping[str, Any], size: int, heldout: int):
+    def __init__(self, written: Any, arguments: Mapping[str, object], size: int, heldout: int):
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
 
     def numbers(self, split: str) -> Sequence[int]:

@@ -61,7 +61,7 @@ class State:
     is_completed: bool = False
     stop_reason: str | None = None
     error: str | None = None
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_turns(self) -> int:

@@ -21,7 +21,7 @@ PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampli
 
 
 class Classic:
-    def __init__(self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion):
+    def __init__(self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion):
         vf: Any = importlib.import_module("verifiers")
         if env:
             raise UsageError(f"env is for tasksets of verifiers.v1, and {id} is none: give its arguments in args")
@@ -125,7 +125,7 @@ def _outcome(
     return HarnessResult(RewardResult(_number(output.get("reward")), metrics), stop, logs)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 

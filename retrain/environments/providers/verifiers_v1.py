@@ -7,10 +7,10 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
@@ -26,6 +26,15 @@ CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
 """Metrics that raised in this rollout, with the exception."""
+
+
+Hook = Callable[..., Awaitable[object]]  # A metric or reward of a task
+
+
+class Trace(Protocol):
+    """Record of a run, of which only the id is read while it goes on."""
+
+    id: str
 
 
 def is_taskset(id: str) -> bool:
@@ -57,7 +66,7 @@ class Tasksets:
     """Environment over one taskset, whose shared tool servers run until the process ends."""
 
     def __init__(
-        self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
+        self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion, train: int | None
     ):
         if importlib.util.find_spec("verifiers.v1.harnesses.utils") is None:
             raise UsageError(
@@ -106,14 +115,14 @@ class Tasksets:
             failed: list[str] = []
             _failed.set(failed)
 
-            def begun(trace: Any) -> None:
+            def begun(trace: Trace) -> None:
                 current.append(trace.id)
                 if len(current) > 1:  # a retry has replaced the run
                     raise RuntimeError(self._several_runs("a second time"))
                 names.append(trace.id)
                 channels[trace.id] = channel
 
-            def discarded(trace: Any) -> None:
+            def discarded(trace: Trace) -> None:
                 current.remove(trace.id)
 
             try:
@@ -190,7 +199,7 @@ def _module(id: str) -> str:
     return id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
+def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
     """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
     change the reward."""
     wrapped = hooks(kind)
@@ -201,9 +210,9 @@ def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
     return wrapped
 
 
-def _tolerant(hook: Any) -> Any:
+def _tolerant(hook: Hook) -> Hook:
     @functools.wraps(hook)
-    async def tolerant(*arguments: Any, **named: Any) -> Any:
+    async def tolerant(*arguments: object, **named: object) -> object:
         try:
             return await hook(*arguments, **named)
         except Exception as error:
