@@ -90,7 +90,6 @@ class HostedEnvironment:
         return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
-        """Begin an episode in one of the processes. Raises EpisodeFailed."""
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
@@ -131,7 +130,6 @@ class HostedEnvironment:
         return f"there is no metric {name!r} (correct_metric) among {', '.join(metrics) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
-        """Return the fault of a reward outside the declared range, or ""."""
         ends = self.ranges.get("reward", {})
         if not {"min", "max"} <= set(ends) or result.total_reward is None:
             return ""

@@ -24,7 +24,7 @@ LOST = "lost"  # Value for an episode that began before this process was started
 
 
 class MessagesTooLong(Exception):
-    """An environment's answer is too long."""
+    pass
 
 
 def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:

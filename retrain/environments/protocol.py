@@ -67,23 +67,17 @@ class Episode(Protocol):
         """Return the prompt. All episodes of a group begin alike, because they start with the same seed."""
         ...
 
-    def step(self, action: Action) -> Step:
-        """Process one action of the policy."""
-        ...
+    def step(self, action: Action) -> Step: ...
 
 
 class Environment(Protocol):
-    """Environment of the policy."""
-
     ranges: Mapping[str, Range]
     """Ranges of the reward (as ``reward``) and of metrics, if declared."""
     exact: bool
     """True if all replies of an episode are a function of problem, seed and actions, so that a resumed run equals one
     that was not interrupted."""
 
-    def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or of a held-out set by its name."""
-        ...
+    def problems(self, split: str) -> Sequence[Problem]: ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
         """Begin an episode. All its randomness comes from ``seed``."""

@@ -27,7 +27,6 @@ OURS = {
     "python": "retrain.environments.tools.python:Python",
     "search": "retrain.environments.tools.search:Search",
 }
-"""Target of each built-in tool by its name in a configuration."""
 
 
 class ToolUse:
@@ -69,8 +68,6 @@ class ToolUse:
 
 @dataclass
 class ToolEpisode:
-    """One conversation with tools; ``close`` releases tools that hold resources."""
-
     environment: ToolUse
     functions: Mapping[str, Callable[..., object]]
     stack: contextlib.ExitStack

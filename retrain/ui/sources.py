@@ -12,7 +12,7 @@ from retrain.config.evaluation import PART
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.ownership import MARK
-from retrain.records.foreign import ForeignReader, ForeignRun, is_recent, whole
+from retrain.records.foreign import ForeignReader, ForeignRun, integer, is_recent
 from retrain.records.kinds import is_number
 from retrain.records.reader import is_held, read_manifest, read_object
 from retrain.records.schema.base import Row
@@ -139,15 +139,15 @@ def _run(home: Path, place: str, entry: Mapping[str, Any], index: int, held: boo
     path = home if own else home / entry["path"]
     metrics = places.file(path, METRICS)
     state = "interrupted" if entry["state"] == "running" and not held else entry["state"]
-    step, rows = whole(entry["step"]), []
+    step, rows = integer(entry["step"]), []
     if state in ("running", "interrupted", "failed") and metrics is not None:
         rows = Tail(metrics, last_only=True).rows()[1]
-        step = max([step, *(whole(row.get("step"), -1) + 1 for row in rows[-1:])])
+        step = max([step, *(integer(row.get("step"), -1) + 1 for row in rows[-1:])])
     seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
     return Run(
         place if own else f"{place}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
-        whole(entry.get("seed")), state, entry.get("reason"), step, whole(entry.get("max_steps")), touched(metrics),
+        integer(entry.get("seed")), state, entry.get("reason"), step, integer(entry.get("max_steps")), touched(metrics),
         median(seconds) if seconds else None,
         worker if isinstance(worker, str) else None,
     )  # fmt: skip
@@ -162,8 +162,8 @@ def _without_manifest(path: Path, place: str, places: Places) -> Home | None:
     ended = places.folder(path, FINAL) is not None
     run = Run(
         place, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
-        whole(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
-        whole(row.get("step"), -1) + 1, whole(training.get("max_steps")), written,
+        integer(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
+        integer(row.get("step"), -1) + 1, integer(training.get("max_steps")), written,
     )  # fmt: skip
     return Home(place, path, "run", OURS, path.name, [run], written, is_lockless=True)
 

@@ -16,10 +16,10 @@ from retrain.config.legacy import without_removed
 from retrain.config.runs import differences, distinguishes_runs
 from retrain.errors import UsageError, listed
 from retrain.files import write_json
-from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.registry import history
 from retrain.records.schema.layout import COMPARISON, MANIFEST
+from retrain.records.seals import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.verdicts.comparison import compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, pooled, standing
 from retrain.verdicts.planning import follow_up

@@ -28,8 +28,6 @@ class ChatLoopConfig(HarnessConfig):
 
 
 class ChatLoop(Harness[ChatLoopConfig]):
-    """Queries the model and runs the tools that it calls, until an answer has no call."""
-
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True

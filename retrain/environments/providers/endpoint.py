@@ -79,13 +79,11 @@ class Request:
 
 
 class ChannelClosed(Exception):
-    """The rollout gets no further answers."""
+    pass
 
 
 @dataclass(eq=False)
 class Channel:
-    """One rollout's requests in the order of their arrival."""
-
     name: str
     waiting: deque[Request] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,8 +113,6 @@ class Channel:
 
 
 class Endpoint:
-    """Serves the open channels, in the event loop in which it was started."""
-
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
         self.url = ""
@@ -147,7 +143,6 @@ class Endpoint:
 
     @property
     def session_url(self) -> str:
-        """Base URL for clients that name the channel in a header."""
         return f"{self.url}/session/v1"
 
     async def _chat(self, request: web.Request) -> web.Response:
@@ -214,7 +209,6 @@ def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
 
 
 def _events(completion: ChatCompletion) -> bytes:
-    """Return the completion as an event stream with a single chunk of content."""
     choice = completion["choices"][0]
     delta: dict[str, object] = {**choice["message"]}
     if calls := choice["message"].get("tool_calls"):

@@ -36,8 +36,6 @@ MAX_REFUSALS = 16  # Number of refusals after which a harness that continues is 
 
 
 class HarnessResult(NamedTuple):
-    """End of a rollout: grade, stop reason in one word, and further texts."""
-
     reward: RewardResult
     stop: str = ""
     logs: Mapping[str, str] = MappingProxyType({})
@@ -48,8 +46,6 @@ Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
 
 
 class Inversion:
-    """Event loop and endpoint of a process's harnesses."""
-
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.endpoint = Endpoint()
@@ -155,7 +151,6 @@ class InvertedEpisode:
             self._inversion.run(_ended([self._task]))
 
     def _advance(self) -> None:
-        """Run the harness until its next request or its end."""
         with self._randomness:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting

@@ -12,7 +12,7 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -95,8 +95,6 @@ class Arguments(BaseModel):
 
 
 class OpenEnv:
-    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
-
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
     def __init__(self, **arguments: object):
@@ -118,7 +116,6 @@ class OpenEnv:
         return [Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in seeds]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
-        """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
         url = self._reachable()
         if self._actions is None:
             self._actions = self._read_schema(url)
@@ -130,7 +127,6 @@ class OpenEnv:
             self._server = None
 
     def _reachable(self) -> str:
-        """Return the server's address; start the server first if this process has none or it has exited."""
         if self.url is not None:
             return self.url
         if self._server is None or not self._server.alive:
@@ -140,14 +136,13 @@ class OpenEnv:
         return self._server.url
 
     def _read_schema(self, url: str) -> Actions:
-        """Return the form of the server's actions; set ``tools`` if actions are tool calls."""
         field = self.arguments.action_field
         try:
             reply = self._request("GET", f"{url}/schema")
         except httpx.HTTPError as error:
             raise PluginError(f"{OWNER}: there is no server at {url}: {printable(str(error))}") from error
         try:
-            schema: ActionSchema = reply.raise_for_status().json()["action"]
+            schema: ActionSchema = cast("ActionSchema", dict(reply.raise_for_status().json()["action"]))
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             if field is None:
                 raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
@@ -290,7 +285,6 @@ class OpenEnvEpisode:
         return numbers
 
     def _send(self, action: Mapping[str, object]) -> Any:
-        """Return the server's reply to an action, or its reason if it rejects the action."""
         return self._call(lambda: self._client.step(action), refusal="That is not a valid action.")
 
     def _call(self, call: Callable[[], Any], refusal: str | None = None) -> Any:

@@ -21,7 +21,6 @@ MESSAGE_FIELDS = (
 """Fields of an observation that may hold its text; the first non-empty one is used."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
-"""JSON types to which a whole completion can be converted, with the conversion."""
 
 
 def messages_of(observation: object, field: str | None) -> list[Message]:
@@ -47,7 +46,6 @@ def messages_of(observation: object, field: str | None) -> list[Message]:
 
 
 def _as_messages(value: object) -> list[Message]:
-    """Convert a value to chat messages: unchanged if it is a list of them, with unknown roles as user text."""
     if isinstance(value, list) and value:
         if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
             if all(item.get("role") in ROLES for item in value):
@@ -59,8 +57,6 @@ def _as_messages(value: object) -> list[Message]:
 
 
 class ActionSchema(TypedDict, total=False):
-    """JSON schema of a server's actions, as far as it is read here."""
-
     properties: dict[str, PropertySchema]
     required: list[str]
 
@@ -91,7 +87,6 @@ class Actions:
 
     @property
     def instruction(self) -> str:
-        """Instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
             return ""
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
@@ -127,7 +122,6 @@ class McpTool(TypedDict):
 
 
 def tool_schema(tool: McpTool) -> ToolSchema:
-    """Return MCP's description of a tool as the JSON schema of a function."""
     parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
     function: FunctionSchema = {
         "name": tool["name"], "description": tool.get("description") or "", "parameters": parameters,
@@ -136,7 +130,6 @@ def tool_schema(tool: McpTool) -> ToolSchema:
 
 
 def result_of(observation: object) -> tuple[str, bool]:
-    """Return the text of a tool call's result, and whether the call failed."""
     if not isinstance(observation, Mapping):
         return as_text(observation), False
     if error := observation.get("error"):

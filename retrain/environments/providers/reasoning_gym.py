@@ -107,7 +107,6 @@ class ReasoningGym:
         )
 
     def _draw(self) -> list[Problem]:
-        """Return all problems, the held-out ones first. Raises DataError."""
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
         entries: dict[str, list[tuple[str, str, str]]] = {}

@@ -33,8 +33,6 @@ PAGE = 200  # Entries per job
 
 @dataclass(frozen=True)
 class Task:
-    """Data set of reasoning-gym with its config: ``size`` problems can be drawn with ``seed``."""
-
     name: str
     seed: int
     size: int
@@ -47,7 +45,6 @@ class Task:
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
 
     def entry(self, dataset: Any, index: int) -> dict[str, object]:
-        """Return problem number ``index``, of built-in types only."""
         with OwnRandomness(f"{self.name}/{self.seed}/{index}"):
             return _plain(dataset[index])
 
@@ -63,7 +60,6 @@ def carried(entry: Mapping[str, object]) -> str:
 
 
 def entry_of(text: str) -> dict[str, object]:
-    """Return the entry that ``carried`` wrote. Raises ValueError or SyntaxError for other texts."""
     return ast.literal_eval(text)
 
 
@@ -101,7 +97,6 @@ def fault_of(task: Task) -> str:
 
 
 def _scoring_fault(dataset: Any, entry: Mapping[str, object], own_answer: str) -> str:
-    """Return the fault in the scores of one serialised problem, or ""."""
     try:
         held = entry_of(carried(entry))
     except ValueError as error:
@@ -153,8 +148,6 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> object:
 
 
 class TaskWorker:
-    """Worker process, as a context manager; it is replaced after a timeout."""
-
     def __init__(self) -> None:
         self._pool = WorkerPool(
             f"{__name__}:serve",

@@ -53,8 +53,6 @@ def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any)
 
 @dataclass
 class State:
-    """State of a rollout, for a class without ``create_initial_state``."""
-
     sample: Any
     env_name: str
     trajectory: list[Any] = field(default_factory=list)
@@ -69,8 +67,6 @@ class State:
 
 
 class GradedEnvironment(AdaptedEnvironment):
-    """Environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
-
     def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):
         super().__init__(made, owner, run)
         self.made, self.heldout = made, heldout

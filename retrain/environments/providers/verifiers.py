@@ -93,7 +93,6 @@ class Verifiers:
         self._inversion.close()
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:
-        """Return the name of the dataset split and the row indices to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
         evaluation = len(self._part("eval"))

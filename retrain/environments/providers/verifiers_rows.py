@@ -25,7 +25,6 @@ class TaskRow(NamedTuple):
 
 
 def digest(task: object) -> str:
-    """Return a hash of an object that is JSON or can be written as text."""
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

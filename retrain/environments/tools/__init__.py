@@ -30,8 +30,6 @@ class FunctionSchema(TypedDict):
 
 
 class ToolSchema(TypedDict):
-    """Description of a tool for a chat template, in OpenAI's format."""
-
     type: Literal["function"]
     function: FunctionSchema
 

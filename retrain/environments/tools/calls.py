@@ -102,7 +102,7 @@ def as_text(result: object) -> str:
 
 
 class _MalformedCall(Exception):
-    """A text that begins like a call and is not one; the message says why."""
+    pass
 
 
 def parse(text: str) -> ParsedMessage:
@@ -147,7 +147,6 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list
 
 
 def _typed(arguments: Mapping[str, JsonValue], properties: Mapping[str, PropertySchema]) -> dict[str, JsonValue]:
-    """Parse arguments that were written as texts, if the tool expects other types."""
     typed = dict(arguments)
     for name, value in arguments.items():
         wanted = properties.get(name) or {}
@@ -213,7 +212,6 @@ class _Cursor:
         return self.text.startswith(texts, self.at)
 
     def take(self, text: str) -> bool:
-        """Read the text if it comes next, and return whether it did."""
         is_next = self.sees(text)
         self.at += len(text) * is_next
         return is_next
@@ -245,7 +243,6 @@ class _Cursor:
 
 
 def _tagged(cursor: _Cursor) -> list[Call | str]:
-    """Read ``<tool_call>``: JSON or XML."""
     if cursor.text.find("</tool_call>", cursor.at) < 0:
         raise _MalformedCall("<tool_call> is not closed with </tool_call>")
     calls: list[Call | str] = []
@@ -275,7 +272,6 @@ def _function(cursor: _Cursor) -> list[Call | str]:
 
 
 def _mistral(cursor: _Cursor) -> list[Call | str]:
-    """Read ``[TOOL_CALLS]``: a list, or name and arguments."""
     if cursor.skip().sees("[", "{"):
         return _calls(cursor.json(), MISTRAL)
     name = cursor.match(_NAMED)
@@ -285,13 +281,11 @@ def _mistral(cursor: _Cursor) -> list[Call | str]:
 
 
 def _python_tag(cursor: _Cursor) -> list[Call | str]:
-    """Read ``<|python_tag|>``: JSON up to the end of the message."""
     body, cursor.at = cursor.text[cursor.at :], len(cursor.text)
     return [call for value in _sequence(_without_end_tokens(body)) for call in _calls(value, LLAMA)]
 
 
 def _fenced(cursor: _Cursor) -> list[Call | str]:
-    """Read a block ```` ```tool ````: JSON, or calls as in Python."""
     end = _FENCE_END.search(cursor.text, cursor.at)
     if end is None:
         raise _MalformedCall("the block ```tool is not closed with ```")
@@ -302,7 +296,6 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
 
 
 def _python(body: str) -> list[Call | str]:
-    """Read calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
     if len(body) > MAX_PYTHON:
         raise _MalformedCall(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
     try:
@@ -364,7 +357,6 @@ def _bare(text: str) -> list[Call | str]:
 
 
 def _named_sequence(cursor: _Cursor) -> list[Call | str]:
-    """Parse ``name{…}name{…}``: Mistral's newer format without its special tokens."""
     calls: list[Call | str] = []
     while cursor.at < len(cursor.text):
         name = cursor.match(_BARE_NAMED)
@@ -404,7 +396,6 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 
 
 def _sequence(text: str) -> list[JsonValue]:
-    """Return consecutive JSON values up to the end of the text."""
     values = []
     cursor = _Cursor(text).skip()
     while cursor.at < len(text):
@@ -416,7 +407,6 @@ def _sequence(text: str) -> list[JsonValue]:
 
 
 def _calls(value: JsonValue, form: str) -> list[Call | str]:
-    """Parse one call or a list of calls; other values give a fault that quotes ``form``."""
     calls: list[Call | str] = []
     for item in value if isinstance(value, list) else [value]:
         try:

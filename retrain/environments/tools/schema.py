@@ -40,8 +40,6 @@ _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="for
 
 
 class _UntitledSchema(GenerateJsonSchema):
-    """Schema generator without pydantic's titles, which only repeat the names."""
-
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
@@ -137,7 +135,6 @@ def _class(made: type, settings: Mapping[str, object]) -> Tool:
 def _schema(
     name: str, function: Callable[..., object], doc: str, settings: Collection[str] = ()
 ) -> tuple[type[BaseModel], ToolSchema]:
-    """Return a model of the arguments of ``function``, and its schema. ``doc`` may describe ``settings`` too."""
     if not NAME.fullmatch(name):
         raise PluginError(f"{name!r} is no name for a tool: letters, digits and _ only, at most 64")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):

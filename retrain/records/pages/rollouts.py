@@ -64,10 +64,10 @@ class Chip(NamedTuple):
     tag: str = "span"
 
 
-def rollout_page(batch: Batch, shown: int) -> str:
-    """Return the page; the first ``shown`` groups appear with their texts, every group in the overview and table."""
+def rollout_page(batch: Batch, num_groups: int) -> str:
+    """Return the page; the first ``num_groups`` appear with their texts, every group in the overview and table."""
     groups = batch.groups
-    chosen = groups[:shown]
+    chosen = groups[:num_groups]
     samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
     limit = fair_share(PAGE_CHARACTERS, SAMPLE_CHARACTERS, samples)
     return document(
@@ -189,9 +189,9 @@ def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[
     """Yield what the policy said in each turn, and what it read since the turn before."""
     at = 0
     for index, turn in enumerate(rollout.turns):
-        own = slice(at, at + len(turn.action))
-        at = own.stop
-        text, tokens = _tokens(batch, rollout, own, turn.action.text, limit)
+        span = slice(at, at + len(turn.action))
+        at = span.stop
+        text, tokens = _tokens(batch, rollout, span, turn.action.text, limit)
         seen = {"observed": ""} if index == 0 else _observation(turn)
         yield seen | {"tokens": tokens, "pieces": list(_pieces(text[:limit])), "left": max(0, len(text) - limit)}
 
@@ -248,28 +248,30 @@ def _pieces(text: str) -> Iterator[tuple[str, int | None]]:
     yield text[start:], None
 
 
-def _tokens(batch: Batch, rollout: CreditedRollout, own: slice, said: str, limit: int) -> tuple[str, dict[str, str]]:
-    """Return the text of an action, whose tokens are ``own`` of the rollout's, and the attributes with these tokens;
+def _tokens(
+    batch: Batch, rollout: CreditedRollout, span: slice, written: str, limit: int
+) -> tuple[str, dict[str, str]]:
+    """Return the text of an action, whose tokens are ``span`` of the rollout's, and the attributes with these tokens;
     no attributes when they cannot be placed in the text."""
     if batch.token_text is None:
-        return said, {}
-    text, offsets = batch.token_text(rollout.token_ids[own])
-    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", said).strip():
-        return said, {}
+        return written, {}
+    text, offsets = batch.token_text(rollout.token_ids[span])
+    if _UNDECODED.sub("?", text).strip() != _UNDECODED.sub("?", written).strip():
+        return written, {}
     ends_T = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)[:, 1]
     ends_T = np.minimum(np.maximum.accumulate(ends_T), limit)
     lengths_T = np.diff(ends_T, prepend=0)
     seen = int((np.cumsum(lengths_T) < min(len(text), limit)).sum()) + 1
     keep = slice(0, min(seen, len(lengths_T)))
-    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[own][keep], 100)}
+    columns = {"l": lengths_T[keep], "s": _scaled(-np.asarray(rollout.logprobs_T)[span][keep], 100)}
     if rollout.token_advantages_T is not None:
-        columns["a"] = _scaled(rollout.token_advantages_T[own][keep], 1000)
+        columns["a"] = _scaled(rollout.token_advantages_T[span][keep], 1000)
     if rollout.planning_T is not None:
-        columns["p"] = _runs(rollout.planning_T[own][keep])
+        columns["p"] = _runs(rollout.planning_T[span][keep])
     if rollout.values_T is not None:
-        columns["v"] = _scaled(rollout.values_T[own][keep], 1000)
+        columns["v"] = _scaled(rollout.values_T[span][keep], 1000)
         if rollout.value_targets_T is not None:
-            columns["t"] = _scaled(rollout.value_targets_T[own][keep], 1000)
+            columns["t"] = _scaled(rollout.value_targets_T[span][keep], 1000)
     return text, {name: "".join(map(_vlq, values.tolist())) for name, values in columns.items()}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from retrain.files import write_text
 from retrain.records.catalogue import BESIDE
@@ -79,7 +78,7 @@ def phases_of(steps: Sequence[StepTimes]) -> list[str]:
     return [*(name for name in order if name in names), "other"]
 
 
-def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, Any]:
+def spans_json(steps: Sequence[StepTimes], most: int) -> Row:
     """Return the steps for the page's components: seconds by phase, and spans as [lane, begin, end] in seconds since
     the first of them; ``cut`` where there are more than ``most`` spans, of which the last are left out."""
     if not steps:
@@ -88,17 +87,18 @@ def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, Any]:
     lanes = list(dict.fromkeys([*(name for name in phases if name != "other"),
                                 *(span[0] for step in steps for span in step.spans)]))  # fmt: skip
     origin = min(min(step.start, *(span[1] for span in step.spans)) for step in steps)
-    lane_of, left, shown = {name: i for i, name in enumerate(lanes)}, most, []
+    lane_of, room = {name: i for i, name in enumerate(lanes)}, most
+    rows: list[Row] = []
     for step in steps:
-        spans = step.spans[: max(0, left)]
-        left -= len(spans)
-        shown.append({
+        spans = step.spans[: max(0, room)]
+        room -= len(spans)
+        rows.append({
             "step": step.number, "start": round(step.start - origin, 4), "end": round(step.end - origin, 4),
             "seconds": {name: round(value, 4) for name, value in step.seconds.items()},
             "spans": [[lane_of[name], round(begin - origin, 4), round(end - origin, 4)]
                       for name, begin, end in spans],
         })  # fmt: skip
-    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": shown, "cut": left <= 0}
+    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": rows, "cut": room <= 0}
 
 
 def timeline_page(steps: Sequence[StepTimes], run: str) -> str:
