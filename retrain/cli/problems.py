@@ -136,7 +136,7 @@ def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
         return ()
     episode = hosted(config, folder).start(data.train[0], 0)
     try:
-        return episode.observe().tools
+        return episode.first.tools
     finally:
         episode.close()
 

@@ -4,7 +4,7 @@ import difflib
 import importlib
 from collections.abc import Iterable, Mapping
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -37,7 +37,7 @@ def refuse_unknown(arguments: Iterable[str], names: Iterable[str], owner: str) -
             raise UsageError(f"{owner} has no argument {name!r}{hint}")
 
 
-def validated(model: type[Model], arguments: Mapping[str, Any], owner: str) -> Model:
+def validated(model: type[Model], arguments: Mapping[str, object], owner: str) -> Model:
     """Validate arguments with a pydantic model and return it.
 
     Raises UsageError, which begins with ``owner``, for the first invalid argument.

@@ -46,8 +46,6 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
-    """Return the problems of a provider: ``train``, up to ``max_examples``, and each held-out set by its name. Raises
-    DataError or PluginMissing."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -104,7 +102,6 @@ def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str
 
 
 def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Data]]:
-    """Return the training and held-out problems of a run, each with the [data] keys by which prompts are made."""
     return [(data.train, config.data), *((data.sets[each.name], each.data) for each in config.held_out)]
 
 
@@ -129,8 +126,6 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    """Longest completion, in tokens, of any run of a plan: in training and in each held-out set."""
-
     training: int
     heldout: Mapping[str, int]
 
@@ -188,7 +183,6 @@ def environments_of(config: Config, data: Dataset, grader: Grader | None, folder
 
 
 def episode_limits(config: Config, context: int | None) -> EpisodeLimits:
-    """Return the episode limits of a configuration for a model with this ``context`` in tokens (None: unknown)."""
     section = config.environment
     bounds = [tokens for tokens in (section.max_episode_tokens, context) if tokens]
     return EpisodeLimits(section.turns, min(bounds) if bounds and section.turns > 1 else None)
@@ -218,7 +212,6 @@ class SplitEnvironment:
         return self._problems
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """Begin an episode. Raises EpisodeFailed where the host cannot."""
         return SplitEpisode(problem, self.data, None if self.host is None else self.host.start(problem, seed))
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
@@ -236,15 +229,12 @@ class SplitEnvironment:
 
 @dataclass
 class SplitEpisode:
-    """Episode of one problem; ``hosted`` runs its tool calls, or is its environment."""
-
     problem: Problem
     data: Data
     hosted: HostedEpisode | None = None
     answer: str = ""
 
     def observe(self) -> Observation:
-        """Return the host's first messages, or else the problem as a prompt of [data]."""
         first = Observation(()) if self.hosted is None else self.hosted.first
         problem, data = self.problem, self.data
         if first.messages:
@@ -254,7 +244,6 @@ class SplitEpisode:
         return Observation(tuple(conversation(problem, data)), first.tools)
 
     def step(self, action: Action) -> Step:
-        """Pass an action to the host; without one, a completion ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
         return Step() if self.hosted is None else self.hosted.step(action)
 

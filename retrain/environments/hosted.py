@@ -74,24 +74,22 @@ class HostedEnvironment:
     def problems(self, split: str) -> Sequence[Problem]:
         """Return the problems of a split. Raises DataError when there are none."""
         if split not in self._problems:
-            rows: list[dict[str, Any]] = []
-            while len(rows) % PAGE == 0:
-                reply = self.call(0, ("problems", split, len(rows), PAGE), PROBLEMS_SECONDS)
+            problems: list[Problem] = []
+            while len(problems) % PAGE == 0:
+                reply = self.call(0, ("problems", split, len(problems), PAGE), PROBLEMS_SECONDS)
                 if reply.error is not None:
                     raise DataError(f"[environment] provider = {self.name!r}: {reply.error}")
                 if not reply.value:
                     break
-                rows += reply.value
-            for row in rows:
-                row["prompt"] = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
-                row["tags"] = tuple(row["tags"])
-            self._problems[split] = [Problem(**row) for row in rows]
+                for row in reply.value:
+                    prompt = row["prompt"] if isinstance(row["prompt"], str) else tuple(row["prompt"])
+                    problems.append(Problem(**{**row, "prompt": prompt, "tags": tuple(row["tags"])}))
+            self._problems[split] = problems
         if not self._problems[split]:
             raise DataError(f"[environment] provider = {self.name!r} has no problems in {split!r}")
         return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
-        """Begin an episode in one of the processes. Raises EpisodeFailed."""
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
@@ -126,14 +124,12 @@ class HostedEnvironment:
             raise DataError(f"{owner}: {fault} for an episode of {problem.id}")
 
     def _lacks_metric(self, result: RewardResult) -> str:
-        """Return the fault that a graded episode has no ``correct_metric``, or ""."""
         name, metrics = self.section.correct_metric, {**result.components, **result.sample_metrics}
         if name is None or name in metrics or result.total_reward is None or self.section.provider == "openenv":
             return ""
         return f"there is no metric {name!r} (correct_metric) among {', '.join(metrics) or 'none'}"
 
     def _outside(self, result: RewardResult) -> str:
-        """Return the fault of a reward outside the declared range, or ""."""
         ends = self.ranges.get("reward", {})
         if not {"min", "max"} <= set(ends) or result.total_reward is None:
             return ""
@@ -147,7 +143,7 @@ class HostedEnvironment:
         for pool in self.pools:
             pool.close()
 
-    def call(self, number: int, job: tuple[Any, ...], timeout_s: float | None = None) -> Reply:
+    def call(self, number: int, job: tuple[object, ...], timeout_s: float | None = None) -> Reply:
         (reply,) = self.pools[number % len(self.pools)].map([job], timeout_s)
         return reply
 
@@ -161,11 +157,7 @@ class HostedEpisode:
         begun = self._start()
         self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
-    def observe(self) -> Observation:
-        return self.first
-
     def step(self, action: Action) -> Step:
-        """Take an action. Raises EpisodeFailed."""
         value = self._repeatable("step", self.number, action)
         self.actions.append(action)
         return Step(**{**value, "messages": tuple(value["messages"])})
@@ -178,11 +170,11 @@ class HostedEpisode:
     def close(self) -> None:
         self.environment.call(self.number, ("close", self.number))
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> Any:
         limit = BEGINNING * self.environment.section.timeout_s
         return self._value(("start", self.number, self.problem, self.seed), limit)
 
-    def _repeatable(self, *job: Any) -> Any:
+    def _repeatable(self, *job: object) -> Any:
         """Run a job; if another episode crashed the process, first restart this one and repeat its actions."""
         value = self._value(job)
         if value != LOST:
@@ -194,7 +186,7 @@ class HostedEpisode:
             self._value(("step", self.number, action))
         return self._value(job)
 
-    def _value(self, job: tuple[Any, ...], timeout_s: float | None = None) -> Any:
+    def _value(self, job: tuple[object, ...], timeout_s: float | None = None) -> Any:
         reply = self.environment.call(self.number, job, timeout_s)
         if reply.error is not None:
             kind = "flooded" if reply.error.startswith("MessagesTooLong:") else reply.kind or "died"
@@ -202,7 +194,7 @@ class HostedEpisode:
         return reply.value
 
 
-def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, Any]]:
+def _target(section: EnvironmentSection, folders: Sequence[str]) -> tuple[str, dict[str, object]]:
     if section.provider is None:
         return TOOLS, {"tools": section.tools, "folders": list(folders)}
     if section.provider in PROVIDERS:

@@ -6,7 +6,7 @@ Imports neither torch nor anything that the environment does not need: another P
 import asyncio
 import inspect
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from retrain.environments.providers.styles import adapt
 from retrain.errors import PluginError
 from retrain.plugins import declared_ranges, load_function
 from retrain.rewards.base import checked
-from retrain.types import MAX_PROBLEMS, Action, Problem, RewardResult
+from retrain.types import MAX_PROBLEMS, Action, Message, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
 """Most characters of all messages of one step; models read a fraction of that."""
@@ -24,11 +24,10 @@ LOST = "lost"  # Value for an episode that began before this process was started
 
 
 class MessagesTooLong(Exception):
-    """An environment's answer is too long."""
+    pass
 
 
-def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], Any]:
-    """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
+def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -38,26 +37,29 @@ def serve(target: str, arguments: Mapping[str, Any], folders: Sequence[str]) -> 
 class Host:
     """Environment and its episodes by number. Methods may be async; all run on one event loop."""
 
-    def __init__(self, written: Callable[..., Any], arguments: Mapping[str, Any]):
+    def __init__(self, written: Callable[..., object], arguments: Mapping[str, object]):
         self._runner = asyncio.Runner()
         self.environment = environment = adapt(written, arguments, self._settled)
         self.episodes: dict[int, Any] = {}
-        self.made: dict[str, list[Any]] = {}
-        self.facts = {
-            "exact": bool(getattr(environment, "exact", True)),
-            "ranges": declared_ranges(environment) | _reward_range(getattr(environment, "reward_range", None)),
-        }
+        self.made: dict[str, list[Problem]] = {}
+        ends = zip(("min", "max"), getattr(environment, "reward_range", None) or (), strict=False)
+        known = {name: float(end) for name, end in ends if end is not None}
+        ranges = declared_ranges(environment) | ({"reward": known} if known else {})
+        self.facts = {"exact": bool(getattr(environment, "exact", True)), "ranges": ranges}
 
-    def __call__(self, job: tuple[Any, ...]) -> Any:
+    def __call__(self, job: tuple[Any, ...]) -> object:
         """Run a job: ("problems", split, begin, count), ("start", number, problem, seed), ("step", number, action),
         ("result", number) or ("close", number)."""
         kind, *arguments = job
         return getattr(self, kind)(*arguments)
 
     def _settled(self, value: Any) -> Any:
-        return self._runner.run(_awaited(value)) if inspect.isawaitable(value) else value
+        async def awaited() -> object:
+            return await value
 
-    def problems(self, split: str, begin: int, count: int) -> list[dict[str, Any]]:
+        return self._runner.run(awaited()) if inspect.isawaitable(value) else value
+
+    def problems(self, split: str, begin: int, count: int) -> list[dict[str, object]]:
         if split not in self.made:
             problems = list(islice(self._settled(self.environment.problems(split)), MAX_PROBLEMS + 1))
             if len(problems) > MAX_PROBLEMS:
@@ -80,7 +82,7 @@ class Host:
             for problem in page
         ]
 
-    def start(self, number: int, problem: Problem, seed: int) -> dict[str, Any]:
+    def start(self, number: int, problem: Problem, seed: int) -> dict[str, object]:
         self.close(number)
         episode = self._settled(self.environment.start(problem, seed))
         self.episodes[number] = episode
@@ -89,7 +91,7 @@ class Host:
             raise PluginError(f"observe() gave {type(observed).__name__}, not an Observation")
         return {"messages": _plain(observed.messages), "tools": [dict(tool) for tool in observed.tools]}
 
-    def step(self, number: int, action: Action) -> Any:
+    def step(self, number: int, action: Action) -> object:
         if number not in self.episodes:
             return LOST
         step = self._settled(self.episodes[number].step(action))
@@ -104,7 +106,7 @@ class Host:
             "conversation": None if step.conversation is None else _plain(step.conversation),
         }
 
-    def result(self, number: int) -> Any:
+    def result(self, number: int) -> object:
         if number not in self.episodes:
             return LOST
         try:
@@ -123,11 +125,7 @@ class Host:
             self._settled(close())
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _plain(messages: Sequence[object]) -> list[Message]:
     """Return messages as JSON values. Raises PluginError for other types, Flooded when they are too long."""
     made = []
     for message in messages:
@@ -141,8 +139,3 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if size > MESSAGE_CHARACTERS:
         raise MessagesTooLong(f"messages of {size:,} characters")
     return made
-
-
-def _reward_range(ends: Sequence[float | None] | None) -> dict[str, Any]:
-    known = {name: float(end) for name, end in zip(("min", "max"), ends or (), strict=False) if end is not None}
-    return {"reward": known} if known else {}

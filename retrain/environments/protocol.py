@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from retrain.environments.tools import ToolSchema
 from retrain.types import Action, Ended, Message, Problem, RewardResult
 
-Range = Mapping[str, Any]  # `{"min", "max", "invert"}` where known, for charts
+Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` where known, for charts
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call, as JSON
-    schemas of functions (``{"type": "function", "function": {"name", "description", "parameters"}}``)."""
+    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call."""
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[ToolSchema] = ()
 
 
 @dataclass(frozen=True)
@@ -67,23 +67,17 @@ class Episode(Protocol):
         """Return the prompt. All episodes of a group begin alike, because they start with the same seed."""
         ...
 
-    def step(self, action: Action) -> Step:
-        """Process one action of the policy."""
-        ...
+    def step(self, action: Action) -> Step: ...
 
 
 class Environment(Protocol):
-    """Environment of the policy."""
-
     ranges: Mapping[str, Range]
     """Ranges of the reward (as ``reward``) and of metrics, if declared."""
     exact: bool
     """True if all replies of an episode are a function of problem, seed and actions, so that a resumed run equals one
     that was not interrupted."""
 
-    def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or of a held-out set by its name."""
-        ...
+    def problems(self, split: str) -> Sequence[Problem]: ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
         """Begin an episode. All its randomness comes from ``seed``."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from retrain.environments.arguments import did_you_mean
 from retrain.environments.protocol import Observation, Range, Step
@@ -28,7 +27,6 @@ OURS = {
     "python": "retrain.environments.tools.python:Python",
     "search": "retrain.environments.tools.search:Search",
 }
-"""Target of each built-in tool by its name in a configuration."""
 
 
 class ToolUse:
@@ -38,7 +36,7 @@ class ToolUse:
     """
 
     def __init__(
-        self, tools: Sequence[str | Mapping[str, Any]], folders: Sequence[str] = (), result_characters: int = 4000
+        self, tools: Sequence[str | Mapping[str, object]], folders: Sequence[str] = (), result_characters: int = 4000
     ):
         self.tools: dict[str, Tool] = {}
         for entry in tools:
@@ -46,7 +44,7 @@ class ToolUse:
             if tool.name in self.tools:
                 raise PluginError(f"two tools are named {tool.name!r}; rename one of the functions")
             self.tools[tool.name] = tool
-        self.schemas = tuple(dict(tool.schema) for tool in self.tools.values())
+        self.schemas = tuple(tool.schema for tool in self.tools.values())
         self.exact = all(tool.exact for tool in self.tools.values())
         self.result_characters = result_characters
         self.metrics_ranges: dict[str, Range] = {
@@ -59,7 +57,7 @@ class ToolUse:
 
     def start(self, problem: Problem, seed: int) -> ToolEpisode:
         with contextlib.ExitStack() as stack:
-            functions: dict[str, Callable[..., Any]] = {}
+            functions: dict[str, Callable[..., object]] = {}
             for name, tool in self.tools.items():
                 functions[name] = tool.open()
                 close = getattr(functions[name], "close", None)
@@ -70,10 +68,8 @@ class ToolUse:
 
 @dataclass
 class ToolEpisode:
-    """One conversation with tools; ``close`` releases tools that hold resources."""
-
     environment: ToolUse
-    functions: Mapping[str, Callable[..., Any]]
+    functions: Mapping[str, Callable[..., object]]
     stack: contextlib.ExitStack
     total: int = 0
     errors: int = 0
@@ -130,7 +126,7 @@ class ToolEpisode:
         return as_text(self.functions[tool.name](**tool.checked(call.arguments)))
 
 
-def _loaded(entry: str | Mapping[str, Any], folders: Sequence[str]) -> Tool:
+def _loaded(entry: str | Mapping[str, object], folders: Sequence[str]) -> Tool:
     table = {"tool": entry} if isinstance(entry, str) else dict(entry)
     name, settings = table.get("tool"), {key: value for key, value in table.items() if key != "tool"}
     if not isinstance(name, str):

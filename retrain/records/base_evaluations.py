@@ -65,7 +65,8 @@ class BaseEvaluations:
         Raises StorageError when it cannot be written.
         """
         rollouts = [rollout for group in record.groups for rollout in group.rollouts]
-        if not rollouts or not all(_is_graded(rollout) for rollout in rollouts):
+        rewards = [rollout.reward for rollout in rollouts]
+        if not rewards or any(r.error or r.audit_error or r.total_reward is None for r in rewards):
             return
         prompts = [group.prompt for group in record.groups]
         facts: Row = {
@@ -80,12 +81,6 @@ class BaseEvaluations:
             "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
         }
         write_bytes(self.path(setting), _packed(facts, rollouts))
-
-
-def _is_graded(rollout: Rollout) -> bool:
-    """Return whether grading, and the audit if there is one, gave a reward."""
-    reward = rollout.reward
-    return not reward.error and not reward.audit_error and reward.total_reward is not None
 
 
 def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
@@ -105,7 +100,6 @@ def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
 
 
 def _facts(rollout: Rollout) -> Row:
-    """Return a rollout without the arrays of its actions."""
     turns = [
         {
             "observation_ids": turn.observation_ids,

@@ -470,6 +470,5 @@ EVAL_STATISTICS = tuple(
 
 
 def wandb_name(key: str) -> str:
-    """Return the name of a row's key on wandb: with its prefix where one is customary, else the key itself."""
     metric = BY_KEY.get(key)
     return metric.wandb if metric and metric.wandb else key

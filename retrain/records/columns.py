@@ -36,8 +36,6 @@ _MOST_KEYS = 1 << 20
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows that were written together, with the keys that they have."""
-
     begin: int  # Byte of the column file at which its numbers begin
     rows: int
     column_of: Mapping[str, int]
@@ -62,7 +60,6 @@ class _Rows:
 
     @property
     def keys(self) -> list[str]:
-        """The keys that are a number, or nothing, in every row, in the order of the rows."""
         return [key for key in self._columns if key not in self._text_keys]
 
     def add(self, row: Row) -> None:
@@ -77,7 +74,6 @@ class _Rows:
         self.last = row
 
     def column(self, key: str) -> np.ndarray:
-        """Return float32 [rows], NaN where a row has no such number."""
         numbers = np.full(self._count, np.nan, np.float32)
         if key not in self._text_keys:
             known = self._columns.get(key, array("f"))
@@ -156,7 +152,6 @@ class Columns:
 
     @property
     def keys(self) -> list[str]:
-        """Every key that has been a number, in the order in which they came."""
         return list(self._keys | dict.fromkeys(self._rest.keys))
 
     @property
@@ -202,7 +197,6 @@ class Columns:
         return numbers[since:]
 
     def _is_current(self) -> bool:
-        """Return whether what was read is still the beginning of the files."""
         columns = stamp_of(self.columns)
         has_blocks = not self._blocks or (columns is not None and columns.size >= self._blocks[-1].end)
         return has_blocks and self._lines.is_current()

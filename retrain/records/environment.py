@@ -142,7 +142,6 @@ def all_packages() -> dict[str, str]:
 
 
 def environment_facts() -> Row:
-    """Return the content of ``environment.json``."""
     import psutil
 
     return {
@@ -163,8 +162,6 @@ def environment_facts() -> Row:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """The content of ``environment.json`` and of ``code.diff``."""
-
     facts: Values
     diff: str
 

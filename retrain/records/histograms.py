@@ -1,7 +1,7 @@
 """Bins of histograms, and the values in each."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
@@ -20,19 +20,24 @@ def edges_of(values: np.ndarray) -> np.ndarray:
 
 
 def counted(values: np.ndarray, edges: np.ndarray) -> list[int]:
-    """Return how many values lie between each two edges."""
     return np.histogram(values, edges)[0].tolist()
 
 
-def rewards(values: Sequence[float | None]) -> dict[str, Any]:
-    """Return {"ends", "counts", "at", "absent"}: counts between the ends; few distinct values have a count each, and
-    are themselves ``at``."""
-    known = np.array([value for value in values if value is not None], np.float64)
-    found: dict[str, Any] = {"ends": [], "counts": [], "at": None, "absent": len(values) - len(known)}
-    if not len(known):
-        return found
-    distinct, times = np.unique(known, return_counts=True)
+class RewardHistogram(TypedDict):
+    ends: list[float]
+    counts: list[int]
+    at: list[float] | None
+    absent: int
+
+
+def rewards(values: Sequence[float | None]) -> RewardHistogram:
+    """Return the counts between ``ends``; few distinct values have a count each, and are themselves ``at``."""
+    numbers = np.array([value for value in values if value is not None], np.float64)
+    absent = len(values) - len(numbers)
+    if not len(numbers):
+        return {"ends": [], "counts": [], "at": None, "absent": absent}
+    distinct, times = np.unique(numbers, return_counts=True)
     if len(distinct) <= BINS:
-        return found | {"counts": times.tolist(), "at": distinct.tolist()}
-    edges = edges_of(known)
-    return found | {"ends": edges.tolist(), "counts": counted(known, edges)}
+        return {"ends": [], "counts": times.tolist(), "at": distinct.tolist(), "absent": absent}
+    edges = edges_of(numbers)
+    return {"ends": edges.tolist(), "counts": counted(numbers, edges), "at": None, "absent": absent}

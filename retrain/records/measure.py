@@ -25,8 +25,6 @@ from retrain.types import CreditedGroup, Ended, RewardResult, StepRecord
 
 EQUAL_REWARDS = 1e-8  # Rewards of a group whose standard deviation is below this count as equal (float noise)
 _OFF = {"sepa_lambda": 0.0, "sepa_gate_open": False, "bp_action": "off", "bp_regime": "off"}
-"""Values in the row of a run without that controller."""
-
 PART_METRICS = [metric for metric in METRICS if metric.key.startswith("rewards/<name>/")]
 
 
@@ -60,7 +58,6 @@ class Samples:
 
     @property
     def cut_off(self) -> float | None:
-        """Share of completions that ended by length; None without any."""
         return float((~self.stopped_N).mean()) if len(self) else None
 
     def per_turn(self, values_N: np.ndarray) -> float | None:
@@ -129,7 +126,6 @@ def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> floa
 
 
 def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
-    """Return the shares of groups with unequal rewards, all equal and ≥ 0.5, all equal and < 0.5 (up to noise)."""
     mixed = sum(float(rewards.std()) >= EQUAL_REWARDS for rewards in groups)
     good = sum(float(rewards.std()) < EQUAL_REWARDS and float(rewards.mean()) >= 0.5 for rewards in groups)
     counts = {"frac_mixed": mixed, "frac_all_good": good, "frac_all_bad": len(groups) - mixed - good}
@@ -222,7 +218,9 @@ def _values(record: StepRecord, context: RunContext, totals: Totals, samples: Sa
     if values.get("planning_fraction") is not None:
         reported.pop("planning_fraction", None)  # ours counts what was sampled, the update's what was graded
     values.update({key: value for key, value in reported.items() if value is not None or key not in values})
-    values = _microbatch_means(values) | values
+    for part in TIMED_PARTS if (microbatches := values.get("timing_microbatches")) else ():
+        if (seconds := values.get(f"timing_{part}_total")) is not None:
+            values.setdefault(f"timing_{part}_microbatch_mean", seconds / microbatches)
     if not values["num_datums"]:
         values["loss"] = values["reported_loss"] = None  # nothing was differentiated
     return values
@@ -261,7 +259,6 @@ def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
 
 
 def env_metrics(samples: Samples) -> Row:
-    """Return the numbers of ``env/<tag>/…`` for one selection of completions."""
     shares = group_shares(samples.by_group(samples.reward_N))
     return {
         "reward/total": mean(samples.reward_N),
@@ -335,14 +332,14 @@ def _rewards(samples: Samples, context: RunContext) -> Row:
 
 
 def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
-    """Return the entropy of all sampled tokens as the sampler reported it, their staleness, and the score with its KL
-    penalty."""
     rollouts = [rollout for group in record.groups for rollout in group.rollouts]
     staleness = [rollout.staleness for rollout in rollouts]
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
-    score, penalty = mean(samples.reward_N), _kl_penalty(record, context)
+    score, penalty = mean(samples.reward_N), {**record.state, **record.update}.get("objective/non_score_reward")
+    if penalty is None and not context.config.algorithm.kl_coef:
+        penalty = 0.0
     return {
         "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
@@ -352,13 +349,6 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
-
-
-def _kl_penalty(record: StepRecord, context: RunContext) -> float | None:
-    """Return what the KL term adds to the score; None where there is a coefficient and the policy reports nothing."""
-    without_report = None if context.config.algorithm.kl_coef else 0.0
-    penalty = {**record.state, **record.update}.get("objective/non_score_reward")
-    return without_report if penalty is None else penalty
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
@@ -453,14 +443,6 @@ def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool)
     return row
 
 
-def _microbatch_means(values: Row) -> Row:
-    count = values.get("timing_microbatches")
-    totals = {part: values.get(f"timing_{part}_total") for part in TIMED_PARTS}
-    return {
-        f"timing_{part}_microbatch_mean": total / count for part, total in totals.items() if count and total is not None
-    }
-
-
 def _add_parts(row: Row, samples: Samples, names: tuple[str, ...], context: RunContext) -> None:
     """Add ``rewards/<name>/…`` and their aliases; an alias never replaces a key of the row."""
     for name in names:
@@ -479,7 +461,6 @@ def _lowest(name: str, context: RunContext) -> float | None:
 
 
 def _spread(pattern: str, values_N: np.ndarray, names: tuple[str, ...] = ("mean", "std", "min", "max")) -> Row:
-    """Return these statistics of a column, each under the key that ``pattern`` makes of its name."""
     numbers = spread(values_N)
     return {pattern.format(name): numbers[name] for name in names}
 

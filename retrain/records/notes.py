@@ -72,7 +72,6 @@ def explain(
 
 
 def inapplicable(config: Config) -> set[str]:
-    """Return the keys of notes that do not apply to runs of this configuration, whatever their rows are."""
     credit, keys = credit_of(config.algorithm.transform_mode), set[str]()
     if config.algorithm.critic:
         keys |= {"groups_uniform", "groups_hardly_mixed", "loss_near_zero"}
@@ -113,7 +112,6 @@ CAUSES = {
     "reward_model": "a conversation longer than the reward model's context, or a score that is not finite",
     "math": "answers that take longer than [reward] timeout_s to compare",
 }
-"""Reasons for which rewards of a type are missing."""
 
 
 def _ungraded(recent: Recent) -> Finding:

@@ -33,13 +33,13 @@ class Observer(Protocol):
         """Called when one of several workers has taken the run, before it starts there."""
 
     def step(self, spec: SpecLike, row: Values) -> None:
-        """Called with the metrics row of a step."""
+        pass
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
         """Called with the ``Seal`` of all evaluations that the run has recorded."""
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        """Called with the ``eval/<name>/…`` keys of an evaluation."""
+        pass
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """``status`` is done, failed, interrupted or stopped; ``message`` says why."""
@@ -51,16 +51,14 @@ class Observer(Protocol):
         """Called with keys of the campaign's manifest that have changed, by a run or analysis."""
 
     def close(self) -> None:
-        """Called last."""
+        pass
 
 
 class NullObserver(Observer):
-    """Ignores everything."""
+    pass
 
 
 class Messages(NullObserver):
-    """Passes on messages alone."""
-
     def __init__(self, notify: Callable[[str], None]):
         self.notify = notify
 

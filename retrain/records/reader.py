@@ -51,7 +51,6 @@ class RunReader:
         return read_json(self.directory / layout.ENVIRONMENT)
 
     def rows(self, name: str) -> list[Row]:
-        """Return the rows of one of the run's JSONL files."""
         return read_jsonl(self.directory / name)
 
     def metrics(self) -> list[Row]:
@@ -65,7 +64,6 @@ class RunReader:
         return last_row(self.directory / layout.METRICS)
 
     def evaluations(self, name: str | None = None) -> list[Row]:
-        """Return the evaluations of the held-out set ``name``, or of all."""
         rows = self.rows(layout.EVALS)
         return rows if name is None else [row for row in rows if row.get("name") == name]
 
@@ -73,7 +71,6 @@ class RunReader:
         return self.rows(layout.GENERATIONS)
 
     def held_out_completions(self, name: str | None) -> list[Row]:
-        """Return the completions of all evaluations of the held-out set ``name``."""
         return [row for row in iter_jsonl(self.directory / layout.EVALUATIONS) if row.get("name") == name]
 
     def checkpoints(self) -> list[Row]:
@@ -143,7 +140,6 @@ def read_plan_file(directory: Path) -> Row:
 
 
 def planned_configs(directory: Path) -> dict[str, Row]:
-    """Return the resolved configurations of the directory's runs by run id; empty before the first start."""
     if not (directory / layout.PLAN).is_file():
         return {}
     return {run["run_id"]: run["config"] for run in read_plan_file(directory)["runs"]}
@@ -201,7 +197,6 @@ def verification_files(directory: Path) -> list[Path]:
 
 
 def final_adapters(directory: Path) -> list[Path]:
-    """Return the adapters that the runs of a campaign have ended with, by run id."""
     return sorted(path.parent for path in directory.glob(f"runs/*/{layout.FINAL}/{layout.ADAPTER_WEIGHTS}"))
 
 
@@ -215,7 +210,6 @@ def homes_of_runs(directory: Path) -> list[Path]:
 
 
 def is_held(lock: Path) -> bool:
-    """Return whether a process holds this lock."""
     try:
         with open(lock) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -43,7 +43,7 @@ from retrain.records.schema.rows import (
     START,
     Checkpoint,
     Evaluation,
-    Iteration,
+    IterationFiles,
     Note,
     RecorderState,
     StepSpans,
@@ -127,7 +127,6 @@ class RunRecorder:
         return every > 0 and (step % every == 0 or step + 1 == self.context.max_steps)
 
     def record_step(self, record: StepRecord) -> Row:
-        """Return the step's row, and have everything about the step written."""
         self.start()
         row, state = measure_step(record, self.context, self._state, self._evaluation_keys)
         completions = sum(len(group.rollouts) for group in record.groups)
@@ -171,7 +170,6 @@ class RunRecorder:
         return row
 
     def evaluations(self) -> list[Row]:
-        """Return the rows of all evaluations on the disk."""
         return RunReader(self.directory).evaluations()
 
     def seal(self) -> Row:
@@ -281,12 +279,10 @@ class RunFiles(RecordFiles):
 
     @property
     def any_written(self) -> bool:
-        """Return whether an earlier process has recorded anything here."""
         names = (*ROW_FILES, layout.NOTES, layout.EVALS, layout.CHECKPOINTS)
         return any((self.directory / name).exists() for name in names)
 
     def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
-        """Write all files of one step (on the thread)."""
         self.append(layout.METRICS, [row])
         if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
             self.wrote(*self._columns.follow())
@@ -301,7 +297,6 @@ class RunFiles(RecordFiles):
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
     def write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
-        """Write all files of one evaluation (on the thread); ``recorded`` has its rows by file."""
         self.append(layout.EVALS, recorded[layout.EVALS])
         lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
         tokens = self.context.config.logging.rollouts_every > 0
@@ -329,7 +324,7 @@ class RunFiles(RecordFiles):
         self.wrote(*write_rollouts(self.directory, batch, config.logging.num_groups_to_log if tokens else None))
         rewards = [rollout.reward for group in groups for rollout in group.rollouts]
         totals = [reward.total_reward for reward in rewards if reward.total_reward is not None]
-        line = Iteration(
+        line = IterationFiles(
             split=split,
             iteration=iteration,
             groups=len(groups),
@@ -418,7 +413,6 @@ def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> lis
 
 
 def _step_summary(record: StepRecord, row: Row) -> Row:
-    """Return the step's line of ``emergence/steps.jsonl``."""
     rewards = [rollout.reward for group in record.groups for rollout in group.rollouts]
     summary = StepSummary(
         step=record.step,

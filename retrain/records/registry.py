@@ -35,8 +35,6 @@ NAMED_SEEDS, NAMED_DIRECTORIES = 8, 4
 
 
 class Registry:
-    """The registry beside a campaign's ``directory``."""
-
     def __init__(self, directory: Path):
         self.directory = directory.absolute()
         self.path = self.directory.parent / REGISTRY
@@ -44,7 +42,6 @@ class Registry:
 
     @property
     def owner(self) -> str:
-        """Id in the directory's mark."""
         owner = owner_of(self.directory)
         return owner.id if owner else ""
 
@@ -70,7 +67,7 @@ class Registry:
         with self._locked():
             line = Declaration(
                 kind="declaration",
-                time=_now(),
+                time=datetime.now(UTC).isoformat(),
                 owner=self.owner,
                 directory=self.directory.name,
                 data=data,
@@ -91,7 +88,7 @@ class Registry:
         seal = entry.seal or {}
         line = FinishedRun(
             kind="run",
-            time=_now(),
+            time=datetime.now(UTC).isoformat(),
             owner=self.owner,
             directory=self.directory.name,
             data=seal.get("data", ""),
@@ -133,10 +130,6 @@ class Registry:
             yield
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat()
-
-
 def _content(line: RegistryLine) -> Row:
     return line.to_row() | {"time": ""}
 
@@ -166,14 +159,11 @@ def history(directory: Path, manifest: Values) -> History:
     assert isinstance(first, Declaration)
     before = [line for line in lines[:position] if line.owner != owner]
     mine = [line for line in lines[position + 1 :] if line.owner == owner]
-    again = [*_declared_again(mine), *_seeds_known_before(first, before)]
-    return History([*again, *_other_than_finished(mine, manifest)], _earlier_declarations(first, before, registry.path))
-
-
-def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
     places = [n for n, line in enumerate(mine) if isinstance(line, Declaration)]
     finished = sum(isinstance(line, FinishedRun) for line in mine[: places[-1]]) if places else 0
-    return [f"declared anew in its directory after {plural(finished, 'run')} had finished there"] if finished else []
+    again = [f"declared anew in its directory after {plural(finished, 'run')} had finished there"] if finished else []
+    clauses = [*again, *_seeds_known_before(first, before), *_other_than_finished(mine, manifest)]
+    return History(clauses, _earlier_declarations(first, before, registry.path))
 
 
 def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:
@@ -191,7 +181,6 @@ def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> l
 
 
 def _other_than_finished(mine: Sequence[RegistryLine], manifest: Values) -> list[str]:
-    """Return a clause for each run that is not as it was when it finished."""
     entries = {row["run_id"]: RunEntry.from_row(row) for row in manifest["runs"]}
     finished: dict[str, list[FinishedRun]] = {}
     for line in mine:
@@ -209,7 +198,6 @@ def _other_than_finished(mine: Sequence[RegistryLine], manifest: Values) -> list
 
 
 def _change_since(last: FinishedRun, entry: RunEntry | None) -> str:
-    """Return how a run's entry in the manifest differs from the line that was added when it finished, "" if not."""
     if entry is None:
         return "is not in the manifest"
     if entry.max_steps > last.max_steps:  # continued with more steps

@@ -109,7 +109,6 @@ class Reporter:
         self._thread.put(send)
 
     def log_evaluation(self, step: int, row: Row) -> None:
-        """Hand over an evaluation after ``step`` updates, with the next row."""
         self._evaluations.setdefault(step, {}).update(row)
 
     def log_row(self, step: int, row: Row) -> None:

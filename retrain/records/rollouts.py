@@ -76,18 +76,15 @@ class Batch:
 
 
 def batch_name(split: str, iteration: int) -> str:
-    """Return the stem of the files of ``split`` ("train" or "eval/<name>") at an iteration."""
     kind, _, name = split.partition("/")
     return f"{kind}_{sanitised(name)}_iteration_{iteration:06d}" if name else f"{kind}_iteration_{iteration:06d}"
 
 
 def sanitised(name: str) -> str:
-    """Return ``name`` as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.+~=-]+", "_", name).strip("._") or "unnamed"
 
 
 def summary_rows(batch: Batch) -> list[Row]:
-    """Return one object per trajectory, in sampling order."""
     return [
         TrajectorySummary(
             schema_version=SCHEMA_VERSION,
@@ -148,7 +145,6 @@ def _turn_rows(rollout: CreditedRollout) -> list[Row]:
 
 
 def _critic_means(rollout: CreditedRollout, tokens: slice) -> Row:
-    """Return the mean of the critic's values before these tokens, and of its targets."""
     if rollout.values_T is None:
         return {}
     means = {"value_mean": mean(rollout.values_T[tokens].astype(np.float64))}
@@ -192,7 +188,6 @@ def breakdown(reward: RewardResult, weights: Mapping[str, tuple[float, float]]) 
 
 
 def part_names(groups: Sequence[CreditedGroup]) -> list[str]:
-    """Return the names of all components and other numbers of these groups, components first."""
     rewards = [rollout.reward for group in groups for rollout in group.rollouts]
     components = dict.fromkeys(name for reward in rewards for name in reward.components)
     return list(components | dict.fromkeys(name for reward in rewards for name in metrics_of(reward)))
@@ -204,7 +199,6 @@ def advantage_of(rollout: CreditedRollout) -> float | None:
 
 
 def conversation_of(prompt: Prompt, limit: int | None = None) -> list[dict[str, str]]:
-    """Return the messages of the prompt, each cut to ``limit`` characters."""
     messages, problem = prompt.messages, prompt.problem.prompt
     if not messages:
         messages = ({"role": "user", "content": problem},) if isinstance(problem, str) else problem
@@ -342,7 +336,6 @@ def cut(text: str, limit: int | None) -> str:
 
 
 def generations(record: StepRecord) -> list[Row]:
-    """Return the lines of ``emergence/generations.jsonl``."""
     return [
         Generation(
             **_common(record.step, rollout),

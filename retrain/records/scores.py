@@ -72,7 +72,6 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
 
 
 def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool) -> Row:
-    """Return the numbers of the problems with one tag: of pass@k and maj@k those with the largest k only."""
     rate = _accuracy(samples) if groups else NO_INTERVAL
     at_k = _at_k(groups, n, strict)
     scores: Row = {"correct_rate": rate.estimate, "ci_low": rate.low, "ci_high": rate.high}

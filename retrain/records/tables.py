@@ -17,17 +17,14 @@ def accuracy_name(metric: str) -> str:
 
 
 def short_metric(metric: str) -> str:
-    """Return a metric's key without the prefix of held-out sets and the default set's name."""
     return metric.removeprefix("eval/").removeprefix(f"{HELDOUT}/")
 
 
 def squeeze_columns(report: Values) -> list[str]:
-    """Return the headings of the rank table: held-out accuracy only where it was measured."""
     return [h for h in SQUEEZE_COLUMNS if report.get("verified") or h not in ("held-out", "vs full")]
 
 
 def squeeze_cells(row: Values, report: Values) -> dict[str, str]:
-    """Return a row of the rank table by heading; the full adapter has no difference to itself."""
     verified = report.get("verified")
     measured = {entry["rank"]: entry for entry in [verified["full"], *verified["ranks"]]} if verified else {}
     evaluation = measured.get(row["rank"], {})

@@ -61,7 +61,6 @@ _TURN: FieldKinds = {kinds.is_text: "text", kinds.is_count: "tokens", kinds.are_
 
 
 def tokens_name(split: str, iteration: int) -> str:
-    """File name of a split ("train" or "eval/<name>") at an iteration."""
     stem, _, number = batch_name(split, iteration).rpartition("_iteration_")
     return f"tokens_{number}.safetensors" if split == TRAIN else f"tokens_{stem}_{number}.safetensors"
 
@@ -77,7 +76,6 @@ def write_tokens(directory: Path, batch: Batch) -> Path:
 
 
 def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """Return the tokens as the policy saw and sampled them, and where those of each rollout begin."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     is_action = [np.repeat([0, 1], [len(turn.observation_ids), len(turn.action)]) for turn in turns]
     tensors: dict[str, np.ndarray] = {
@@ -111,17 +109,17 @@ def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
 
 
 def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    """Return the arrays that only a step has."""
-
     def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
         pairs = zip(rollouts, parts, strict=True)
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+    masks = [np.ones(len(each)) if each.loss_mask_T is None else each.loss_mask_T for each in rollouts]
+    trained = [m if r.token_advantages_T is not None else None for r, m in zip(rollouts, masks, strict=True)]
     tensors = {
         "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
         "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
-        "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
+        "trained": filled(trained, 0, np.uint8),
         "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
     }
     where_known = {
@@ -133,12 +131,6 @@ def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
         if any(part is not None for part in parts):
             tensors[name] = filled(parts, np.nan, np.float32)
     return tensors
-
-
-def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
-    if rollout.token_advantages_T is None:
-        return None
-    return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
 
 
 def _text_and_ends(turn: Turn, token_text: TokenText | None) -> tuple[str, Sequence[int]]:
@@ -205,8 +197,6 @@ def _joined(parts: Sequence[ArrayLike], dtype: DTypeLike) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RolloutTokens:
-    """One rollout of a file: its ``line`` and that of its ``prompt``, and its arrays by name."""
-
     line: Values
     prompt: Values
     arrays: Mapping[str, np.ndarray]

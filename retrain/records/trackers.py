@@ -46,8 +46,6 @@ RUN_CONFIG_KEYS = {
     "sepa_correct_rate_gate": "sepa.correct_rate_gate",
     "backend": "backend.backend",
 }
-"""Names in a tracker's run configuration → keys of the configuration."""
-
 TAG_CHARACTERS = 64  # wandb refuses a longer tag
 ANSWER_SECONDS = 5.0  # How long the start of a run waits for W&B's server to answer anything at all
 
@@ -75,8 +73,6 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as trackers name and file it."""
-
     name: str
     group: str | None
     tags: list[str]
@@ -101,7 +97,6 @@ class TrackedRun:
 
 
 def is_evaluation(values: Values) -> bool:
-    """Return whether these values are those of evaluations, not of a row."""
     return all(key.startswith("eval/") for key in values)
 
 
@@ -324,7 +319,6 @@ class TrackioTracker:
         return {"run_id": self.run.id, "project": self.project}
 
     def _stored_steps(self, trackio: ModuleType, metric: str) -> set[int]:
-        """Return the steps at which trackio has this metric of the run."""
         query = {"project": self.project, "run": self.run.name, "run_id": self.run.id, "metric_name": metric}
         server = trackio.context_vars.current_server.get()
         if server is None:
@@ -353,8 +347,6 @@ def _muted() -> Iterator[None]:
 
 
 class _OtherThreads:
-    """A stream that takes what other threads than the present one write."""
-
     def __init__(self, stream: TextIO):
         self._stream, self._thread = stream, threading.get_ident()
 

@@ -11,7 +11,7 @@ from retrain.config.evaluation import PART
 from retrain.errors import RetrainError
 from retrain.files import stamp_of
 from retrain.ownership import MARK
-from retrain.records.foreign import ForeignReader, ForeignRun, is_recent, whole
+from retrain.records.foreign import ForeignReader, ForeignRun, integer, is_recent
 from retrain.records.kinds import is_number
 from retrain.records.reader import is_held, read_manifest, read_object
 from retrain.records.schema.base import Row
@@ -138,15 +138,15 @@ def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: 
     path = home if is_single else home / entry["path"]
     metrics = places.file(path, METRICS)
     state = "interrupted" if entry["state"] == "running" and not held else entry["state"]
-    step, rows = whole(entry["step"]), []
+    step, rows = integer(entry["step"]), []
     if state in ("running", "interrupted", "failed") and metrics is not None:
         rows = Tail(metrics, last_only=True).rows()[1]
-        step = max([step, *(whole(row.get("step"), -1) + 1 for row in rows[-1:])])
+        step = max([step, *(integer(row.get("step"), -1) + 1 for row in rows[-1:])])
     seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
     return Run(
         location if is_single else f"{location}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
-        whole(entry.get("seed")), state, entry.get("reason"), step, whole(entry.get("max_steps")), touched(metrics),
+        integer(entry.get("seed")), state, entry.get("reason"), step, integer(entry.get("max_steps")), touched(metrics),
         median(seconds) if seconds else None,
         worker if isinstance(worker, str) else None,
     )  # fmt: skip
@@ -160,8 +160,8 @@ def _without_manifest(path: Path, location: str, places: Places) -> Home | None:
     ended = places.folder(path, FINAL) is not None
     run = Run(
         location, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
-        whole(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
-        whole(row.get("step"), -1) + 1, whole(training.get("max_steps")), written,
+        integer(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
+        integer(row.get("step"), -1) + 1, integer(training.get("max_steps")), written,
     )  # fmt: skip
     return Home(location, path, "run", OURS, path.name, [run], written, is_lockless=True)
 

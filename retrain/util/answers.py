@@ -52,13 +52,11 @@ def final_line(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number written in digits, with its sign, thousands commas and decimals; None without one."""
     numbers = deque(_NUMBER.finditer(text), maxlen=1)
     return numbers[0].group() if numbers else None
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not blank, stripped; "" without one."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
@@ -145,5 +143,4 @@ def verdict_by_text(reference: str, answer: str) -> bool | None:
 
 
 def has_answer(answer: str | None) -> bool:
-    """Return whether an ``answer_text`` is there and not blank."""
     return bool((answer or "").strip())

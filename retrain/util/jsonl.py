@@ -18,7 +18,6 @@ from typing import IO, Any, NamedTuple
 from retrain.errors import CheckpointError
 
 Row = dict[str, Any]
-"""One JSON object of a file."""
 LAST_BLOCK = 1 << 16  # Bytes that ``Tail(last_only=True)`` reads from the end of a file
 LONGEST_LINE = 64 << 20  # Bytes; longer lines are skipped, retrain writes none
 
@@ -35,7 +34,6 @@ class LineMark(NamedTuple):
         return cls(end, len(line), zlib.crc32(line))
 
     def is_in(self, file: IO[bytes]) -> bool:
-        """Return whether the file still contains this line at this offset, so that reading can continue after it."""
         line = os.pread(file.fileno(), self.length, self.end - self.length)
         return os.fstat(file.fileno()).st_size >= self.end and zlib.crc32(line) == self.crc
 
@@ -92,7 +90,6 @@ class Tail:
         return replaced, [text for line in self._lines or () if (text := line[:-1].strip())]
 
     def _begin(self) -> int | None:
-        """Return the offset of the first row to read; None unless this is a regular file."""
         if not os.path.isfile(self.path):  # opening a pipe would wait for a writer
             return None
         with contextlib.suppress(OSError), open(self.path, "rb") as file:
@@ -119,7 +116,6 @@ class LineIndex:
         self._begins, self._lines = [0], NewLines(path)
 
     def refresh(self) -> int:
-        """Index new lines; return the number of complete lines."""
         with self._lock:
             if not self._lines.is_current():
                 self._begins, self._lines = [0], NewLines(self.path)

@@ -68,13 +68,8 @@ class Mirror:
             groups = [self._facts(names) for names in listed]  # after the listing: records may then only be longer
             facts = {name: each for group in groups for name, each in group.items()}
             changed = [list(group) for group in groups if not group.items() <= self._uploaded.items()]
-            replaced = {name for names in changed if len(names) > 1 for name in names}
-            if replaced & self._indexed.keys():
-                self._write_index({name: each for name, each in self._indexed.items() if name not in replaced})
-            for names in changed:
-                if not self._upload(names):
-                    facts = {name: each for name, each in facts.items() if name not in names}
-                self._uploaded |= {name: facts.get(name, [0, 0]) for name in names}
+            for name in self._upload_groups(changed, facts):
+                del facts[name]
             if manifest != self._manifest:
                 self._write(MANIFEST, manifest)
                 self._manifest = manifest
@@ -84,8 +79,20 @@ class Mirror:
             self._delete(self._uploaded.keys() - facts.keys())
             self._uploaded = facts
 
+    def _upload_groups(self, groups: list[list[str]], facts: dict[str, list[int]]) -> list[str]:
+        """Upload groups of files, whose ``facts`` are those of ``_facts``; return the files of groups of which one was
+        removed meanwhile."""
+        replaced = {name for names in groups if len(names) > 1 for name in names}
+        if replaced & self._indexed.keys():
+            self._write_index({name: each for name, each in self._indexed.items() if name not in replaced})
+        missing: list[str] = []
+        for names in groups:
+            is_uploaded = self._upload(names)
+            missing += [] if is_uploaded else names
+            self._uploaded |= {name: facts[name] if is_uploaded else [0, 0] for name in names}
+        return missing
+
     def _upload(self, names: list[str]) -> bool:
-        """Upload a group of files; return False if one of them was removed meanwhile."""
         try:
             for name in names:
                 self._write(name, self.directory / name)
@@ -120,7 +127,6 @@ class Mirror:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def index(self) -> dict[str, Any]:
-        """Return ``owner``, ``token`` and ``files`` of the copy."""
         try:
             return json.loads(self.store.cat_file(INDEX))
         except FileNotFoundError:

@@ -76,7 +76,6 @@ def code_diff(*paths: Path, is_record: Callable[[Path], bool] = lambda folder: F
 
 
 def own_checkout() -> Path | None:
-    """Return the directory of retrain's source if it is under version control, as after ``pip install -e``."""
     source = Path(__file__).parent
     return source if _git(source, "ls-files", "--error-unmatch", Path(__file__).name) is not None else None
 
@@ -126,7 +125,6 @@ def _add_new_files(root: Path, variables: Mapping[str, str], is_record: Callable
 
 
 def _unwanted_changes(root: Path, base: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return (name, reason) of the changed files whose content is left out."""
     changed = _names(_git(root, *DIFF, "--name-only", "-z", base, variables=variables))
     sizes = _sizes(root, base) if changed else {}
     return {name: reason for name in changed if (reason := _unwanted(root / name, sizes.get(name, 0)))}
@@ -137,7 +135,6 @@ def _printable(name: str) -> str:
 
 
 def _fitting(patch: bytes) -> Iterator[str]:
-    """Yield the patch file by file without access keys; files beyond ``MAX_DIFF_BYTES`` are only listed."""
     room = MAX_DIFF_BYTES
     for part in re.split(rb"^(?=diff --git )", patch, flags=re.MULTILINE):
         text = part.decode("utf-8", "surrogateescape")
@@ -173,7 +170,6 @@ def _unwanted(path: Path, committed_bytes: int = 0) -> str:
 
 
 def _sizes(root: Path, tree: str) -> dict[str, int]:
-    """Return the size of every file of the commit in bytes."""
     sizes = {}
     for entry in _names(_git(root, "ls-tree", "-r", "-l", "-z", "--full-tree", tree)):
         facts, _, name = entry.partition("\t")

@@ -133,7 +133,6 @@ class DirectoryLock:
         os.close(self._file)
 
     def lose(self) -> None:
-        """Record that another process owns the directory, or its copy."""
         self.lost = True
 
     def check(self) -> None:
@@ -231,7 +230,6 @@ class DirectoryLock:
         )
 
     def _renew(self) -> None:
-        """Renew the lease until closed; stop when another process has taken it."""
         while not self._ended.wait(self.beat):
             try:
                 self.check()
@@ -316,7 +314,6 @@ def lease_of(directory: Path) -> dict[str, Any] | None:
 
 
 def _last_holder(lock: Path) -> dict[str, Any]:
-    """Return the process that the lock file names; {} if it names none."""
     holder = read_json_if_present(lock)
     return holder if isinstance(holder, dict) and "token" in holder else {}
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 NOTHING = "-"  # Shown where there is no value
 KEYS = re.compile(r"\b(?:sk|hf|gh[opsu]|glpat|xox[abp])[-_][A-Za-z0-9_-]{16,}|\bAKIA[0-9A-Z]{16}\b")
-"""Access keys of common services."""
 SECRET_VARIABLES = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
 _UNSEEN = (
     *range(0x7F, 0xA0),  # delete and the C1 controls
@@ -58,12 +57,10 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def points(difference: float | None, digits: int = 1, sign: bool = True) -> str:
-    """Return a difference of shares in percentage points."""
     return NOTHING if difference is None else minus(f"{100 * difference:{'+' if sign else ''}.{digits}f}")
 
 
 def interval(bounds: Mapping[str, float | None] | None, digits: int) -> str:
-    """Return an estimate with its ends, where it has any; ``bounds`` is a ``maths.statistics.Interval`` as JSON."""
     if bounds is None:
         return NOTHING
     estimate, low, high = map(bounds.get, ("estimate", "low", "high"))
@@ -102,7 +99,6 @@ def duration(seconds: float | None) -> str:
 
 
 def probability(p: float) -> str:
-    """Format a p-value for a table."""
     return f"{p:.2g}" if p >= 1e-4 else "< 0.0001"
 
 

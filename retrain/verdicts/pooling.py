@@ -15,12 +15,12 @@ from retrain.config.legacy import without_removed
 from retrain.config.runs import differences, distinguishes_runs
 from retrain.errors import UsageError, listed
 from retrain.files import write_json
-from retrain.records.deviations import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.records.reader import planned_configs, read_manifest
 from retrain.records.registry import history
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import CampaignDeclaration, RunEntry
 from retrain.records.schema.layout import COMPARISON, MANIFEST
+from retrain.records.seals import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.verdicts.comparison import baseline_of, compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, Standing, pooled, standing
 from retrain.verdicts.planning import follow_up

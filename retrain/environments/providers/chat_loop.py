@@ -6,7 +6,6 @@ library finds it as ``retrain-chat``; imported only where verifiers is installed
 
 import json
 from contextlib import AsyncExitStack, suppress
-from typing import Any
 
 import httpx
 from verifiers.v1.clients import ModelContext  # pyright: ignore[reportMissingImports]
@@ -19,6 +18,8 @@ from verifiers.v1.runtimes import ProgramResult, Runtime  # pyright: ignore[repo
 from verifiers.v1.task import TaskData  # pyright: ignore[reportMissingImports]
 from verifiers.v1.trace import Trace  # pyright: ignore[reportMissingImports]
 
+from retrain.environments.providers.endpoint import CalledFunction, ChatMessage, ToolCall
+
 __all__ = ["ChatLoop"]
 
 
@@ -27,8 +28,6 @@ class ChatLoopConfig(HarnessConfig):
 
 
 class ChatLoop(Harness[ChatLoopConfig]):
-    """Queries the model and runs the tools that it calls, until an answer has no call."""
-
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
@@ -48,7 +47,7 @@ class ChatLoop(Harness[ChatLoopConfig]):
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
         system, prompt = self.resolve_prompt(data)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        messages: list[dict[str, object]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
@@ -80,7 +79,9 @@ class ChatLoop(Harness[ChatLoopConfig]):
                     messages.append(bound_tool_message(answer))
 
 
-async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], connections: dict[str, Any]) -> Any:
+async def _called(
+    function: CalledFunction, places: dict[str, tuple[str, str]], connections: dict[str, object]
+) -> object:
     name = function["name"]
     try:
         arguments = json.loads(function.get("arguments") or "{}")
@@ -94,7 +95,7 @@ async def _called(function: dict[str, Any], places: dict[str, tuple[str, str]], 
     return await call_mcp(connections, places, name, arguments)
 
 
-async def _denied(client: httpx.AsyncClient, url: str, call: dict[str, Any]) -> dict[str, Any] | None:
+async def _denied(client: httpx.AsyncClient, url: str, call: ToolCall) -> ChatMessage | None:
     """Return the message by which a policy of the task replaces the tool's answer; None if the tool may run. Raises
     RuntimeError if the policy ends the rollout."""
     function = call["function"]

@@ -4,18 +4,24 @@ Every rollout has a channel. A request names it by its address (``/<name>/v1/cha
 ``/session/v1/…``, by the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
 """
 
+from __future__ import annotations
+
 import asyncio
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 
+from retrain.environments.tools import ToolSchema
 from retrain.environments.tools.calls import Call
 from retrain.types import Action
+
+if TYPE_CHECKING:
+    from aiohttp import web  # pyright: ignore[reportMissingImports]
 
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
@@ -24,28 +30,67 @@ OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout ge
 LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    role: str
+    content: object
+    tool_call_id: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class Choice(TypedDict):
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: dict[str, object]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: dict[str, int]
+
+
+class ChatRequest(TypedDict, total=False):
+    messages: list[ChatMessage]
+    tools: list[ToolSchema] | None
+    stream: bool
+
+
 @dataclass(eq=False)
 class Request:
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    completion: asyncio.Future[dict[str, Any]]
+    messages: list[ChatMessage]
+    tools: list[ToolSchema]
+    completion: asyncio.Future[ChatCompletion]
 
 
 class ChannelClosed(Exception):
-    """The rollout gets no further answers."""
+    pass
 
 
 @dataclass(eq=False)
 class Channel:
-    """One rollout's requests in the order of their arrival."""
-
     name: str
     waiting: deque[Request] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     refuses: bool = False
     refused: int = 0
 
-    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, body: ChatRequest) -> ChatCompletion:
         if self.refuses:
             self.refused += 1
             self.arrived.set()
@@ -68,12 +113,10 @@ class Channel:
 
 
 class Endpoint:
-    """Serves the open channels, in the event loop in which it was started."""
-
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
         self.url = ""
-        self._close: Callable[[], Any] | None = None
+        self._close: Callable[[], Awaitable[None]] | None = None
 
     async def start(self) -> None:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
@@ -100,10 +143,9 @@ class Endpoint:
 
     @property
     def session_url(self) -> str:
-        """Base URL for clients that name the channel in a header."""
         return f"{self.url}/session/v1"
 
-    async def _chat(self, request: Any) -> Any:
+    async def _chat(self, request: web.Request) -> web.Response:
         from aiohttp import web  # pyright: ignore[reportMissingImports]
 
         name = request.match_info["channel"]
@@ -122,13 +164,13 @@ class Endpoint:
         return web.json_response(completion)
 
 
-def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> dict[str, Any]:
+def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> ChatCompletion:
     """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
 
     ``token_ids`` and ``logprobs`` of the choice are in vLLM's format. Prompts are tokenised elsewhere, so ``usage``
     counts the sampled tokens only.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+    message: ChatMessage = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
             {
@@ -162,17 +204,17 @@ def completion(action: Action, number: int, content: str, calls: Sequence[tuple[
     }
 
 
-def _error(message: str, code: str) -> dict[str, Any]:
+def _error(message: str, code: str) -> dict[str, dict[str, str | None]]:
     return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
 
 
-def _events(completion: Mapping[str, Any]) -> bytes:
-    """Return the completion as an event stream with a single chunk of content."""
+def _events(completion: ChatCompletion) -> bytes:
     choice = completion["choices"][0]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    delta: dict[str, object] = {**choice["message"]}
+    if calls := choice["message"].get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    head: dict[str, object] = {key: completion[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
     content = {"index": 0, "delta": delta, "finish_reason": None, "logprobs": choice["logprobs"]}
     ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
     chunks = [

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from retrain.environments.protocol import Observation, Step
-from retrain.environments.providers.endpoint import Channel, Endpoint, Request, completion
+from retrain.environments.providers.endpoint import Channel, ChatMessage, Endpoint, Request, completion
 from retrain.environments.providers.messages import chat_messages, text_of
 from retrain.environments.providers.randomness import OwnRandomness
 from retrain.environments.tools.calls import read_calls
@@ -30,13 +30,12 @@ from retrain.plugins import described
 from retrain.types import Action, Message, RewardResult
 
 T = TypeVar("T")
+MessageKey = tuple[str, str, str | tuple[tuple[str, str], ...]]
 KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
 MAX_REFUSALS = 16  # Number of refusals after which a harness that continues is stopped
 
 
 class HarnessResult(NamedTuple):
-    """End of a rollout: grade, stop reason in one word, and further texts."""
-
     reward: RewardResult
     stop: str = ""
     logs: Mapping[str, str] = MappingProxyType({})
@@ -47,8 +46,6 @@ Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
 
 
 class Inversion:
-    """Event loop and endpoint of a process's harnesses."""
-
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.endpoint = Endpoint()
@@ -109,8 +106,8 @@ class InvertedEpisode:
         self._randomness = OwnRandomness(str(seed))
         self._request: Request | None  # set by _advance
         self._failure: str | None = None
-        self._seen: list[tuple[Any, ...]] = []  # Keys of the messages that the policy has read or written
-        self._texts: dict[tuple[Any, ...], str] = {}
+        self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
+        self._texts: dict[MessageKey, str] = {}
         """Texts of the policy, by the keys of the messages that the harness was given."""
         self._actions = self._calls = 0
         inversion.endpoint.channels[self._channel.name] = self._channel
@@ -154,7 +151,6 @@ class InvertedEpisode:
             self._inversion.run(_ended([self._task]))
 
     def _advance(self) -> None:
-        """Run the harness until its next request or its end."""
         with self._randomness:
             self._inversion.run(self._until_asked())
         waiting = self._channel.waiting
@@ -214,18 +210,18 @@ class InvertedEpisode:
         return HarnessResult(RewardResult(None, error=self._failure or "it has not ended"), "error")
 
 
-def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def message_key(message: ChatMessage) -> MessageKey:
     """Return the key by which two messages are compared: role, text, calls, and the call that it answers. Thinking that
     a harness stores separately is ignored. Raises PluginError for a message that is not text."""
     role, text = str(message.get("role", "")), text_of(message.get("content"))
     if role != "assistant":
         return role, text, str(message.get("tool_call_id") or "")
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    functions = [call["function"] for call in message.get("tool_calls") or [] if call.get("function")]
     calls = tuple((str(function.get("name")), _canonical(function.get("arguments"))) for function in functions)
     return role, text.strip(), calls
 
 
-def _canonical(arguments: Any) -> str:
+def _canonical(arguments: str | None) -> str:
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        return json.dumps(json.loads(arguments), sort_keys=True)
+        return json.dumps(json.loads(arguments or ""), sort_keys=True)
     return str(arguments)

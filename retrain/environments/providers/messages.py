@@ -1,13 +1,13 @@
 """Convert chat messages of other libraries to role and text."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from retrain.errors import PluginError
 from retrain.types import Message
 
 
-def text_of(content: Any, placeholders: bool = False, separator: str = "\n") -> str:
+def text_of(content: object, placeholders: bool = False, separator: str = "\n") -> str:
     """Return the text of a message's content, its parts joined by ``separator``.
 
     Raises PluginError for images, audio and files; with ``placeholders``, their types in brackets replace them.
@@ -15,7 +15,7 @@ def text_of(content: Any, placeholders: bool = False, separator: str = "\n") -> 
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
-    for part in content:
+    for part in cast("Iterable[object]", content):
         fields = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
         kind = fields.get("type", type(part).__name__)
         text = fields.get("text") or fields.get("refusal")
@@ -28,7 +28,7 @@ def text_of(content: Any, placeholders: bool = False, separator: str = "\n") -> 
 
 
 def chat_messages(
-    messages: Iterable[Any], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
+    messages: Iterable[object], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
 ) -> list[Message]:
     """Convert messages to role and text, and keep their fields in ``keys``. Raises PluginError for anything that is not
     a message. ``placeholders`` and ``separator``: see ``text_of``."""

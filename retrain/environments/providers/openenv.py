@@ -12,16 +12,33 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from retrain.environments.arguments import imported, validated
 from retrain.environments.protocol import Observation, Range, Step
-from retrain.environments.providers.openenv_forms import OWNER, Actions, messages_of, result_of, tool_schema
+from retrain.environments.providers.openenv_forms import (
+    OWNER,
+    Actions,
+    ActionSchema,
+    messages_of,
+    result_of,
+    tool_schema,
+)
 from retrain.environments.providers.openenv_server import OpenEnvServer
+from retrain.environments.tools import ToolSchema
 from retrain.environments.tools.calls import Call, answer, parse
 from retrain.errors import PluginError, UsageError, printable
 from retrain.types import Action, Problem, RewardResult
@@ -52,8 +69,8 @@ class Arguments(BaseModel):
     seed: NonNegativeInt = 0
     message_field: Text | None = None
     action_field: Text | None = None
-    action: dict[str, Any] = {}
-    reset: dict[str, Any] = {}
+    action: dict[str, JsonValue] = {}
+    reset: dict[str, JsonValue] = {}
     metrics: list[str] = []
     exact: bool = False
     reward_range: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
@@ -78,15 +95,13 @@ class Arguments(BaseModel):
 
 
 class OpenEnv:
-    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
-
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
-    def __init__(self, **arguments: Any):
+    def __init__(self, **arguments: object):
         self.arguments = validated(Arguments, arguments, OWNER)
         self.url, self.exact = self.arguments.address, self.arguments.exact
         self.reward_range = self.arguments.reward_range
-        self.tools: Sequence[Mapping[str, Any]] = ()
+        self.tools: Sequence[ToolSchema] = ()
         """Tools that the policy may call, as JSON schemas of functions; empty if actions are text or JSON."""
         self._client = imported("openenv.core.generic_client", OWNER).GenericEnvClient
         self._server: OpenEnvServer | None = None
@@ -101,7 +116,6 @@ class OpenEnv:
         return [Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in seeds]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
-        """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
         url = self._reachable()
         if self._actions is None:
             self._actions = self._read_schema(url)
@@ -113,7 +127,6 @@ class OpenEnv:
             self._server = None
 
     def _reachable(self) -> str:
-        """Return the server's address; start the server first if this process has none or it has exited."""
         if self.url is not None:
             return self.url
         if self._server is None or not self._server.alive:
@@ -123,14 +136,13 @@ class OpenEnv:
         return self._server.url
 
     def _read_schema(self, url: str) -> Actions:
-        """Return the form of the server's actions; set ``tools`` if actions are tool calls."""
         field = self.arguments.action_field
         try:
             reply = self._request("GET", f"{url}/schema")
         except httpx.HTTPError as error:
             raise PluginError(f"{OWNER}: there is no server at {url}: {printable(str(error))}") from error
         try:
-            schema = dict(reply.raise_for_status().json()["action"])
+            schema: ActionSchema = cast("ActionSchema", dict(reply.raise_for_status().json()["action"]))
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             if field is None:
                 raise UsageError(f"{OWNER}: {url}/schema does not tell what an action is: set action_field") from None
@@ -142,7 +154,7 @@ class OpenEnv:
                 raise UsageError(f"{OWNER}: the actions of {url} are calls of tools, and {url}/mcp lists no tool")
         return actions
 
-    def _list_tools(self, url: str) -> list[dict[str, Any]]:
+    def _list_tools(self, url: str) -> list[ToolSchema]:
         """Return the tools of an MCP environment; [] for other environments.
 
         Sends MCP's ``tools/list`` outside of a session: an HTTP session would stay open on the server when this process
@@ -265,15 +277,14 @@ class OpenEnvEpisode:
         self.rewards.append(reward)
         return reward
 
-    def _metrics(self, observation: Any) -> dict[str, float]:
+    def _metrics(self, observation: object) -> dict[str, float]:
         fields = observation if isinstance(observation, Mapping) else {}
         values = {name: fields.get(name) for name in self.environment.arguments.metrics}
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
         self.numbers.update(numbers)
         return numbers
 
-    def _send(self, action: Mapping[str, Any]) -> Any:
-        """Return the server's reply to an action, or its reason if it rejects the action."""
+    def _send(self, action: Mapping[str, object]) -> Any:
         return self._call(lambda: self._client.step(action), refusal="That is not a valid action.")
 
     def _call(self, call: Callable[[], Any], refusal: str | None = None) -> Any:

@@ -2,9 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
 
+from pydantic import JsonValue
+
+from retrain.environments.tools import FunctionSchema, ParametersSchema, PropertySchema, ToolSchema
 from retrain.environments.tools.calls import as_text
 from retrain.errors import UsageError
 from retrain.types import Message
@@ -18,10 +21,9 @@ MESSAGE_FIELDS = (
 """Fields of an observation that may hold its text; the first non-empty one is used."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
-"""JSON types to which a whole completion can be converted, with the conversion."""
 
 
-def messages_of(observation: Any, field: str | None) -> list[Message]:
+def messages_of(observation: object, field: str | None) -> list[Message]:
     """Convert an observation to chat messages; text and other values become a user message.
 
     ``field``: the part to convert, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, or all of
@@ -43,8 +45,7 @@ def messages_of(observation: Any, field: str | None) -> list[Message]:
     return _as_messages(value)
 
 
-def _as_messages(value: Any) -> list[Message]:
-    """Convert a value to chat messages: unchanged if it is a list of them, with unknown roles as user text."""
+def _as_messages(value: object) -> list[Message]:
     if isinstance(value, list) and value:
         if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
             if all(item.get("role") in ROLES for item in value):
@@ -55,6 +56,11 @@ def _as_messages(value: Any) -> list[Message]:
     return [{"role": "user", "content": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}]
 
 
+class ActionSchema(TypedDict, total=False):
+    properties: dict[str, PropertySchema]
+    required: list[str]
+
+
 class Actions:
     """Converts texts to actions for a server whose actions have this JSON schema.
 
@@ -63,35 +69,29 @@ class Actions:
     action. Raises UsageError for a field that the schema lacks.
     """
 
-    def __init__(self, schema: Mapping[str, Any], field: str | None, constants: Mapping[str, Any]):
+    def __init__(self, schema: ActionSchema, field: str | None, constants: Mapping[str, JsonValue]):
         fields = {name: spec for name, spec in schema.get("properties", {}).items() if name != "metadata"}
-        self.schema, self.constants = {**schema, "properties": fields}, dict(constants)
+        self.schema: ActionSchema = {**schema, "properties": fields}
+        self.constants = dict(constants)
         self._types = {name: spec.get("type") for name, spec in fields.items() if isinstance(spec, Mapping)}
         if field is not None and fields and field not in fields:
             there = ", ".join(fields)
             raise UsageError(f"{OWNER}: action_field {field!r} is not in the server's actions, which have {there}")
-        self.field = field if field is not None else self._only_field(list(fields), schema.get("required", []))
-
-    def _only_field(self, fields: Sequence[str], required: Sequence[str]) -> str | None:
-        for names in (required, fields):
-            left = [name for name in names if name not in self.constants]
-            if len(left) == 1 and self._types.get(left[0]) in READERS:
-                return left[0]
-        return None
-
-    @property
-    def may_be_calls(self) -> bool:
-        """True if actions can be tool calls: they have only the fields of ``CallToolAction``."""
-        return set(self.schema["properties"]) <= CALL_FIELDS
+        self.may_be_calls = fields.keys() <= CALL_FIELDS
+        self.field = field
+        for names in (schema.get("required", []), fields) if field is None else ():
+            unset = [name for name in names if name not in self.constants]
+            if len(unset) == 1 and self._types.get(unset[0]) in READERS:
+                self.field = unset[0]
+                break
 
     @property
     def instruction(self) -> str:
-        """Instructions for the form of an action, with the schema; "" if every text is a valid action."""
         if self.field is not None:
             return ""
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
 
-    def read(self, text: str) -> dict[str, Any]:
+    def read(self, text: str) -> dict[str, JsonValue]:
         """Parse a completion as an action. Raises ValueError, with a message for the policy, if it is not one."""
         cleaned = text.strip()
         if self.field is None:
@@ -112,15 +112,24 @@ class Actions:
         return {self.field: reader(numbers[-1])} | self.constants
 
 
-def tool_schema(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return MCP's description of a tool as the JSON schema of a function."""
+class McpTool(TypedDict):
+    """Description of a tool in the reply to ``tools/list``; servers write the schema's key in two ways."""
+
+    name: str
+    description: NotRequired[str]
+    inputSchema: NotRequired[ParametersSchema]
+    input_schema: NotRequired[ParametersSchema]
+
+
+def tool_schema(tool: McpTool) -> ToolSchema:
     parameters = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
-    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    function: FunctionSchema = {
+        "name": tool["name"], "description": tool.get("description") or "", "parameters": parameters,
+    }  # fmt: skip
     return {"type": "function", "function": function}
 
 
-def result_of(observation: Any) -> tuple[str, bool]:
-    """Return the text of a tool call's result, and whether the call failed."""
+def result_of(observation: object) -> tuple[str, bool]:
     if not isinstance(observation, Mapping):
         return as_text(observation), False
     if error := observation.get("error"):

@@ -42,7 +42,7 @@ class MixturePart(BaseModel):
 
     name: str
     weight: PositiveFloat = 1.0
-    config: dict[str, Any] = {}
+    config: dict[str, object] = {}
 
 
 class DataSetCheck(NamedTuple):
@@ -66,7 +66,7 @@ class ReasoningGym:
     reward_range = (0.0, 1.0)
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"answer_tags": {"min": 0, "max": 1}}
 
-    def __init__(self, id: Any, **arguments: Any):
+    def __init__(self, id: object, **arguments: object):
         numbers = {name: arguments.pop(name) for name in Numbers.model_fields if name in arguments}
         known = validated(Numbers, numbers, OWNER)
         self.size, self.heldout, self.seed = known.size, known.heldout, known.seed
@@ -107,7 +107,6 @@ class ReasoningGym:
         )
 
     def _draw(self) -> list[Problem]:
-        """Return all problems, the held-out ones first. Raises DataError."""
         names, weights = [part.name for part in self.parts], [part.weight for part in self.parts]
         drawn = random.Random(self.seed).choices(names, weights, k=self.size + self.heldout)
         entries: dict[str, list[tuple[str, str, str]]] = {}
@@ -178,21 +177,22 @@ def _dataset(task: Task) -> Any:
         raise UsageError(f"{OWNER}: {task.name} does not take this config: {reason}") from error
 
 
-def _parts(id: Any, config: Mapping[str, Any]) -> list[MixturePart]:
+def _parts(id: object, config: Mapping[str, object]) -> list[MixturePart]:
     if isinstance(id, str):
-        listed: list[Any] = [{"name": id, "config": config}]
+        listed: list[object] = [{"name": id, "config": config}]
     else:
         refuse_unknown(config, Numbers.model_fields, f"{OWNER} with several data sets")
         listed = list(id) if isinstance(id, list | tuple) else [id]
-    if not listed or not all(isinstance(item, str | Mapping) for item in listed):
+    items = [{"name": item} if isinstance(item, str) else item for item in listed]
+    if not items or not all(isinstance(item, Mapping) for item in items):
         raise UsageError(f'{OWNER}: id is {id!r}: type the name of a data set, such as id = "chain_sum", or a list')
-    parts = [_part({"name": item} if isinstance(item, str) else item) for item in listed]
+    parts = [_part(item) for item in items if isinstance(item, Mapping)]
     if twice := [part.name for part in parts if sum(part.name == other.name for other in parts) > 1]:
         raise UsageError(f"{OWNER}: id names {twice[0]} more than once")
     return parts
 
 
-def _part(item: Mapping[str, Any]) -> MixturePart:
+def _part(item: Mapping[str, object]) -> MixturePart:
     part = validated(MixturePart, item, f"{OWNER}: an item of id")
     _require_known(part.name)
     fields = dataclasses.fields(imported("reasoning_gym.factory", OWNER).DATASETS[part.name][1])

@@ -33,12 +33,10 @@ PAGE = 200  # Entries per job
 
 @dataclass(frozen=True)
 class Task:
-    """Data set of reasoning-gym with its config: ``size`` problems can be drawn with ``seed``."""
-
     name: str
     seed: int
     size: int
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
     def dataset(self) -> Any:
         """Construct the library's data set. Raises the library's own exceptions for an invalid config."""
@@ -46,13 +44,12 @@ class Task:
             gym = imported("reasoning_gym", "an environment of reasoning-gym")
             return gym.create_dataset(self.name, seed=self.seed, size=self.size, **self.config)
 
-    def entry(self, dataset: Any, index: int) -> dict[str, Any]:
-        """Return problem number ``index``, of built-in types only."""
+    def entry(self, dataset: Any, index: int) -> dict[str, object]:
         with OwnRandomness(f"{self.name}/{self.seed}/{index}"):
             return _plain(dataset[index])
 
 
-def carried(entry: Mapping[str, Any]) -> str:
+def carried(entry: Mapping[str, object]) -> str:
     """Return the entry as text that preserves tuples, sets and numeric keys, which JSON does not. Raises ValueError if
     it contains other objects."""
     text = repr(entry)
@@ -62,12 +59,11 @@ def carried(entry: Mapping[str, Any]) -> str:
     raise ValueError("it holds values that are not plain numbers, texts and tables of them")
 
 
-def entry_of(text: str) -> dict[str, Any]:
-    """Return the entry that ``carried`` wrote. Raises ValueError or SyntaxError for other texts."""
+def entry_of(text: str) -> dict[str, object]:
     return ast.literal_eval(text)
 
 
-def score(dataset: Any, answer: str, entry: Mapping[str, Any]) -> float:
+def score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
     """Return the task's score of an answer. Raises the scorer's exceptions, and ValueError outside [0, 1]."""
     with OwnRandomness("score"):
         value = float(dataset.score_answer(answer, entry))
@@ -86,24 +82,27 @@ def fault_of(task: Task) -> str:
         backwards = [task.entry(again, number) for number in reversed(numbers)]
     except Exception as error:
         return f"its problems cannot be made: {described(error)}"
+    answers: list[str] = []
     for entry in entries:
-        if not isinstance(entry.get("question"), str) or not entry["question"].strip():
+        question, answer = entry.get("question"), entry.get("answer")
+        if not isinstance(question, str) or not question.strip():
             return "a problem of it has no question"
-        if not isinstance(entry.get("answer"), str):
+        if not isinstance(answer, str):
             return "it has no reference answer to check its scorer with"
+        answers.append(answer)
     if entries != backwards[::-1]:
         return "the same seed gives other problems"
-    return next(filter(None, (_scoring_fault(dataset, entry) for entry in entries)), "")
+    faults = (_scoring_fault(dataset, entry, answer) for entry, answer in zip(entries, answers, strict=True))
+    return next(filter(None, faults), "")
 
 
-def _scoring_fault(dataset: Any, entry: Mapping[str, Any]) -> str:
-    """Return the fault in the scores of one serialised problem, or ""."""
+def _scoring_fault(dataset: Any, entry: Mapping[str, object], own_answer: str) -> str:
     try:
         held = entry_of(carried(entry))
     except ValueError as error:
         return f"a problem of it cannot be kept: {error}"
-    for answer in (entry["answer"], *NONSENSE):
-        right = answer == entry["answer"]
+    for answer in (own_answer, *NONSENSE):
+        right = answer == own_answer
         description = (
             "its own answer" if right else repr(answer) if len(answer) < 9 else f"a text of {len(answer):,} letters"
         )
@@ -134,12 +133,12 @@ def _plain(value: Any) -> Any:
     return next((kind(value) for kind in (str, float) if isinstance(value, kind)), value)
 
 
-def serve() -> Callable[[tuple[Task, Sequence[int] | None]], Any]:
+def serve() -> Callable[[tuple[Task, Sequence[int] | None]], object]:
     imported("reasoning_gym", "an environment of reasoning-gym")
     return _reply
 
 
-def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
+def _reply(job: tuple[Task, Sequence[int] | None]) -> object:
     task, indices = job
     if indices is None:
         return printable(fault_of(task))
@@ -149,8 +148,6 @@ def _reply(job: tuple[Task, Sequence[int] | None]) -> Any:
 
 
 class TaskWorker:
-    """Worker process, as a context manager; it is replaced after a timeout."""
-
     def __init__(self) -> None:
         self._pool = WorkerPool(
             f"{__name__}:serve",

@@ -32,7 +32,7 @@ class Split(BaseModel):
     heldout: NonNegativeInt = 200
 
 
-def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any:
+def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) -> Any:
     """Return an environment from a class, from a function that returns one, or from a data set builder.
 
     ``args`` are its arguments. For an environment in another trainer's style, ``heldout`` (problems to hold out, if it
@@ -61,7 +61,7 @@ def adapt(written: Callable[..., Any], args: Mapping[str, Any], run: Run) -> Any
     return _of_data_sets(train, test, numbers.heldout if "heldout" in split else None, owner, run)
 
 
-def _seeded(written: type, arguments: Mapping[str, Any], numbers: Split, owner: str, run: Run) -> Cookbook:
+def _seeded(written: type, arguments: Mapping[str, object], numbers: Split, owner: str, run: Run) -> Cookbook:
     """Return the environment of a class whose objects are episodes and whose problems are seeds."""
     if "seed" not in inspect.signature(written).parameters:
         raise PluginError(
@@ -83,7 +83,7 @@ def _of_data_sets(train: Any, test: Any, heldout: int | None, owner: str, run: R
     return Cookbook(DatasetProblems(train, test, heldout, owner), owner, run)
 
 
-def _check(written: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def _check(written: Callable[..., object], arguments: Mapping[str, object]) -> None:
     try:
         signature = inspect.signature(written)
     except ValueError:  # a class without a signature

@@ -41,7 +41,6 @@ class DatasetProblems:
         return numbers_of(split, total, self._heldout, self._owner) if self._is_shared else range(total)
 
     def made(self, split: str, number: int, run: Run) -> tuple[Any, Any]:
-        """Return a new environment for this problem, and its builder."""
         builder = self._all(split)[number]
         environments = run(builder.make_envs())
         if not environments:
@@ -58,7 +57,7 @@ class DatasetProblems:
 class SeededProblems:
     """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` are held out."""
 
-    def __init__(self, written: Any, arguments: Mapping[str, Any], size: int, heldout: int):
+    def __init__(self, written: Any, arguments: Mapping[str, object], size: int, heldout: int):
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
 
     def numbers(self, split: str) -> Sequence[int]:
@@ -74,7 +73,6 @@ class Cookbook(AdaptedEnvironment):
         self.source = source
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for other names the held-out ones."""
         where = "train" if split == "train" else HELD_OUT
         return [
             Problem(f"{where}/{number}", f"{where} problem {number}", "", (), {"split": where, "number": number})
@@ -114,7 +112,6 @@ class CookbookEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """Send the action in the format of the observation, and return the reply."""
         answer = self._answer(action)
         for name in ("reward", "episode_done"):
             if not hasattr(answer, name):

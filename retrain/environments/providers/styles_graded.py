@@ -53,15 +53,13 @@ def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any)
 
 @dataclass
 class State:
-    """State of a rollout, for a class without ``create_initial_state``."""
-
     sample: Any
     env_name: str
     trajectory: list[Any] = field(default_factory=list)
     is_completed: bool = False
     stop_reason: str | None = None
     error: str | None = None
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, object] = field(default_factory=dict)
 
     @property
     def num_turns(self) -> int:
@@ -69,8 +67,6 @@ class State:
 
 
 class GradedEnvironment(AdaptedEnvironment):
-    """Environment of such an object. The last ``heldout`` samples are held out; None: a tenth, at most 200."""
-
     def __init__(self, made: Any, owner: str, run: Run, heldout: int | None):
         super().__init__(made, owner, run)
         self.made, self.heldout = made, heldout

@@ -7,7 +7,6 @@ verifiers.v1``, from 0.4). They drive their rollouts themselves; ``inversion`` i
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from retrain.environments.arguments import imported
 from retrain.environments.providers.inversion import Inversion, InvertedEpisode
@@ -45,10 +44,10 @@ class Verifiers:
         *,
         train: int | None = None,
         heldout: int | None = None,
-        heldout_args: Mapping[str, Any] | None = None,
-        env: Mapping[str, Any] | None = None,
+        heldout_args: Mapping[str, object] | None = None,
+        env: Mapping[str, object] | None = None,
         exact: bool = False,
-        **args: Any,
+        **args: object,
     ):
         imported("verifiers", "environment verifiers")
         self.id, self.exact = id, exact
@@ -94,7 +93,6 @@ class Verifiers:
         self._inversion.close()
 
     def _chosen(self, train: bool) -> tuple[str, Sequence[int]]:
-        """Return the name of the dataset split and the row indices to use."""
         if not train and self._heldout_args is not None:
             return "heldout", range(len(self._part("heldout")))
         evaluation = len(self._part("eval"))
@@ -122,7 +120,7 @@ class Verifiers:
 
 
 def load(
-    id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
+    id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion, train: int | None
 ) -> Classic | Tasksets:
     v1 = importlib.util.find_spec("verifiers.v1") is not None and hasattr(
         importlib.import_module("verifiers.v1"), "taskset_config_type"

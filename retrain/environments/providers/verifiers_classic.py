@@ -21,7 +21,7 @@ PROMISE = 3600.0 * 24 * 7  # Seconds that the client waits for an answer: sampli
 
 
 class Classic:
-    def __init__(self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion):
+    def __init__(self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion):
         vf: Any = importlib.import_module("verifiers")
         if env:
             raise UsageError(f"env is for tasksets of verifiers.v1, and {id} is none: give its arguments in args")
@@ -39,9 +39,12 @@ class Classic:
             )
         self._id, self._inversion = id, inversion
         self._weights = _weights_of(self.environment.rubric)
-        self._clients: Any = importlib.import_module(f"{_root(vf)}.clients")
-        self._config: Any = importlib.import_module(f"{_root(vf)}.types").ClientConfig
-        _hear_rubrics()
+        root = vf.load_environment.__module__.partition(".utils")[0]
+        self._clients: Any = importlib.import_module(f"{root}.clients")
+        self._config: Any = importlib.import_module(f"{root}.types").ClientConfig
+        logger = logging.getLogger("verifiers")
+        if not any(isinstance(handler, _Hearing) for handler in logger.handlers):
+            logger.addHandler(_Hearing(logging.ERROR))
 
     def rows(self, part: str) -> Sequence[TaskRow]:
         """Return the tasks of a part: ``eval`` is the environment's own held-out data, any other part trains. An
@@ -87,10 +90,6 @@ class Classic:
         return environment.build_eval_dataset() if (part == "eval") == (train is not None) else None
 
 
-def _root(vf: Any) -> str:
-    return vf.load_environment.__module__.partition(".utils")[0]
-
-
 def _weights_of(rubric: Any) -> dict[str, float]:
     """Return the weights of a rubric's functions by name; {} if the rubric does not reveal them."""
     try:
@@ -125,7 +124,7 @@ def _outcome(
     return HarnessResult(RewardResult(_number(output.get("reward")), metrics), stop, logs)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -135,20 +134,12 @@ _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 
 class _Hearing(logging.Handler):
-    """Collects exceptions of reward functions, which rubrics only log."""
-
     def emit(self, record: logging.LogRecord) -> None:
         heard = _heard.get()
         if heard is not None and record.msg and str(record.msg).startswith("Error calling"):
             text = record.getMessage()
             found = _RAISED.match(text)
             heard.append((found[1] if found else "", text))
-
-
-def _hear_rubrics() -> None:
-    logger = logging.getLogger("verifiers")
-    if not any(isinstance(handler, _Hearing) for handler in logger.handlers):
-        logger.addHandler(_Hearing(logging.ERROR))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from retrain.errors import UsageError
 from retrain.types import Message
@@ -24,8 +24,7 @@ class TaskRow(NamedTuple):
     digest: str
 
 
-def digest(task: Any) -> str:
-    """Return a hash of an object that is JSON or can be written as text."""
+def digest(task: object) -> str:
     return hashlib.sha256(json.dumps(task, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

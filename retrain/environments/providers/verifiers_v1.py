@@ -1,5 +1,6 @@
 """Use environments of ``verifiers.v1``: a taskset of self-grading tasks, and the agents that solve them."""
 
+import asyncio
 import contextvars
 import functools
 import importlib
@@ -7,15 +8,15 @@ import importlib.util
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from retrain.environments.providers.endpoint import Channel
 from retrain.environments.providers.inversion import HarnessResult, Inversion, Lead
 from retrain.environments.providers.messages import text_of
-from retrain.environments.providers.verifiers_rehearsal import MOST_RUNS, runs_of_an_episode
 from retrain.environments.providers.verifiers_rows import UNSET_KEY, TaskRow, digest
 from retrain.errors import UsageError
 from retrain.plugins import described
@@ -24,12 +25,21 @@ from retrain.types import RewardResult
 FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
+LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends; runs before that count
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
 """Metrics that raised in this rollout, with the exception."""
 
 
+Hook = Callable[..., Awaitable[object]]  # A metric or reward of a task
+
+
+class Trace(Protocol):
+    """Record of a run, of which only the id is read while it goes on."""
+
+    id: str
+
+
 def is_taskset(id: str) -> bool:
-    """Return whether a module of this name exports a taskset. Raises exceptions of its import."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -57,7 +67,7 @@ class Tasksets:
     """Environment over one taskset, whose shared tool servers run until the process ends."""
 
     def __init__(
-        self, id: str, args: Mapping[str, Any], env: Mapping[str, Any], inversion: Inversion, train: int | None
+        self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion, train: int | None
     ):
         if importlib.util.find_spec("verifiers.v1.harnesses.utils") is None:
             raise UsageError(
@@ -106,14 +116,14 @@ class Tasksets:
             failed: list[str] = []
             _failed.set(failed)
 
-            def begun(trace: Any) -> None:
+            def begun(trace: Trace) -> None:
                 current.append(trace.id)
                 if len(current) > 1:  # a retry has replaced the run
                     raise RuntimeError(self._several_runs("a second time"))
                 names.append(trace.id)
                 channels[trace.id] = channel
 
-            def discarded(trace: Any) -> None:
+            def discarded(trace: Trace) -> None:
                 current.remove(trace.id)
 
             try:
@@ -190,7 +200,7 @@ def _module(id: str) -> str:
     return id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
+def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
     """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
     change the reward."""
     wrapped = hooks(kind)
@@ -201,9 +211,9 @@ def _tolerant_hooks(hooks: Callable[[str], list[Any]], kind: str) -> list[Any]:
     return wrapped
 
 
-def _tolerant(hook: Any) -> Any:
+def _tolerant(hook: Hook) -> Hook:
     @functools.wraps(hook)
-    async def tolerant(*arguments: Any, **named: Any) -> Any:
+    async def tolerant(*arguments: object, **named: object) -> object:
         try:
             return await hook(*arguments, **named)
         except Exception as error:
@@ -215,7 +225,6 @@ def _tolerant(hook: Any) -> Any:
 
 
 def _failure(episode: Any) -> str:
-    """Return why the episode cannot be graded, or ""."""
     traces = episode.traces
     errors = [*episode.errors, *(error for trace in traces if not trace.ok for error in trace.errors[-1:])]
     if errors:
@@ -239,3 +248,52 @@ def _outcome(episode: Any, failed_metrics: Sequence[str] = ()) -> HarnessResult:
     total = None if reason else float(traces[0].reward)
     logs = {"failed_metrics": "; ".join(failed_metrics)} if failed_metrics else {}
     return HarnessResult(RewardResult(total, metrics, components=components, error=reason or None), stop, logs)
+
+
+# A rehearsal counts, without a model, how often the agents of an environment run in one episode. One run of an agent is
+# one rollout here, so environments with several runs per episode are rejected. Their ``run`` is arbitrary code, so it
+# is executed with agents that answer nothing.
+
+
+class _Silence:
+    def __init__(self, vf: Any, trace: Any):
+        self.trace, self._end = trace, vf.Segment(messages=[], terminated=True)
+
+    async def turn(self, *message: Any) -> Any:
+        return self._end
+
+    send = steer = turn
+
+
+class _SilentAgent:
+    trainable = True
+
+    def __init__(self, vf: Any, config: Any, counted: list[Any]):
+        self._vf, self.config, self._counted = vf, config, counted
+
+    async def _trace(self, task: Any) -> Any:
+        await asyncio.sleep(0)  # lets the rehearsal end here even if the environment keeps asking
+        if len(self._counted) == MOST_RUNS:
+            raise RuntimeError("enough has been seen")
+        self._counted.append(task)
+        about = self._vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        info = importlib.import_module("verifiers.v1.trace").AgentInfo(config=self.config)
+        return self._vf.Trace(task=about, agent=info, is_completed=True, ok=True)
+
+    async def run(self, task: Any, **options: Any) -> Any:
+        return await self._trace(task)
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator[_Silence]:
+        yield _Silence(self._vf, await self._trace(task))
+
+
+async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
+    """Return how often agents run in one episode of ``task`` whose agents answer nothing. Exceptions of the environment
+    about such answers, and the time limit, end the rehearsal; runs before that count."""
+    counted: list[Any] = []
+    agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
+    with suppress(Exception):
+        async with asyncio.timeout(LONGEST_S):
+            await environment.run(task, agents)
+    return len(counted)

@@ -104,7 +104,6 @@ def _too_large() -> ToolError:
 
 
 def _formatted(value: Fraction) -> str:
-    """Return a whole number or short decimal in full; else the fraction, if short, and its first 15 digits."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = value * 10**MAX_DECIMALS

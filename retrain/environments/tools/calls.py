@@ -27,6 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from pydantic import JsonValue
+
+from retrain.environments.tools import PropertySchema
 from retrain.types import Message
 
 MAX_CHARACTERS = 1_000_000
@@ -66,7 +69,7 @@ class Call:
     """A tool call as written. ``arguments`` are unchecked JSON values (all of them texts in the XML format)."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, JsonValue]
     id: str | None = None
 
 
@@ -91,7 +94,7 @@ def answer(call: Call | str, text: str) -> Message:
     return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}
 
 
-def as_text(result: Any) -> str:
+def as_text(result: object) -> str:
     """Return a tool's result as text: unchanged if it is text, else as JSON, or ``str`` if it has no JSON form."""
     if isinstance(result, str):
         return result
@@ -99,7 +102,7 @@ def as_text(result: Any) -> str:
 
 
 class _MalformedCall(Exception):
-    """A text that begins like a call and is not one; the message says why."""
+    pass
 
 
 def parse(text: str) -> ParsedMessage:
@@ -137,14 +140,13 @@ def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list
     if not parsed.calls:
         return text, []
     thought, end, _ = text.partition("</think>")
-    functions = {tool.get("function", {}).get("name"): tool.get("function", {}) for tool in tools}
-    read = [Call(call.name, _typed(call.arguments, functions.get(call.name, {}))) for call in parsed.calls]
+    functions = [tool.get("function") or {} for tool in tools]
+    schemas = {each.get("name"): (each.get("parameters") or {}).get("properties") or {} for each in functions}
+    read = [Call(call.name, _typed(call.arguments, schemas.get(call.name, {}))) for call in parsed.calls]
     return "\n\n".join(part for part in (thought + end if end else "", parsed.text) if part), read
 
 
-def _typed(arguments: Mapping[str, Any], function: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse arguments that were written as texts, if the tool expects other types."""
-    properties = (function.get("parameters") or {}).get("properties") or {}
+def _typed(arguments: Mapping[str, JsonValue], properties: Mapping[str, PropertySchema]) -> dict[str, JsonValue]:
     typed = dict(arguments)
     for name, value in arguments.items():
         wanted = properties.get(name) or {}
@@ -210,7 +212,6 @@ class _Cursor:
         return self.text.startswith(texts, self.at)
 
     def take(self, text: str) -> bool:
-        """Read the text if it comes next, and return whether it did."""
         is_next = self.sees(text)
         self.at += len(text) * is_next
         return is_next
@@ -224,7 +225,7 @@ class _Cursor:
         if not self.skip().take(closer):
             raise _MalformedCall(f"{message} is expected, not {self.glimpse()}")
 
-    def json(self) -> Any:
+    def json(self) -> JsonValue:
         try:
             value, self.at = _DECODER.raw_decode(self.text, self.at)
         except json.JSONDecodeError as error:
@@ -242,7 +243,6 @@ class _Cursor:
 
 
 def _tagged(cursor: _Cursor) -> list[Call | str]:
-    """Read ``<tool_call>``: JSON or XML."""
     if cursor.text.find("</tool_call>", cursor.at) < 0:
         raise _MalformedCall("<tool_call> is not closed with </tool_call>")
     calls: list[Call | str] = []
@@ -257,7 +257,7 @@ def _function(cursor: _Cursor) -> list[Call | str]:
     name = cursor.match(_KEY)
     if name is None:
         raise _MalformedCall("<function= is not followed by the name of a tool and >")
-    arguments: dict[str, Any] = cursor.json() if cursor.skip().sees("{") else {}
+    arguments = _arguments(cursor.json()) if cursor.skip().sees("{") else {}
     while cursor.skip().take("<parameter="):
         key = cursor.match(_KEY)
         if key is None:
@@ -272,7 +272,6 @@ def _function(cursor: _Cursor) -> list[Call | str]:
 
 
 def _mistral(cursor: _Cursor) -> list[Call | str]:
-    """Read ``[TOOL_CALLS]``: a list, or name and arguments."""
     if cursor.skip().sees("[", "{"):
         return _calls(cursor.json(), MISTRAL)
     name = cursor.match(_NAMED)
@@ -282,13 +281,11 @@ def _mistral(cursor: _Cursor) -> list[Call | str]:
 
 
 def _python_tag(cursor: _Cursor) -> list[Call | str]:
-    """Read ``<|python_tag|>``: JSON up to the end of the message."""
     body, cursor.at = cursor.text[cursor.at :], len(cursor.text)
     return [call for value in _sequence(_without_end_tokens(body)) for call in _calls(value, LLAMA)]
 
 
 def _fenced(cursor: _Cursor) -> list[Call | str]:
-    """Read a block ```` ```tool ````: JSON, or calls as in Python."""
     end = _FENCE_END.search(cursor.text, cursor.at)
     if end is None:
         raise _MalformedCall("the block ```tool is not closed with ```")
@@ -299,7 +296,6 @@ def _fenced(cursor: _Cursor) -> list[Call | str]:
 
 
 def _python(body: str) -> list[Call | str]:
-    """Read calls ``name(x=1, other="text")`` with literal values; nothing is evaluated."""
     if len(body) > MAX_PYTHON:
         raise _MalformedCall(f"the block ```tool has more than {MAX_PYTHON:,} characters; write it as JSON")
     try:
@@ -327,7 +323,7 @@ def _python_call(statement: ast.stmt) -> Call:
     raise _MalformedCall("a line of the block is no call like tool_name(argument='value')")
 
 
-def _literal(name: str, argument: str, node: ast.expr) -> Any:
+def _literal(name: str, argument: str, node: ast.expr) -> JsonValue:
     try:
         return json.loads(json.dumps(ast.literal_eval(node), allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -354,19 +350,19 @@ def _bare(text: str) -> list[Call | str]:
     except _MalformedCall:
         return []
     items = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    if not all(isinstance(item, dict) for item in items) or not any(map(_looks_like_a_call, items)):
+    objects = [item for item in items if isinstance(item, dict)]
+    if len(objects) < len(items) or not any(map(_looks_like_a_call, objects)):
         return []
     return [call for item in items for call in _calls(item, LLAMA)]
 
 
 def _named_sequence(cursor: _Cursor) -> list[Call | str]:
-    """Parse ``name{…}name{…}``: Mistral's newer format without its special tokens."""
     calls: list[Call | str] = []
     while cursor.at < len(cursor.text):
         name = cursor.match(_BARE_NAMED)
         if name is None:
             raise _MalformedCall("no call")
-        calls.append(Call(name[1], cursor.json()))
+        calls.append(Call(name[1], _arguments(cursor.json())))
         cursor.skip()
     return calls
 
@@ -381,10 +377,11 @@ def _nearly(text: str) -> list[Call | str]:
     return []
 
 
-def _looks_like_a_call(item: dict[str, Any]) -> bool:
+def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:
     """Return whether an object may be intended as a call: plain data with a name usually has other keys too."""
-    if item.get("type") == "function" and isinstance(item.get("function"), dict):
-        item = item["function"]
+    function = item.get("function")
+    if item.get("type") == "function" and isinstance(function, dict):
+        item = function
     given = [item[key] for key in ("arguments", "parameters") if key in item]
     known = set(item) <= {"name", "arguments", "parameters", "id", "type"}
     return known and isinstance(item.get("name"), str) and len(given) == 1 and isinstance(given[0], dict | str | list)
@@ -398,8 +395,7 @@ _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)
 """``strict=False`` accepts line breaks inside a string, which models write in code."""
 
 
-def _sequence(text: str) -> list[Any]:
-    """Return consecutive JSON values up to the end of the text."""
+def _sequence(text: str) -> list[JsonValue]:
     values = []
     cursor = _Cursor(text).skip()
     while cursor.at < len(text):
@@ -410,8 +406,7 @@ def _sequence(text: str) -> list[Any]:
     return values
 
 
-def _calls(value: Any, form: str) -> list[Call | str]:
-    """Parse one call or a list of calls; other values give a fault that quotes ``form``."""
+def _calls(value: JsonValue, form: str) -> list[Call | str]:
     calls: list[Call | str] = []
     for item in value if isinstance(value, list) else [value]:
         try:
@@ -423,7 +418,7 @@ def _calls(value: Any, form: str) -> list[Call | str]:
     return calls
 
 
-def _call(value: Any) -> Call:
+def _call(value: JsonValue) -> Call:
     if not isinstance(value, dict):
         raise _MalformedCall(f"it is {_kind(value)}, not a JSON object")
     id, function = value.get("id"), value.get("function")
@@ -435,7 +430,7 @@ def _call(value: Any) -> Call:
     return Call(name.strip(), _arguments(arguments), id if isinstance(id, str) else None)
 
 
-def _arguments(value: Any) -> dict[str, Any]:
+def _arguments(value: JsonValue) -> dict[str, JsonValue]:
     """Return arguments from an object, from text that contains a JSON object, or from None."""
     if isinstance(value, str) and value.strip():
         cursor = _Cursor(value).skip()
@@ -449,7 +444,7 @@ def _arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: JsonValue) -> str:
     names = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -58,7 +58,6 @@ class Python:
         self._sandbox.close()
 
     def _described(self, outcome: SandboxOutcome) -> str:
-        """Return the output, and why the code was stopped if it did not end by itself."""
         output = outcome.output.replace("\0", "\N{REPLACEMENT CHARACTER}")
         ending = {
             "time": f"it took longer than {self.limits.timeout_s:g} s",
@@ -70,16 +69,11 @@ class Python:
         if ending:
             note = f"[The code was stopped: {ending}.]"
         elif outcome.status < 0:
-            note = f"[The interpreter was ended by {_name(-outcome.status)}.]"
+            number = -outcome.status
+            name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+            note = f"[The interpreter was ended by {name}.]"
         elif outcome.status > 1 or (outcome.status == 1 and not output):
             note = f"[Exit status {outcome.status}]"
         else:
             return output or "[No output]"
         return f"{output}\n{note}" if output and not output.endswith("\n") else output + note
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -26,9 +26,10 @@ from pydantic import (
 )
 from pydantic.errors import PydanticUndefinedAnnotation
 from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import ErrorDetails
 
 from retrain.environments.arguments import did_you_mean
-from retrain.environments.tools import ToolError
+from retrain.environments.tools import FunctionSchema, ParametersSchema, PropertySchema, ToolError, ToolSchema
 from retrain.errors import PluginError, RetrainError
 from retrain.plugins import described
 
@@ -39,8 +40,6 @@ _CONFIG = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="for
 
 
 class _UntitledSchema(GenerateJsonSchema):
-    """Schema generator without pydantic's titles, which only repeat the names."""
-
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
@@ -51,12 +50,12 @@ class Tool:
     its answers are a function of the calls."""
 
     name: str
-    schema: Mapping[str, Any]
+    schema: ToolSchema
     exact: bool
-    open: Callable[[], Callable[..., Any]]
+    open: Callable[[], Callable[..., object]]
     _arguments: type[BaseModel]
 
-    def checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def checked(self, arguments: Mapping[str, object]) -> dict[str, object]:
         """Validate and convert the arguments of a call. Raises ToolError, which names the invalid argument."""
         try:
             model = self._arguments.model_validate(dict(arguments))
@@ -69,12 +68,12 @@ class Tool:
     def _takes(self) -> str:
         parameters = self.schema["function"]["parameters"]
         texts = [
-            f"{name} ({_type_of(schema)}{'' if name in parameters['required'] else ', optional'})"
+            f"{name} ({_type_of(schema)}{'' if name in parameters.get('required', ()) else ', optional'})"
             for name, schema in parameters["properties"].items()
         ]
         return ", ".join(texts) or "no arguments"
 
-    def _fault(self, error: Any) -> str:
+    def _fault(self, error: ErrorDetails) -> str:
         name = ".".join(map(str, error["loc"]))[:100]
         if error["type"] == "missing":
             return f"the argument {name!r} is missing"
@@ -84,7 +83,7 @@ class Tool:
         return f"{name}: {error['msg']}"
 
 
-def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = None, label: str = "") -> Tool:
+def tool_of(target: Callable[..., object], settings: Mapping[str, object] | None = None, label: str = "") -> Tool:
     """Create a tool from a function or a class.
 
     A class is instantiated for each episode with ``settings`` as keywords; its ``__call__`` is the tool, named as the
@@ -100,7 +99,7 @@ def tool_of(target: Callable[..., Any], settings: Mapping[str, Any] | None = Non
         raise PluginError(f"{label}: {error}") from None
 
 
-def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool:
+def _function(function: Callable[..., object], settings: Mapping[str, object]) -> Tool:
     if settings:
         raise PluginError(f"a function has no settings, such as {next(iter(settings))!r}; only a class takes them")
     name = getattr(function, "__name__", type(function).__name__)
@@ -108,7 +107,7 @@ def _function(function: Callable[..., Any], settings: Mapping[str, Any]) -> Tool
     return Tool(name, schema, bool(getattr(function, "exact", True)), lambda: function, model)
 
 
-def _class(made: type, settings: Mapping[str, Any]) -> Tool:
+def _class(made: type, settings: Mapping[str, object]) -> Tool:
     call = inspect.getattr_static(made, "__call__", None)
     if not inspect.isfunction(call):
         raise PluginError("the class has no method __call__, which would be the tool")
@@ -122,7 +121,7 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
     doc = inspect.cleandoc(call.__doc__ or "") or inspect.cleandoc(made.__doc__ or "")
     model, schema = _schema(name, call, doc, signature.parameters)
 
-    def opened() -> Callable[..., Any]:
+    def opened() -> Callable[..., object]:
         try:
             return made(**settings)
         except RetrainError:
@@ -134,9 +133,8 @@ def _class(made: type, settings: Mapping[str, Any]) -> Tool:
 
 
 def _schema(
-    name: str, function: Callable[..., Any], doc: str, settings: Collection[str] = ()
-) -> tuple[type[BaseModel], dict[str, Any]]:
-    """Return a model of the arguments of ``function``, and its schema. ``doc`` may describe ``settings`` too."""
+    name: str, function: Callable[..., object], doc: str, settings: Collection[str] = ()
+) -> tuple[type[BaseModel], ToolSchema]:
     if not NAME.fullmatch(name):
         raise PluginError(f"{name!r} is no name for a tool: letters, digits and _ only, at most 64")
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
@@ -160,12 +158,14 @@ def _schema(
     properties = {
         argument: _property(schema["properties"][argument], argument in required) for argument in aliases if argument
     }
-    parameters = {"type": "object", "properties": properties, "required": required}
-    parameters |= {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return model, {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    parameters: ParametersSchema = {"type": "object", "properties": properties, "required": required}
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
+    function_schema: FunctionSchema = {"name": name, "description": description, "parameters": parameters}
+    return model, {"type": "function", "function": function_schema}
 
 
-def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, str]) -> dict[str, Any]:
+def _fields(name: str, function: Callable[..., object], documented: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a pydantic model. The arguments are aliases: they may have any names."""
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -186,14 +186,14 @@ def _fields(name: str, function: Callable[..., Any], documented: Mapping[str, st
     return fields
 
 
-def _property(schema: dict[str, Any], required: bool) -> dict[str, Any]:
+def _property(schema: dict[str, Any], required: bool) -> PropertySchema:
     """Return an argument's schema as chat templates expect it: type first, description last. An optional argument is
     omitted rather than null: ``int | None = None`` becomes an integer."""
     types = [item for item in schema.get("anyOf", ()) if item != {"type": "null"}]
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}
     order = sorted(schema, key=lambda key: (key == "description", key != "type"))
-    return {key: schema[key] for key in order if key != "default"}  # None, for the lack of one
+    return cast("PropertySchema", {key: schema[key] for key in order if key != "default"})  # None, for the lack of one
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:
@@ -213,7 +213,7 @@ def _docstring(doc: str) -> tuple[str, dict[str, str]]:
     return parts[0].strip(), documented
 
 
-def _lenient(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+def _lenient(value: object, validated: ValidatorFunctionWrapHandler) -> object:
     """Validate an argument; a text of the wrong type is parsed as JSON and validated again."""
     try:
         return validated(value)
@@ -227,7 +227,7 @@ def _lenient(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         return validated(value)
 
 
-def _type_of(schema: Mapping[str, Any]) -> str:
+def _type_of(schema: PropertySchema) -> str:
     if "enum" in schema:
         return "one of " + ", ".join(map(repr, schema["enum"]))
     types = [str(each["type"]) for each in (schema, *schema.get("anyOf", ())) if "type" in each]

@@ -31,8 +31,6 @@ Plain = Annotated[str, AfterValidator(_plain)]
 
 
 class Document(BaseModel):
-    """Document of a corpus; ``id`` defaults to its line number."""
-
     model_config = ConfigDict(strict=True)
 
     text: Plain
@@ -73,24 +71,20 @@ class Search:
         documents = self._index.best(query_words, self.k)
         if not documents:
             return "[Nothing found]"
-        return "\n\n".join(
-            self._excerpt(number, document, query_words) for number, document in enumerate(documents, start=1)
-        )
-
-    def _excerpt(self, number: int, document: Document, query_words: list[str]) -> str:
-        title = f" {document.title}" if document.title else ""
-        return f"[{number}] {document.id}{title}\n{passage(document.text, query_words, self.characters)}"
+        excerpts = []
+        for number, document in enumerate(documents, start=1):
+            title = f" {document.title}" if document.title else ""
+            excerpt = passage(document.text, query_words, self.characters)
+            excerpts.append(f"[{number}] {document.id}{title}\n{excerpt}")
+        return "\n\n".join(excerpts)
 
 
 @dataclass(frozen=True)
 class CorpusIndex:
-    """Documents of a corpus sorted by id, and bm25s's scores of their words."""
-
     documents: list[Document]
     scores: Any
 
     def best(self, query_words: list[str], k: int) -> list[Document]:
-        """Return up to ``k`` documents with any of the words, best first, ties by id."""
         import numpy as np
 
         indexed = [word for word in query_words if word in self.scores.vocab_dict]
@@ -118,7 +112,6 @@ def _index(corpus: Path) -> CorpusIndex:
 
 @lru_cache(maxsize=8)
 def _read(path: Path, corpus: Path, stamp: Sequence[tuple[Path, int, int]]) -> CorpusIndex:
-    """Read and index the files of ``stamp``, which includes modification times (ns) and sizes."""
     import bm25s
 
     documents = list(_lines(path)) if path.is_file() else [_text_file(file, path) for file, *_ in stamp]

@@ -61,7 +61,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        """Return the run's settings, nested or flat."""
+        pass
 
     @abstractmethod
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
@@ -110,8 +110,7 @@ def is_recent(written: float | None) -> bool:
     return written is not None and time.time() - written < QUIET_S
 
 
-def whole(value: object, default: int = 0) -> int:
-    """Return a whole number out of a file; ``default`` for what is none."""
+def integer(value: object, default: int = 0) -> int:
     return int(value) if isinstance(value, int | float) and abs(value) < 1e15 else default
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from retrain.ownership import MARK
-from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, whole
+from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, MANIFEST, METRICS
@@ -20,10 +20,9 @@ class CookbookReader(DirectoryReader):
         return None if ours else find(directory, METRICS)
 
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
-        """Return (steps done, steps planned, seed). Planned steps follow from the last share done, else 0."""
         path, config = find(directory, METRICS), read_object(find(directory, CONFIG))
         rows = Tail(path, last_only=True).rows()[1] if path is not None else []
-        step = max((whole(row.get("progress/batch", row.get("step")), -1) + 1 for row in rows), default=0)
+        step = max((integer(row.get("progress/batch", row.get("step")), -1) + 1 for row in rows), default=0)
         shares = [row["progress/done_frac"] for row in rows if isinstance(row.get("progress/done_frac"), int | float)]
         planned = round(step / shares[-1]) if shares and 0 < shares[-1] <= 1 else 0
         return step, planned, next((config[k] for k in ("seed", "rng_seed") if isinstance(config.get(k), int)), None)

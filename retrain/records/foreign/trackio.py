@@ -29,7 +29,7 @@ class TrackioReader(ForeignReader):
     missing = (NO_VERDICT, "the number of steps planned, and whether a run has ended", "notes and spans of time")
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[Hashable, list[tuple[ForeignRun, str, Row]]]] = {}
+        self._runs_of: dict[Path, tuple[Hashable, list[tuple[ForeignRun, str, Row]]]] = {}
 
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
         files = _databases(directory, find)
@@ -66,29 +66,29 @@ class TrackioReader(ForeignReader):
     def _entry(self, run: ForeignRun, find: FindFile) -> tuple[Path | None, str, Row]:
         files = _databases(run.directory, find)
         for path in files:
-            for known, run_id, config in self._of(path):
-                if run.name == (f"{path.stem}/{known.name}" if len(files) > 1 else known.name):
+            for entry, run_id, config in self._of(path):
+                if run.name == (f"{path.stem}/{entry.name}" if len(files) > 1 else entry.name):
                     return path, run_id, config
         return None, "", {}
 
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
         """Return the runs of a file with their ids and settings, read again where it has changed."""
         stamp = _stamp(path)
-        if path not in self._known or self._known[path][0] != stamp:
+        if path not in self._runs_of or self._runs_of[path][0] != stamp:
             with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
-                self._known[path] = stamp, list(_read_runs(path))
-        return self._known.setdefault(path, (stamp, []))[1]
+                self._runs_of[path] = stamp, list(_read_runs(path))
+        return self._runs_of.setdefault(path, (stamp, []))[1]
 
 
 def _read_runs(path: Path) -> Iterator[tuple[ForeignRun, str, Row]]:
     with _opened(path) as database:
         configs = {run_id: _object(text) for run_id, text in database.execute("SELECT run_id, config FROM configs")}
-        taken: set[str] = set()
+        names: set[str] = set()
         for run_id, run_name, step, written in database.execute(_RUNS):
             name = str(run_name).replace("/", "_") or run_id
-            if name in taken:
+            if name in names:
                 name = f"{name}_{run_id[:8]}"
-            taken.add(name)
+            names.add(name)
             config = configs.get(run_id, {})
             condition, seed = condition_and_seed(name)
             seed = config["seed"] if seed is None and isinstance(config.get("seed"), int) else seed

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, whole
+from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
 from retrain.records.reader import read_object
 from retrain.records.schema.base import Row
 
@@ -40,7 +40,7 @@ class TrlReader(DirectoryReader):
 
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
         state = read_object(self.newest(directory, find))
-        return whole(state.get("global_step")), whole(state.get("max_steps")), None
+        return integer(state.get("global_step")), integer(state.get("max_steps")), None
 
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
         state = read_object(self.newest(run.directory, find))
@@ -61,7 +61,7 @@ def _rows(history: Any) -> list[Row]:
     step = 0
     for line in history if isinstance(history, list) else ():
         if isinstance(line, dict):
-            step = whole(line.get("step"), step)
+            step = integer(line.get("step"), step)
             rows.setdefault(step, {}).update(_named_by_set(line))
     return [rows[step] | {"step": step} for step in sorted(rows)]
 

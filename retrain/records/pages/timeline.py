@@ -87,17 +87,18 @@ def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, object]:
     lanes = list(dict.fromkeys([*(name for name in phases if name != "other"),
                                 *(span[0] for step in steps for span in step.spans)]))  # fmt: skip
     origin = min(min(step.start, *(span[1] for span in step.spans)) for step in steps)
-    lane_of, room, entries = {name: i for i, name in enumerate(lanes)}, most, []
+    lane_of, room = {name: i for i, name in enumerate(lanes)}, most
+    rows: list[Row] = []
     for step in steps:
         spans = step.spans[: max(0, room)]
         room -= len(spans)
-        entries.append({
+        rows.append({
             "step": step.number, "start": round(step.start - origin, 4), "end": round(step.end - origin, 4),
             "seconds": {name: round(value, 4) for name, value in step.seconds.items()},
             "spans": [[lane_of[name], round(begin - origin, 4), round(end - origin, 4)]
                       for name, begin, end in spans],
         })  # fmt: skip
-    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": entries, "cut": room <= 0}
+    return {"origin": origin, "lanes": lanes, "phases": phases, "shown": rows, "cut": room <= 0}
 
 
 def timeline_page(steps: Sequence[StepTimes], run: str) -> str:

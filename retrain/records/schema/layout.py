@@ -79,7 +79,7 @@ RUN_FILES = (
     RecordFile(f"train_iteration_<n>{PAGE}, {LOGTREE}", "prompts and samples to read, every rollouts_every steps"),
     RecordFile("tokens_<n>.safetensors", "every token of those steps with its numbers, texts uncut"),
     RecordFile("eval_<name>_iteration_<n>…", "the same of every held-out evaluation"),
-    RecordFile(ITERATIONS, "the index of these files, and where the step's completions lie", rows.Iteration),
+    RecordFile(ITERATIONS, "the index of these files, and where the step's completions lie", rows.IterationFiles),
     RecordFile(SPANS, "what each step spent its time on", rows.StepSpans),
     RecordFile(TIMELINE, "the same as a picture"),
     RecordFile(NOTES, "explanations of unusual metrics", rows.Note),

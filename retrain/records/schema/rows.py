@@ -150,7 +150,7 @@ class TrajectorySummary(Record):
 
 
 @dataclass(frozen=True)
-class Iteration(Record):
+class IterationFiles(Record):
     """One step or evaluation in the index of the rollouts' files."""
 
     split: str

@@ -56,7 +56,7 @@ def test_problems_and_episodes_are_those_of_the_environment(echo):
     with pytest.raises(DataError, match="KeyError"):
         echo.problems("other")
     episode = echo.start(problems[0], 9)
-    assert episode.observe().messages == ({"role": "user", "content": "Say train 0"},)
+    assert episode.first.messages == ({"role": "user", "content": "Say train 0"},)
     step = send(episode, "a")
     assert (step.messages, step.done, step.reward) == (({"role": "user", "content": "2: a"},), False, 1.0)
     assert step.metrics == {"length": 1.0}

@@ -187,8 +187,9 @@ def test_a_command_that_fails_or_never_listens():
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for a parent's death is Linux's")
 def test_a_server_ends_with_whoever_started_it():
     code = (
-        "import os, sys; from retrain.environments.providers.openenv_server import Server; "
-        "server = Server(sys.argv[1:], 90, 'toy'); print(server.process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "import os, sys; from retrain.environments.providers.openenv_server import OpenEnvServer; "
+        "server = OpenEnvServer(sys.argv[1:], 90, 'toy'); "
+        "print(server.process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, *TOY], env=environment, capture_output=True, text=True)
