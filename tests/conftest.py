@@ -164,22 +164,37 @@ def lanes(base):
 @pytest.fixture(scope="session")
 def toy_home(tmp_path_factory):
     """A model, rewards, and problems that are sorted by subject."""
-    from helpers.campaigns import toy_world_of_subjects
+    from helpers.campaigns import SUBJECT_REWARDS, toy_world
 
-    return toy_world_of_subjects(tmp_path_factory.mktemp("home"))
+    from retrain.files import append_jsonl
+
+    home = toy_world(tmp_path_factory.mktemp("home")).parent
+    (home / "rewards.py").write_text(SUBJECT_REWARDS)
+    subjects = [{"prompt": f"{'algebra' if i < 20 else 'counting'} {i}: 2 + {i} = ?", "answer": "x"} for i in range(40)]
+    append_jsonl(home / "subjects.jsonl", subjects)
+    return home
 
 
 @pytest.fixture(scope="session")
 def mixed_campaign(toy_home, tmp_path_factory):
-    """The directory of ``mixed.toml`` and its finished campaign ``out``: two conditions that differ in every key."""
-    from helpers.campaigns import train_mixed
+    """The directory of ``mixed.toml`` and its finished campaign ``out``: a cohort of two conditions that differ in
+    every key that has reached sampling and update."""
+    from helpers.campaigns import OTHER, launch_file, toy_file
 
-    return train_mixed(toy_home, tmp_path_factory.mktemp("mixed"))
+    folder = tmp_path_factory.mktemp("mixed")
+    path = toy_file(toy_home, folder / "mixed.toml", pair=OTHER)
+    export, trackers = f'backend.adapter_path="{folder}/export"', 'logging.report_to=["tensorboard"]'
+    assert launch_file(path, folder / "out", "campaign.lanes=4", export, trackers).exit_status == 0
+    return folder
 
 
 @pytest.fixture(scope="session")
 def silent_campaign(toy_home, tmp_path_factory):
-    """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same."""
-    from helpers.campaigns import train_silent
+    """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same: no
+    update, the adapters stay as initialised."""
+    from helpers.campaigns import launch_file, toy_file
 
-    return train_silent(toy_home, tmp_path_factory.mktemp("silent"))
+    folder = tmp_path_factory.mktemp("silent")
+    path = toy_file(toy_home, folder / "silent.toml", pair="", reward="same")
+    assert launch_file(path, folder / "out", "training.save_every=1", "data.shuffle=false").exit_status == 0
+    return folder

@@ -45,6 +45,11 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
     with largest_file(64), pytest.raises(StorageError, match="too large"):
         write_json(tmp_path / "manifest.json", {"runs": ["new"] * 100})
     assert read_json(tmp_path / "manifest.json") == {"runs": ["old"] * 10}
+    append_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "pad": "x" * 300}])
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with largest_file(len(before) + 100), pytest.raises(OSError, match="too large"):  # the kernel writes a part
+        append_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "pad": "x" * 300}])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
     write_checkpoint(checkpoint_directory(tmp_path, 2), small_snapshot(2))
     for size in (0, 10, 100, 400, 700):
         with largest_file(size), pytest.raises(StorageError, match=r"cannot be written: file too large") as error:

@@ -180,10 +180,11 @@ def prove() -> int:
         wrong = BUILD / "prove" / "tree"
         shutil.rmtree(wrong, ignore_errors=True)
         shutil.copytree(tree, wrong)
-        files = [path for path in wrong.rglob("*.py") if fault["find"] in path.read_text()]
-        if len(files) != 1:
-            sys.exit(f"{fault['name']}: {fault['find']!r} is in {len(files)} files of retrain; mend faults.toml")
-        files[0].write_text(files[0].read_text().replace(fault["find"], fault["replace"]))
+        file = wrong / fault["file"]
+        before, found, after = file.read_text().partition(fault["find"])
+        if not found:
+            sys.exit(f"{fault['name']}: {fault['find']!r} is not in {fault['file']}; mend faults.toml")
+        file.write_text(before + fault["replace"] + after)
         run(wrong, BUILD / "prove" / "wrong", names)
         differences, count = compare(right, BUILD / "prove" / "wrong", names)
         show(differences[:3])

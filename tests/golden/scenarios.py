@@ -41,6 +41,8 @@ QUIET = "\n[squeeze]\nenabled = false\n"
 BASE = MODEL + REWARD + TRAINING + EVALUATION
 
 SCENARIOS: dict[str, Callable[[Session], None]] = {}
+Condition = tuple[str, str, dict[str, Any]]
+"""Advantage mode, transform mode, and overrides by dotted key."""
 
 
 def scenario(function: Callable[[Session], None]) -> Callable[[Session], None]:
@@ -52,8 +54,8 @@ def toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def conditions(*pairs: tuple[str, str, dict[str, Any]], seeds: tuple[int, ...] = (1,), **keys: Any) -> str:
-    """A [campaign] with these conditions: advantage mode, transform mode, and overrides by dotted key."""
+def conditions(*pairs: Condition, seeds: tuple[int, ...] = (1,), **keys: Any) -> str:
+    """A [campaign] with these conditions."""
     lines = ["[campaign]", f"seeds = {toml(seeds)}", *(f"{key} = {toml(value)}" for key, value in keys.items())]
     for advantage, transform, overrides in pairs:
         lines += ["[[campaign.conditions]]", f'advantage_mode = "{advantage}"', f'transform_mode = "{transform}"']
@@ -74,92 +76,97 @@ def train(session: Session, text: str, *arguments: str, file: str = "c.toml", ou
 # -- algorithms ------------------------------------------------------------------------------------
 
 
-@scenario
-def advantages(session: Session) -> None:
-    modes = [(mode, "none", {}) for mode in ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp")]
-    train(session, conditions(*modes) + BASE + QUIET)
+def variants(*overrides: dict[str, Any]) -> list[Condition]:
+    """Conditions of GRPO that differ in these keys."""
+    return [("grpo", "none", each) for each in overrides]
 
 
-@scenario
-def token_credit(session: Session) -> None:
-    modes = ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_paper", "entropy_mask")
-    train(session, conditions(*(("grpo", mode, {}) for mode in modes)) + BASE + QUIET)
+TRAININGS: dict[str, tuple[list[Condition], dict[str, Any], dict[str, Any]]] = {
+    "advantages": ([(mode, "none", {}) for mode in ("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_pp")], {}, {}),
+    "token_credit": (
+        [("grpo", mode, {}) for mode in ("gtpo", "gtpo_hicra", "gtpo_hicra_placebo", "gtpo_paper", "entropy_mask")],
+        {}, {},
+    ),
+    "uncertainties": (
+        [("maxrl", "gtpo", {"algorithm.uncertainty_kind": kind})
+         for kind in ("surprisal", "predictive_variance", "shannon_entropy")],
+        {}, {},
+    ),
+    "sepa_schedules": (
+        [("grpo", "gtpo_sepa", {"sepa.steps": 3} | keys) for keys in (
+            {"sepa.correct_rate_gate": 0.0}, {"sepa.delay_steps": 1, "sepa.correct_rate_gate": 0.05},
+            {"sepa.schedule": "auto", "sepa.warmup_steps": 2})],
+        {"max_steps": 4}, {},
+    ),
+    "losses": (
+        variants(*({"algorithm.loss": name, "training.num_iterations": 2}
+                   for name in ("ppo", "reinforce", "gspo", "cispo", "dppo", "sapo", "vespo", "m2po"))),
+        {}, {},
+    ),
+    "normalizers": (
+        variants(*({"algorithm.loss_normalizer": name} for name in ("tokens", "sequences", "constant")),
+                 {"algorithm.dual_clip": 2.0, "training.num_iterations": 2},
+                 {"training.clip_eps_high": 0.3, "training.num_iterations": 2}),
+        {}, {},
+    ),
+    "corrections": (
+        variants(*({"algorithm.correction": name}
+                   for name in ("none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis"))),
+        {"max_steps": 3}, {"training.max_off_policy_steps": 1, "algorithm.loss": "reinforce"},
+    ),
+    "rejections": (
+        variants(*({"algorithm.rejection": name} for name in ("none", "geometric", "k3", "veto"))),
+        {"max_steps": 3}, {"training.max_off_policy_steps": 1, "algorithm.correction": "none"},
+    ),
+    "kl_and_optimizer": (
+        variants({"optimizer.schedule": "linear", "optimizer.warmup_steps": 1},
+                 {"optimizer.schedule": "cosine", "training.weight_decay": 0.1},
+                 {"optimizer.grad_clip_norm": 0.001}, {"lora.dropout": 0.1}),
+        {"max_steps": 3}, {"logging.log_kl": True},
+    ),
+    "critic": (
+        [("gae", "none", keys) for keys in (
+            {"critic.share_adapter": False}, {"critic.share_adapter": True, "critic.lam_length": 0.05},
+            {"critic.warmup_steps": 1, "training.num_iterations": 2, "training.minibatches": 2})],
+        {}, {},
+    ),
+    "several_updates": (
+        variants({"training.num_iterations": 2, "training.minibatches": 3},
+                 {"training.minibatches": 2, "training.minibatch_by": "sequence"},
+                 {"training.num_iterations": 3, "training.target_kl": 1e-4}, {"training.micro_batch_tokens": 40}),
+        {}, {},
+    ),
+    "rollouts_ahead": (
+        [], {}, {"training.max_off_policy_steps": 2, "training.max_steps": 4, "algorithm.correction": "tis"},
+    ),
+    "planning": (
+        [], {}, {"logging.strategic_grams": ["let me", "check", "wait"], "algorithm.transform_mode": "gtpo_hicra"},
+    ),
+    "half_precision": ([], {}, {"inference.dtype": "bfloat16"}),
+    "double_precision": ([], {}, {"inference.dtype": "float64", "training.deterministic": True}),
+    "quantised": ([], {}, {"model.quantize": "int8"}),
+    "annealed": ([], {}, {"lora.anneal": [[1, 2]], "training.max_steps": 3}),
+    "trackers": (
+        [], {},
+        {"logging.report_to": ["tensorboard", "wandb"], "logging.wandb_project": "p", "logging.wandb_mode": "offline"},
+    ),
+}  # fmt: skip
+"""Of scenarios that train once and do nothing else: the conditions, further keys of [campaign], and settings."""
 
 
-@scenario
-def uncertainties(session: Session) -> None:
-    kinds = ("surprisal", "predictive_variance", "shannon_entropy")
-    runs = [("maxrl", "gtpo", {"algorithm.uncertainty_kind": kind}) for kind in kinds]
-    train(session, conditions(*runs) + BASE + QUIET)
+def train_row(session: Session) -> None:
+    """Train the row of ``TRAININGS`` that has the scenario's name."""
+    runs, campaign_keys, settings = TRAININGS[session.name]
+    train(session, (conditions(*runs, **campaign_keys) if runs else "") + BASE + QUIET, *sets(settings))
 
 
-@scenario
-def sepa_schedules(session: Session) -> None:
-    runs = [
-        ("grpo", "gtpo_sepa", {"sepa.steps": 3, "sepa.correct_rate_gate": 0.0}),
-        ("grpo", "gtpo_sepa", {"sepa.steps": 3, "sepa.delay_steps": 1, "sepa.correct_rate_gate": 0.05}),
-        ("grpo", "gtpo_sepa", {"sepa.steps": 3, "sepa.schedule": "auto", "sepa.warmup_steps": 2}),
-    ]
-    train(session, conditions(*runs, max_steps=4) + BASE + QUIET)
-
-
-@scenario
-def losses(session: Session) -> None:
-    names = ("ppo", "reinforce", "gspo", "cispo", "dppo", "sapo", "vespo", "m2po")
-    runs = [("grpo", "none", {"algorithm.loss": name, "training.num_iterations": 2}) for name in names]
-    train(session, conditions(*runs) + BASE + QUIET)
-
-
-@scenario
-def normalizers(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [
-        ("grpo", "none", {"algorithm.loss_normalizer": name}) for name in ("tokens", "sequences", "constant")
-    ]
-    runs.append(("grpo", "none", {"algorithm.dual_clip": 2.0, "training.num_iterations": 2}))
-    runs.append(("grpo", "none", {"training.clip_eps_high": 0.3, "training.num_iterations": 2}))
-    train(session, conditions(*runs) + BASE + QUIET)
-
-
-@scenario
-def corrections(session: Session) -> None:
-    names = ("none", "tis", "mis", "icepop", "decoupled", "seq_tis", "seq_mis")
-    runs = [("grpo", "none", {"algorithm.correction": name}) for name in names]
-    text = conditions(*runs, max_steps=3) + BASE + QUIET
-    train(session, text, *sets({"training.max_off_policy_steps": 1, "algorithm.loss": "reinforce"}))
-
-
-@scenario
-def rejections(session: Session) -> None:
-    runs = [("grpo", "none", {"algorithm.rejection": name}) for name in ("none", "geometric", "k3", "veto")]
-    own = {"training.max_off_policy_steps": 1, "algorithm.correction": "none"}
-    train(session, conditions(*runs, max_steps=3) + BASE + QUIET, *sets(own))
-
-
-@scenario
-def kl_and_optimizer(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [
-        ("grpo", "none", {"optimizer.schedule": "linear", "optimizer.warmup_steps": 1}),
-        ("grpo", "none", {"optimizer.schedule": "cosine", "training.weight_decay": 0.1}),
-        ("grpo", "none", {"optimizer.grad_clip_norm": 0.001}),
-        ("grpo", "none", {"lora.dropout": 0.1}),
-    ]
-    train(session, conditions(*runs, max_steps=3) + BASE + QUIET, *sets({"logging.log_kl": True}))
-
-
-@scenario
-def critic(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [
-        ("gae", "none", {"critic.share_adapter": False}),
-        ("gae", "none", {"critic.share_adapter": True, "critic.lam_length": 0.05}),
-        ("gae", "none", {"critic.warmup_steps": 1, "training.num_iterations": 2, "training.minibatches": 2}),
-    ]
-    train(session, conditions(*runs) + BASE + QUIET)
+SCENARIOS |= dict.fromkeys(TRAININGS, train_row)
 
 
 @scenario
 def distillation(session: Session) -> None:
     train(session, BASE + QUIET, file="teacher.toml", out="teacher")
-    runs: list[tuple[str, str, dict[str, Any]]] = [
+    runs: list[Condition] = [
         ("grpo", "none", {"distillation.teacher": "teacher/final"}),
         ("grpo", "none", {"distillation.teacher": "base", "distillation.reward_weight": 1.0, "distillation.clamp": 2}),
         ("grpo", "none", {"distillation.teacher": "teacher/final", "distillation.estimate": "vocabulary"}),
@@ -182,29 +189,6 @@ def distillation(session: Session) -> None:
 def dynamic_sampling(session: Session) -> None:
     text = BASE.replace('"even"', '"zero_or_one"') + QUIET
     train(session, text, *sets({"training.dynamic_sampling": 3, "training.group_size": 2, "training.max_steps": 3}))
-
-
-@scenario
-def several_updates(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [
-        ("grpo", "none", {"training.num_iterations": 2, "training.minibatches": 3}),
-        ("grpo", "none", {"training.minibatches": 2, "training.minibatch_by": "sequence"}),
-        ("grpo", "none", {"training.num_iterations": 3, "training.target_kl": 1e-4}),
-        ("grpo", "none", {"training.micro_batch_tokens": 40}),
-    ]
-    train(session, conditions(*runs) + BASE + QUIET)
-
-
-@scenario
-def rollouts_ahead(session: Session) -> None:
-    own = {"training.max_off_policy_steps": 2, "training.max_steps": 4, "algorithm.correction": "tis"}
-    train(session, BASE + QUIET, *sets(own))
-
-
-@scenario
-def planning(session: Session) -> None:
-    phrases = {"logging.strategic_grams": ["let me", "check", "wait"], "algorithm.transform_mode": "gtpo_hicra"}
-    train(session, BASE + QUIET, *sets(phrases))
 
 
 @scenario
@@ -278,26 +262,6 @@ type = "match"
 
 
 @scenario
-def half_precision(session: Session) -> None:
-    train(session, BASE + QUIET, *sets({"inference.dtype": "bfloat16"}))
-
-
-@scenario
-def double_precision(session: Session) -> None:
-    train(session, BASE + QUIET, *sets({"inference.dtype": "float64", "training.deterministic": True}))
-
-
-@scenario
-def quantised(session: Session) -> None:
-    train(session, BASE + QUIET, *sets({"model.quantize": "int8"}))
-
-
-@scenario
-def annealed(session: Session) -> None:
-    train(session, BASE + QUIET, *sets({"lora.anneal": [[1, 2]], "training.max_steps": 3}))
-
-
-@scenario
 def tools(session: Session) -> None:
     """Several turns with a tool, credited by episode, turn and state."""
     world = """
@@ -331,7 +295,7 @@ def reasoning_tasks(session: Session) -> None:
 @scenario
 def campaign(session: Session) -> None:
     """Lanes of several runs with a verdict, a report and squeeze; then everything that reads such a directory."""
-    runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("maxrl", "gtpo_sepa", {"sepa.steps": 2})]
+    runs: list[Condition] = [("grpo", "none", {}), ("maxrl", "gtpo_sepa", {"sepa.steps": 2})]
     text = conditions(*runs, seeds=(1, 2, 3), max_steps=3) + BASE
     train(session, text, *sets({"training.eval_every": 1}))
     session.run("status", "out", "--json")
@@ -352,7 +316,7 @@ def campaign(session: Session) -> None:
 
 @scenario
 def interim_analysis(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("grpo", "none", {"lr": 0.5})]
+    runs: list[Condition] = [("grpo", "none", {}), ("grpo", "none", {"lr": 0.5})]
     keys = {"equivalence_margin": 0.2}
     train(session, conditions(*runs, seeds=tuple(range(1, 9)), max_steps=1, **keys) + BASE + QUIET)
     session.run("compare", "out", "--json")
@@ -360,7 +324,7 @@ def interim_analysis(session: Session) -> None:
 
 @scenario
 def a_failing_run(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [
+    runs: list[Condition] = [
         ("grpo", "none", {}),
         ("grpo", "none", {"reward.custom_function": "hopeless"}),
         ("rloo", "none", {}),
@@ -373,7 +337,7 @@ def a_failing_run(session: Session) -> None:
 @scenario
 def killed(session: Session) -> None:
     """A campaign that is killed at a random step and resumed, twice."""
-    runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("rloo", "gtpo", {})]
+    runs: list[Condition] = [("grpo", "none", {}), ("rloo", "gtpo", {})]
     session.write("c.toml", conditions(*runs, seeds=(1, 2), max_steps=8) + BASE + QUIET)
     out = session.folder / "out"
     for rows in sorted(random.Random(0).sample(range(2, 24), 2)):
@@ -395,7 +359,7 @@ def interrupted_single_run(session: Session) -> None:
 
 @scenario
 def workers(session: Session) -> None:
-    runs: list[tuple[str, str, dict[str, Any]]] = [("grpo", "none", {}), ("rloo", "none", {})]
+    runs: list[Condition] = [("grpo", "none", {}), ("rloo", "none", {})]
     session.write("c.toml", conditions(*runs, seeds=(1, 2)) + BASE + QUIET)
     how = ("--executor", "processes", "--workers", "2", *sets({"backend.devices": "cpu"}))
     session.run("train", "c.toml", "--out", "out", *how, sort=True)
@@ -414,12 +378,6 @@ def back_pressure(session: Session) -> None:
     session.write("c.toml", BASE + QUIET)
     own = {"backpressure.enabled": True, "backpressure.warmup_steps": 2, "training.max_steps": 5}
     session.run("train", "c.toml", "--out", "out", *sets(own), before=replay_throughput)
-
-
-@scenario
-def trackers(session: Session) -> None:
-    own = {"logging.report_to": ["tensorboard", "wandb"], "logging.wandb_project": "p", "logging.wandb_mode": "offline"}
-    train(session, BASE + QUIET, *sets(own))
 
 
 # -- adapters --------------------------------------------------------------------------------------

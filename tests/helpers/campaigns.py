@@ -20,7 +20,7 @@ from retrain.campaign.planning.references import check
 from retrain.cli.app import app
 from retrain.config import load
 from retrain.config.describe import document
-from retrain.files import append_jsonl, read_json, read_jsonl
+from retrain.files import read_json, read_jsonl
 from retrain.ownership import process_start
 from retrain.records.catalogue import METRICS
 from retrain.records.observer import NullObserver
@@ -41,13 +41,13 @@ CONDITIONS = (("grpo", "none"), ("rloo", "gtpo_hicra_placebo"))
 
 
 def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, Any]) -> str:
-    """Return the configuration of a toy model and of rewards beside it. ``sections`` adds keys or replaces them; a key
-    that is None is left out, and so is a section without keys."""
+    """Return the configuration of a toy model and of rewards beside it, with few problems, which are made at once.
+    ``sections`` adds keys or replaces them; a key that is None is left out, and so is a section without keys."""
     toy = {
         "model": {"model": str(model), "lora_rank": 4},
         "reward": {"type": "custom", "custom_module": str(model.parent / rewards), "workers": 1},
         "inference": {"dtype": "float32"},
-        "training": {"batch_size": 3, "group_size": 4, "max_tokens": 10, "lr": 0.01},
+        "training": {"batch_size": 3, "group_size": 4, "max_tokens": 10, "lr": 0.01, "max_examples": 500},
         "evaluation": {"problems": 0},
         "squeeze": {"enabled": False},
     }
@@ -149,14 +149,6 @@ BASE, CHANGED = 0, 1
 """Positions of the two conditions of a campaign in ``runs_of``."""
 
 
-def toy_world_of_subjects(home: Path) -> Path:
-    qwen3_directory(home / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"])
-    (home / "rewards.py").write_text(SUBJECT_REWARDS)
-    subjects = [{"prompt": f"{'algebra' if i < 20 else 'counting'} {i}: 2 + {i} = ?", "answer": "x"} for i in range(40)]
-    append_jsonl(home / "subjects.jsonl", subjects)
-    return home
-
-
 def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:
     """A single run's file, or with ``pair`` (further keys of the second condition) a campaign's."""
     campaign = "" if pair is None else TWO_CONDITIONS + pair + "\n"
@@ -189,21 +181,6 @@ def completions_of(run: Path) -> list[dict]:
 
 def adapter_bytes(directory: Path) -> bytes:
     return (directory / "adapter_model.safetensors").read_bytes()
-
-
-def train_mixed(home: Path, folder: Path) -> Path:
-    """A finished cohort whose two conditions differ in every key that has reached sampling and update."""
-    path = toy_file(home, folder / "mixed.toml", pair=OTHER)
-    export, trackers = f'backend.adapter_path="{folder}/export"', 'logging.report_to=["tensorboard"]'
-    assert launch_file(path, folder / "out", "campaign.lanes=4", export, trackers).exit_status == 0
-    return folder
-
-
-def train_silent(home: Path, folder: Path) -> Path:
-    """A finished campaign in which every completion scores the same: no update, the adapters stay as initialised."""
-    path = toy_file(home, folder / "silent.toml", pair="", reward="same")
-    assert launch_file(path, folder / "out", "training.save_every=1", "data.shuffle=false").exit_status == 0
-    return folder
 
 
 def planned(world: Path, out: Path, sets=(), **settings) -> Plan:

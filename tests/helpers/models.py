@@ -4,11 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from retrain.config import parse_dict
-from retrain.errors import ConfigError
 from retrain.policy.base import BaseModel, load_base
 from retrain.records.observer import NullObserver
 
@@ -26,13 +23,6 @@ class Messages(NullObserver):
     def evaluated(self, spec, name, row) -> None:
         if (name, row[f"eval/{name}/step"]) == self.stop:
             raise KeyboardInterrupt
-
-
-def config_errors(data: dict[str, Any]) -> str:
-    """Return the errors of a configuration that must not be accepted, one per line."""
-    with pytest.raises(ConfigError) as caught:
-        parse_dict(data)
-    return str(caught.value)
 
 
 def campaign_head(*conditions: tuple[str, str], **keys: Any) -> str:

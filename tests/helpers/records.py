@@ -1,5 +1,9 @@
 """Records of runs and campaigns that were never trained."""
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -7,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from retrain.campaign.planning.manifest import Manifest, freeze
 from retrain.campaign.planning.plan import plan
@@ -332,3 +337,22 @@ class Reader(HTMLParser):
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+
+def wandb_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Return the run record, the history rows and the last summary values of a wandb file, by wandb's own reader."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    deadline = time.monotonic() + 30
+    records: list[dict[str, Any]] = []
+    while not any(record["type"] == "exit" for record in records):  # it is written a moment after finish()
+        assert time.monotonic() < deadline, "wandb never finished its file"
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+        if "No such command" in done.stderr:
+            pytest.skip("this release of wandb has no reader of its files")
+        records = [json.loads(line) for line in done.stdout.splitlines()]
+    (run,) = [record["run"] for record in records if record["type"] == "run"]
+    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    summary: dict[str, Any] = {}
+    for record in records:
+        summary.update(record["summary"].get("update", {}) if record["type"] == "summary" else {})
+    return run, history, summary

@@ -14,15 +14,14 @@ import argparse
 import asyncio
 import json
 import random
-import signal
-import subprocess
 import sys
 from collections import Counter
 from copy import deepcopy
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
+
+from tests.programs.serving_load import resident_mib, served
 
 MEMORY_MIB = 64
 CHAT = {"role": "user", "content": "12 + 34"}
@@ -185,7 +184,7 @@ async def fuzz(url: str, pid: int, count: int, seed: int, clients: int) -> dict[
                     wrong = f"{type(error).__name__}: {error}"
                 if wrong:
                     faults.append({"request": number, "wrong": wrong, "asked": repr(asked)[:600]})
-                memory.append(psutil.Process(pid).memory_info().rss / 2**20)
+                memory.append(resident_mib(pid))
 
         await asyncio.gather(*(one_after_the_other() for _ in range(clients)))
         good = await client.post("/v1/completions", json={"prompt": "1 + 1", "max_tokens": 4})
@@ -203,17 +202,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--clients", type=int, default=8)
     given = parser.parse_args()
-    command = [sys.executable, "-m", "retrain", "serve", "tiny-reasoner", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
-        try:
-            result = asyncio.run(fuzz(url, process.pid, given.requests, given.seed, given.clients))
-        finally:
-            process.send_signal(signal.SIGINT)
-            status = process.wait(60)
-    print(json.dumps(result | {"exit_status": status}))
-    return int(result["wrong"] or status != 0)
+    with served("tiny-reasoner") as (process, url):
+        result = asyncio.run(fuzz(url.removesuffix("/v1"), process.pid, given.requests, given.seed, given.clients))
+    print(json.dumps(result | {"exit_status": process.returncode}))
+    return int(result["wrong"] or process.returncode != 0)
 
 
 if __name__ == "__main__":

@@ -11,25 +11,36 @@ one in a thousand differs: rounding may move a draw that falls between two token
 import argparse
 import asyncio
 import json
-import re
 import signal
 import ssl
 import subprocess
 import sys
 import time
-from contextlib import AsyncExitStack
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx
+import psutil
 
 TOLERANCE = 1e-4  # of log-probabilities
 
 
 def resident_mib(pid: int) -> float:
-    match = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    assert match is not None
-    return int(match[1]) / 1024
+    return psutil.Process(pid).memory_info().rss / 2**20
+
+
+@contextmanager
+def served(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run ``retrain serve`` on a free port; yield the process and its address. SIGINT ends it."""
+    command = [sys.executable, "-m", "retrain", "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().rpartition(" at ")[2].strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
 
 
 def questions(models: list[str], count: int) -> list[dict[str, Any]]:
@@ -130,18 +141,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10, help="of each client")
     parser.add_argument("--max-queue", type=int, default=4096)
     arguments = parser.parse_args()
-    queue = ["--max-queue", str(arguments.max_queue)]
-    command = [sys.executable, "-m", "retrain", "serve", arguments.what, "--port", "0", *queue]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().rpartition(" at ")[2].strip()
+    with served(arguments.what, "--max-queue", str(arguments.max_queue)) as (process, url):
         result = asyncio.run(load(url, process.pid, arguments.clients, arguments.requests))
-    finally:
-        process.send_signal(signal.SIGINT)
-        status = process.wait(60)
-    print(json.dumps(result | {"exit_status": status}))
-    return int(result["wrong"] or status != 0)
+    print(json.dumps(result | {"exit_status": process.returncode}))
+    return int(result["wrong"] or process.returncode != 0)
 
 
 if __name__ == "__main__":

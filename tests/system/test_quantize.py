@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.campaigns import campaign, run_cli
 from helpers.lanes import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
-from helpers.models import TINY_RUN, config_errors, qwen3_directory
+from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -246,21 +246,6 @@ def test_more_steps_equal_a_run_that_had_them_from_the_start(model, tmp_path, ki
     assert not source.other_weights(base)
     assert not plain.other_weights(loaded := plain.load("cpu", "float32"))
     assert loaded.quantized is None
-
-
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        ({"inference": {"engine": "vllm", "url": "http://localhost:1"}}, "a server samples with a base of its own"),
-        ({"backend": {"shard": "fsdp2", "ranks": 2}}, "fsdp2 cuts weights in the base's number format alone"),
-        ({"training": {"update_dtype": "bfloat16"}}, "keeps a copy of every weight"),
-        ({"backend": {"backend": "mine:Backend"}}, "has a model of its own"),
-        ({"model": {}, "inference": {"mismatch_limit": 0.1}}, "mismatch_limit"),
-    ],
-)
-def test_what_it_does_not_go_with(other, words):
-    parse_dict({"model": {"quantize": "int8"}, "inference": {"mismatch_limit": 0.1}})
-    assert words in config_errors({"model": {"quantize": "int8"}} | other)
 
 
 def test_files_that_are_quantised_already_are_refused_before_they_are_read(toy, tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.campaigns import eventually
-from helpers.models import config_errors
 from helpers.servers import StandIn, apart, engine_of, publish, requests, served_world, weights
 
 from retrain.campaign.executors.table import slots_of
@@ -181,20 +180,6 @@ def test_an_engine_waits_for_the_first_address(tmp_path, base):
 
 
 LAUNCH = {"engine": "vllm", "launch": "vllm serve"}
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"inference": {"engine": "vllm", "url": "http://a", "replicas": 2}}, "replicas  has no effect without launch"),
-        ({"inference": LAUNCH | {"launch_gpus": "0,1,2", "replicas": 2}}, "has 3, which 2 replicas cannot divide up"),
-        ({"campaign": {"executor": "slurm", "workers": 2}, "inference": LAUNCH}, "is no node with a GPU"),
-        ({"campaign": {"executor": "ray"}, "inference": LAUNCH | {"launch_gpus": "0"}}, "[ray] server_gpus = 1"),
-        ({"campaign": {"executor": "processes"}, "inference": LAUNCH | {"sleep": True}}, "sleep = false"),
-    ],
-)
-def test_what_does_not_go_together_is_said(data, says):
-    assert says in config_errors(data)
 
 
 def test_workers_have_the_gpus_that_servers_leave(monkeypatch, gpus):

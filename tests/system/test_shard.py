@@ -13,7 +13,6 @@ import numpy as np
 import psutil
 import pytest
 from helpers.campaigns import Heard, StopAfter, campaign, contents
-from helpers.models import config_errors
 from helpers.servers import StandIn
 
 from retrain.campaign.controller import execute, launch
@@ -21,7 +20,7 @@ from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import team
-from retrain.config import load, parse_dict
+from retrain.config import load
 from retrain.errors import RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
@@ -302,26 +301,6 @@ def test_servers_are_asked_by_rank_0_alone(tmp_path, model):
     assert counts == [counts[0]] * 3
     apart = max(distance(each, rows[0]) for each in rows)
     assert apart < 1e-3  # what is sampled depends on what reaches the server together
-
-
-@pytest.mark.parametrize(
-    ("sections", "says"),
-    [
-        (
-            {"inference": {"engine": "vllm", "launch": "vllm serve"}, "backend": {"shard": "dp"}},
-            'backend.shard  is "dp", and servers that are launched here',
-        ),
-        ({"backend": {"backend": "own:Own", "shard": "dp"}}, "own:Own computes its updates itself"),
-        ({"backend": {"devices": "gpu:0-1"}}, "one process trains on one device"),
-        (
-            {"backend": {"shard": "fsdp2"}, "training": {"update_dtype": "bfloat16"}},
-            'update_dtype = "model", or shard = "dp"',
-        ),
-    ],
-)
-def test_what_does_not_go_with_ranks(sections, says):
-    parse_dict({"backend": {"devices": "gpu:0-1", "shard": "dp"}, "training": {"update_dtype": "bfloat16"}})
-    assert says in config_errors(sections)
 
 
 def test_what_torchrun_has_started_has_to_be_what_is_asked_for(tmp_path, monkeypatch, gpus):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.campaigns import eventually, run_cli
-from helpers.models import campaign_head, config_errors
+from helpers.models import campaign_head
 
 from retrain.campaign.controller import executor_of
 from retrain.campaign.executors.table import slots_of
@@ -182,27 +182,6 @@ def test_a_process_with_gpus_of_its_own_uses_those(slots, monkeypatch):
     campaign = {"executor": "processes", "gpus_per_cohort": 2}
     config = parse_dict({"campaign": campaign, "backend": {"devices": "gpu:0-7", "shard": "dp"}})
     assert gpus_of(config.backend.devices, config.backend.named_gpus) == [("gpu:0", "6"), ("gpu:1", "3")]
-
-
-@pytest.mark.parametrize(
-    ("campaign", "backend", "says"),
-    [
-        (None, {"devices": "all"}, 'is "all", and one process trains on one device: devices = "auto"'),
-        ({}, {"devices": "gpu:0-3"}, 'or executor = "processes" in [campaign]'),
-        (None, {"devices": ["cpu"]}, "GPUs such as"),
-        ({"workers": 2}, {}, "campaign.workers  has no effect"),
-        ({"gpus_per_cohort": 0.5}, {}, 'campaign.gpus_per_cohort  has no effect with executor = "inprocess"'),
-        (dict(executor="processes", gpus_per_cohort=0.5), {"devices": "cpu"}, 'has no effect with devices = "cpu"'),
-        (dict(executor="processes", gpus_per_cohort=2), {}, 'with shard = "none" a cohort trains on one GPU'),
-        (dict(executor="processes", gpus_per_cohort=1.5), {}, "is 1.5: a cohort has a part of one GPU, or whole GPUs"),
-        (dict(executor="processes", gpus_per_cohort=0.5), {"shard": "dp"}, "has one device: there is nothing to divid"),
-        (dict(executor="ray", gpus_per_cohort=4), {"shard": "dp", "ranks": 2}, "each rank of a worker has one GPU"),
-        (dict(executor="slurm", workers=2, gpus_per_cohort=0.5), {}, "a job of Slurm's has whole GPUs"),
-    ],
-)
-def test_what_does_not_go_together_is_said(campaign, backend, says):
-    sections = {"backend": backend} if campaign is None else {"campaign": campaign, "backend": backend}
-    assert says in config_errors(sections)
 
 
 @pytest.fixture

@@ -73,17 +73,6 @@ def test_the_step_s_own_value_stands_beside_the_smoothed_one(page, zoom):
     assert own == f"step {value(step)}"
 
 
-def test_thinned_lines_keep_their_extremes(page):
-    page.open("/metrics/long?keys=mean_reward")
-    page.page.locator(".plot").first.focus()
-    page.press("Home")
-    places = page.page.evaluate("() => performance.getEntriesByType('resource').map((each) => each.name)")
-    (asked,) = (each for each in places if "/api/columns?" in each)
-    (run, _) = page.page.evaluate("async (url) => (await (await fetch(url)).json()).runs", asked)
-    assert len(run["x"]) <= 1000 < STEPS
-    assert run["columns"]["mean_reward"]["y"][run["x"].index(2345)] == 50
-
-
 @pytest.mark.parametrize("zoom", ["100,102.2", "10,15", "0,3999", "2000,2000.6"])
 def test_ticks_of_a_step_axis_are_whole_and_do_not_repeat(page, zoom):
     page.open(f"/metrics/long?keys=mean_reward&zoom={zoom}")

@@ -113,6 +113,9 @@ def test_the_second_moment_by_hand():
     assert second_moment(0.0786) == second_moment(math.inf) == [True] * 5
     assert second_moment(1e-9) == [False] * 5
     assert second_moment(0.25, log_ratios=torch.tensor([[0.5]])) == [False]  # the mean must be below the threshold
+    still = torch.tensor([[0.0, 0.0, 0.3]], dtype=torch.float64)
+    assert second_moment(0.04, log_ratios=still) == [True] * 3
+    assert second_moment(0.04, torch.ones(1, 3), still) == [True, True, False]  # only harmful tokens count
 
 
 def test_equal_tokens_leave_together_and_the_mean_is_of_the_step():

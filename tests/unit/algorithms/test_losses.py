@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.algorithms.losses import DPPO, LOSSES, M2PO, PPO
+from retrain.algorithms.losses import DPPO, LOSSES, PPO
 from retrain.algorithms.losses.vespo import sequence_weight
 from retrain.maths.ratios import add_sums, loss_metrics, sampled_token_kl
 from retrain.policy.objective import NORMALIZERS, policy_loss, token_weights
@@ -176,20 +176,6 @@ def test_metrics_by_hand():
             "kl_divergence_inference": sum(r - 1 - v for r, v in zip(ratios, logs, strict=True)) / 3,
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("tokens", "threshold", "logs", "kept"),
-    [
-        ("harmful", 0.04, [0.0, 0.0, 0.3], [True, True, False]),  # tokens that stay where they were do not count
-        ("all", 0.04, [0.0, 0.0, 0.3], [True, True, True]),
-        ("all", 0.25, [0.5], [False]),  # the mean must be below the threshold
-    ],
-)
-def test_which_tokens_m2po_keeps(tokens, threshold, logs, kept):
-    now = torch.tensor([logs], dtype=torch.float64) - 1.0
-    ones = torch.ones_like(now)
-    assert M2PO(threshold, tokens).kept_tokens(now, -ones, ones.bool(), ones)[0].tolist() == kept
 
 
 @pytest.mark.parametrize(

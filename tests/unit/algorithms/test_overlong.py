@@ -1,8 +1,5 @@
 import numpy as np
-import pytest
 
-from retrain.config import parse_dict
-from retrain.errors import ConfigError
 from retrain.rewards.overlong import METRIC, overlong_penalty, punish_overlong
 from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
 
@@ -32,20 +29,3 @@ def test_what_is_correct_stays_correct():
     assert [reward.is_correct for reward in rewards] == [True, False, True, False]
     assert rewards[0].sample_metrics == {"steps": 3.0, METRIC: -0.75}
     assert rewards[3].error == "no answer"
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"reward": {"overlong_tokens": 300}}, "is 300, more than max_tokens = 256: overlong_tokens = 51"),
-        ({"reward": {"overlong_tokens": 9}, "algorithm": {"advantage_mode": "maxrl"}}, "makes rewards below 0"),
-        (
-            {"algorithm": {"advantage_mode": "gae"}, "critic": {"lam_length": 0.05, "lam_policy": 0.9}},
-            "is 0.05 beside lam_policy = 0.9: keep one",
-        ),
-        ({"reward": {"overlong_tokens": 9}, "environment": {"tools": ["calculator"]}}, "for single answers"),
-    ],
-)
-def test_what_does_not_go_together_is_said(data, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_dict(data)

@@ -8,7 +8,6 @@ from helpers.credit import algorithm_of, apply
 from retrain.algorithms.algorithm import training_samples
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
-from retrain.errors import ConfigError
 from retrain.training.updates import denominators_of
 from retrain.types import (
     Action,
@@ -221,8 +220,3 @@ def test_groups_without_an_advantage_change_nothing_for_the_second_moment(tokens
     for own, more in zip(*kept, strict=True):
         assert any(0.0 in weight for weight in own if weight)
         assert more == [*own, [1.0] * 6]
-
-
-def test_what_is_left_out_in_each_of_several_updates_cannot_leave_the_divisor():
-    with pytest.raises(ConfigError, match=r"rejection_denominator.* before each of the step's several updates"):
-        parse_dict({"algorithm": {"loss": "m2po", "rejection_denominator": "kept"}, "training": {"num_iterations": 2}})

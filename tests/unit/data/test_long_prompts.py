@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import REWARDS, run_cli
+from helpers.campaigns import REWARDS, run_cli, toy_toml
 from helpers.models import Messages, campaign_head, word_tokenizer
 
 from retrain.campaign.controller import launch
@@ -18,33 +18,13 @@ from retrain.errors import DataError
 from retrain.training import bases as models
 from retrain.types import Problem
 
-TRAIN = """
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-batch_size = 2
-group_size = 3
-max_tokens = 8
-lr = 0.01
-save_every = 1
-[evaluation]
-problems = {heldout}
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[squeeze]
-enabled = false
-[data]
-source = "problems.jsonl"
-"""
-
 
 def campaign(folder: Path, model: Path, rows: list[Any], extra: str = "", heldout: int = 3, **head: Any) -> Path:
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "toyrewards.py").write_text(REWARDS)
-    text = TRAIN.format(model=model, module=folder / "toyrewards.py", heldout=heldout) + extra
+    training = {"batch_size": 2, "group_size": 3, "max_tokens": 8, "save_every": 1}
+    sections = {"evaluation": {"problems": heldout}, "data": {"source": "problems.jsonl"}}
+    text = toy_toml(model, reward={"custom_module": f"{folder}/toyrewards.py"}, training=training, **sections) + extra
     path = folder / "long.toml"
     path.write_text(campaign_head(("grpo", "none"), **{"seeds": [1], "max_steps": 2, **head}) + text)
     return path

@@ -4,18 +4,15 @@
 """
 
 import json
-import subprocess
 import sys
-import time
 import tomllib
 from contextlib import closing
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from helpers.campaigns import blocks
-from helpers.records import config, context, group, step
+from helpers.records import config, context, group, step, wandb_run
 
 from retrain.config import parse_dict
 from retrain.config.evaluation import trackers
@@ -41,25 +38,6 @@ EXPECTED = {
     "train/backpressure/action": "off", "train/backpressure/regime": "warmup", "train/backpressure/warmup": 1,
     "env/all/reward/total": 0.5,
 }  # fmt: skip
-
-
-def wandb_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """Return the run record, the history rows and the last summary values of a wandb file, by wandb's own reader."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    deadline = time.monotonic() + 30
-    records: list[dict[str, Any]] = []
-    while not any(record["type"] == "exit" for record in records):  # it is written a moment after finish()
-        assert time.monotonic() < deadline, "wandb never finished its file"
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-        if "No such command" in done.stderr:
-            pytest.skip("this release of wandb has no reader of its files")
-        records = [json.loads(line) for line in done.stdout.splitlines()]
-    (run,) = [record["run"] for record in records if record["type"] == "run"]
-    history = [record["history"]["item"] for record in records if record["type"] == "history"]
-    summary: dict[str, Any] = {}
-    for record in records:
-        summary.update(record["summary"].get("update", {}) if record["type"] == "summary" else {})
-    return run, history, summary
 
 
 @pytest.fixture

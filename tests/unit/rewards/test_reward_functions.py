@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli
+from helpers.campaigns import run_cli, toy_toml
 from helpers.models import train_quietly
 
 from retrain.config import tasks
@@ -181,34 +181,16 @@ def test_good_functions_pass_the_check(tmp_path, module):
         assert result.exit_code == 0, result.output
 
 
-RUN = """
-[data]
-source = "problems.jsonl"
-tags_column = "task"
-[model]
-model = "{model}"
-lora_rank = 2
-[reward]
-type = "custom"
-custom_module = "mine"
-custom_function = {function}
-workers = 1
-[training]
-max_steps = 1
-batch_size = 4
-group_size = 2
-max_tokens = 6
-[logging]
-rollouts_every = 1
-"""
-
-
 def test_functions_of_trl_and_parts_of_a_result_are_recorded_by_name(tmp_path, module, model):
     (tmp_path / "mine.py").write_text(module.read_text())
     rows = [{"prompt": f"{i}?", "answer": i, "task": ("sum", "poem")[i % 2]} for i in range(20)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = ["sums", "later", "lengths", "parts"]
-    train_quietly(tmp_path, RUN.format(model=model, function=json.dumps(names)))
+    sections = {"data": {"source": "problems.jsonl", "tags_column": "task"}, "logging": {"rollouts_every": 1}}
+    sections |= {"training": {"max_steps": 1, "batch_size": 4, "group_size": 2, "max_tokens": 6}}
+    sections |= {"evaluation": {"problems": None}, "squeeze": {"enabled": None}}  # train_quietly has them
+    reward = {"custom_module": "mine", "custom_function": names}
+    train_quietly(tmp_path, toy_toml(model, reward=reward, **sections))
     run = tmp_path / "out"
     (row,) = read_jsonl(run / "metrics.jsonl")
     lines = read_jsonl(run / "train_iteration_000000_rollout_summaries.jsonl")

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.models import config_errors
 from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
 from retrain.campaign.planning.plan import Plan
@@ -140,19 +139,6 @@ def test_implicitly_one_score_counts(server):
         assert "3. It insults the reader. (weight -0.5)" in server.requests[0]["messages"][-1]["content"]
         server.respond = says('{"1": 1}')
         assert grader.grade([(CAPITAL, "Lyon")])[0].total_reward is None
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        (JUDGE, 'criteria  is missing: type = "rubric" needs some: criteria = [{ name = "correct"'),
-        (JUDGE | {"criteria": [CRITERIA[0]] * 2}, 'has "correct" twice: their metrics would be one'),
-        (JUDGE | {"criteria": [{"name": "a", "text": "x", "weight": 0}]}, "has no weight but 0"),
-        ({"criteria": CRITERIA}, 'has no effect with type = "match": type = "rubric"'),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_said(reward, says):
-    assert says in config_errors({"reward": reward})
 
 
 BELOW = "has negative weights: totals can lie below 0, for which maxrl is not defined"

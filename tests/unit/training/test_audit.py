@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from helpers.campaigns import StopAfter, campaign, contents
-from helpers.models import campaign_head, config_errors
+from helpers.models import campaign_head
 from helpers.servers import CAPITAL, judging, says  # noqa: F401  a fixture
 
 from retrain.campaign.controller import launch, resume
@@ -64,21 +64,6 @@ def test_an_audit_that_fails_costs_only_its_number(kind, reason, judging, monkey
     for result in results:
         assert (result.total_reward, result.sample_metrics, result.error) == (1.0, {"audit": None}, None)
         assert reason in (result.audit_error or "")
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"audit": {"type": "judge"}}, 'audit.judge_model  is missing: type = "judge" needs it'),
-        ({"audit": {"judge_model": "j"}}, 'audit.judge_model  has no effect with type = "off"'),
-        ({"audit": {"type": "match", "name": "gold"}}, "audit.name  has no effect: its score is called audit"),
-        ({"audit": {"type": "match"}, "reward": {"name": "audit"}}, 'reward.name  is "audit", which is what the score'),
-        ({"audit": {"type": "match"}, "environment": {"provider": "openenv", "id": "x"}}, "brings its own rewards"),
-        ({"audit": {"type": "weighted"}}, "audit.type"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_refused(data, message):
-    assert message in config_errors(data)
 
 
 def test_conditions_have_the_same_audit_and_another_audit_is_a_difference(tmp_path):

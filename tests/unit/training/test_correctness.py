@@ -2,7 +2,7 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli
+from helpers.campaigns import run_cli, toy_toml
 
 from retrain.campaign.controller import launch
 from retrain.config import load
@@ -43,21 +43,6 @@ class Episode:
     def result(self):
         return RewardResult(5.0, {"solved": float(self.solved)})
 """
-TRAINING = """
-[model]
-model = "{model}"
-lora_rank = 2
-[training]
-max_steps = 1
-batch_size = 3
-group_size = 4
-max_tokens = 10
-[evaluation]
-problems = 8
-[squeeze]
-enabled = false
-"""
-CUSTOM = '[reward]\ntype = "custom"\ncustom_module = "rewards.py"\nworkers = 1\ncustom_function = '
 
 
 def write(folder: Path, text: str) -> Path:
@@ -67,15 +52,17 @@ def write(folder: Path, text: str) -> Path:
     return folder / "run.toml"
 
 
-def train(folder: Path, model: Path, text: str) -> Path:
-    path = write(folder, text + TRAINING.format(model=model))
+def train(folder: Path, model: Path, function: str, text: str = "") -> Path:
+    reward = {"custom_module": "rewards.py", "custom_function": function}
+    toy = toy_toml(model, reward=reward, training={"max_steps": 1}, evaluation={"problems": 8})
+    path = write(folder, text + toy)
     outcome = launch(load(path), folder / "out", NullObserver())
     assert outcome.exit_status == 0, outcome.summary
     return folder / "out"
 
 
 def test_a_metric_named_correct_decides_in_every_file(tmp_path, model):
-    run = train(tmp_path, model, CUSTOM + '"scaled"\n')
+    run = train(tmp_path, model, "scaled")
     (row,) = read_jsonl(run / "metrics.jsonl")
     share, formatted = row["rewards/correct/mean"], row["rewards/format/mean"]
     assert 0 < share < 1
@@ -101,7 +88,7 @@ def test_each_condition_has_its_own_threshold(tmp_path, model):
         f'[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n"reward.correct_above" = {above}\n'
         for above in (1.5, 2.5)
     )
-    out = train(tmp_path, model, f"[campaign]\nseeds = [1]\n{conditions}" + CUSTOM + '"two"\n')
+    out = train(tmp_path, model, "two", f"[campaign]\nseeds = [1]\n{conditions}")
     for above, share in ((1.5, 1.0), (2.5, 0.0)):
         run = out / "runs" / f"grpo+none~reward.correct_above={above}_s1"
         assert read_jsonl(run / "metrics.jsonl")[0]["correct_rate"] == share

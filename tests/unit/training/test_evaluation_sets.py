@@ -31,7 +31,8 @@ tags_column = "kind"
 def sets_file(folder: Path, model: Path, name: str, sets: str = SETS, **keys) -> Path:
     """A toy campaign with held-out sets; the file of the second has one problem that is trained on."""
     path = campaign(folder, model, name, condition='reward = {custom_function = "opposite"}', **keys)
-    twice = load_data(load(path).config.data, 5).train[3].prompt
+    config = load(path).config
+    twice = load_data(config.data, 5, config.training.max_examples).train[3].prompt
     rows = [{"prompt": p, "answer": "1", "kind": "seen" if p == twice else "new"} for p in (twice, "a?", "b?", "c?")]
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path.write_text(path.read_text().replace("[reward]", sets.format(file=folder / "own.jsonl") + "[reward]"))
@@ -79,11 +80,11 @@ def test_every_set_has_its_files_and_rows(trained):
     }
     assert [row["eval/own.file/step"] for row in steps] == [0, 2, 3]
     assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
-    held_out = "1 of 20000 training problems left out: they are held out in the set own.file"
+    held_out = "1 of 500 training problems left out: they are held out in the set own.file"
     assert any(held_out in line for line in observer.lines)
     facts = read_json(run / "config.json")
     assert set(facts["heldout_hashes"]) == {"heldout", "own.file"}
-    assert facts["data_sizes"] == {"train": 19_999, "heldout": 9}
+    assert facts["data_sizes"] == {"train": 499, "heldout": 9}
 
 
 def test_the_base_is_scored_once_for_every_way_to_grade(trained):

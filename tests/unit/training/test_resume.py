@@ -4,10 +4,11 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers.campaigns import adapter_bytes, is_timing_key, run_cli
+from helpers.campaigns import adapter_bytes, is_timing_key, run_cli, toy_toml
 from helpers.models import Messages, campaign_head, qwen3_directory
 from safetensors.torch import load_file, save
 
@@ -22,32 +23,6 @@ from retrain.training.checkpoints import FORMAT, common_step, missing_rows
 
 SECRET = "very-secret-value-8c1f"
 HUB_TOKEN = "_".join(["hf", "a1b2" * 6])
-TOML = """
-{head}
-[model]
-model = "{model}"
-lora_rank = 2
-[training]
-batch_size = 2
-group_size = 3
-max_tokens = 6
-lr = 0.01
-save_every = 2
-{training}
-[optimizer]
-schedule = "linear"
-[evaluation]
-problems = 3
-[data]
-source = "problems.jsonl"
-eval_fraction = 0.2
-[squeeze]
-enabled = {squeeze}
-[reward]
-type = "custom"
-custom_module = "lengths.py"
-workers = 1
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +40,21 @@ def home(tmp_path_factory) -> Path:
     return path
 
 
-def write_campaign(home: Path, name: str, head: str = "", training: str = "", squeeze: str = "true") -> Path:
+def write_campaign(home: Path, name: str, head: str = "", squeeze: bool = True, **training: Any) -> Path:
     path = home / f"{name}.toml"
-    path.write_text(TOML.format(head=head, model=home / "model", training=training, squeeze=squeeze))
+    sections = {
+        "training": {"batch_size": 2, "group_size": 3, "max_tokens": 6, "save_every": 2} | training,
+        "optimizer": {"schedule": "linear"},
+        "evaluation": {"problems": 3},
+        "data": {"source": "problems.jsonl", "eval_fraction": 0.2},
+        "squeeze": {"enabled": squeeze},
+    }
+    path.write_text(head + toy_toml(home / "model", "lengths.py", **sections))
     return path
 
 
-def single(home: Path, name: str = "single", training: str = "max_steps = 2") -> Path:
-    return write_campaign(home, name, training=training, squeeze="false")
+def single(home: Path, name: str = "single", max_steps: int = 2, **training: Any) -> Path:
+    return write_campaign(home, name, squeeze=False, max_steps=max_steps, **training)
 
 
 def go(path: Path, out: Path, **named):
@@ -141,7 +123,7 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
 
 def test_more_steps_and_resume_from_equal_a_run_with_those_steps_from_the_start(home, tmp_path):
     """Weights, moments, random streams and the place in the data: the same bytes."""
-    short, long = (single(home, f"constant{n}", f"max_steps = {n}") for n in (1, 2))
+    short, long = (single(home, f"constant{n}", n) for n in (1, 2))
     for path in (short, long):
         path.write_text(path.read_text().replace("linear", "constant"))
     go(short, tmp_path / "extended")
@@ -174,7 +156,7 @@ def test_every_difference_is_named_and_decided(home, copied):
     facts["code"]["sha256"] = "0" * 64
     facts["modules"] = {}
     write_json(copied / "config.json", facts)
-    path = single(home, training="max_steps = 3\nweight_decay = 0.1")
+    path = single(home, max_steps=3, weight_decay=0.1)
     questions: list[list[str]] = []  # an answer of None is a no
     with pytest.raises(UsageError) as error:
         go(path, copied, approval=Approval(ask=questions.append))
@@ -267,12 +249,12 @@ def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(h
         "class Config(Qwen3Config):\n    model_type = 'custom'\n\n"
         "class M(Qwen3ForCausalLM):\n    config_class = Config\n"
     )
-    path = single(home, "custom", "max_steps = 1")
+    path = single(home, "custom", 1)
     path.write_text(path.read_text().replace(str(home / "model"), str(model)))
     with pytest.raises(ConfigError, match="comes with its own code: read it, then set trust_remote_code = true"):
         go(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
-    path.write_text(path.read_text().replace("lora_rank = 2", "lora_rank = 2\ntrust_remote_code = true"))
+    path.write_text(path.read_text().replace("lora_rank = 4", "lora_rank = 4\ntrust_remote_code = true"))
     assert go(path, tmp_path / "out").exit_status == 0
     assert (tmp_path / "ran").exists()
     assert "may run code of its own: trust_remote_code = true" in (tmp_path / "out/run.log").read_text()

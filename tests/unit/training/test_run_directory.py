@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from helpers.campaigns import adapter_bytes, runs_of
-from helpers.models import campaign_head, qwen3_directory
+from helpers.campaigns import adapter_bytes, runs_of, toy_toml, toy_world
+from helpers.models import campaign_head
 
 from retrain.campaign.controller import launch
 from retrain.config import load
@@ -30,34 +30,14 @@ def problems(split):
             for a in numbers for b, level in enumerate(("easy", "medium", "hard"))]
 """
 HEAD = campaign_head(("grpo", "none"), ("maxrl", "gtpo_sepa"), seeds=[1], max_steps=3)
-TOML = """
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-batch_size = 2
-group_size = 4
-max_tokens = 8
-lr = 0.01
-save_every = 2
-eval_every = 2
-[evaluation]
-problems = 3
-[data]
-source = "sums:problems"
-tags_column = "tags"
-[sepa]
-steps = 2
-delay_steps = 0
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-[inference]
-dtype = "float32"
-[logging]
-log_kl = true
-"""
+SECTIONS = {
+    "training": {"batch_size": 2, "max_tokens": 8, "save_every": 2, "eval_every": 2},
+    "evaluation": {"problems": 3},
+    "data": {"source": "sums:problems", "tags_column": "tags"},
+    "sepa": {"steps": 2, "delay_steps": 0},
+    "squeeze": {"enabled": None},
+    "logging": {"log_kl": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +45,7 @@ def campaign(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
-    model = qwen3_directory(folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4"])
-    (folder / "small.toml").write_text(HEAD + TOML.format(model=model, module=folder / "evendigits.py"))
+    (folder / "small.toml").write_text(HEAD + toy_toml(toy_world(folder), "evendigits.py", **SECTIONS))
     assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
     return folder / "logs"
 

@@ -41,7 +41,7 @@ from retrain.campaign.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.config.runs import RunSpec
 from retrain.data.prompts import Renderer
-from retrain.errors import ConfigError, ModelError, RunFailed, UsageError
+from retrain.errors import ModelError, RunFailed, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy import head as head_module
@@ -344,33 +344,6 @@ def test_check_names_the_line_of_a_teacher_that_is_not_there(tmp_path, model):
     assert f"it is a campaign: give one of its runs, such as {final.parent}" in refusal(tmp_path / "campaign")
     message = refusal(model, '[backend]\nshard = "dp"')
     assert re.search("it is a second model.*give an adapter of the same base", message)
-
-
-GAE = {"algorithm": {"advantage_mode": "gae"}}
-VOCABULARY = {"estimate": "vocabulary"}
-
-
-@pytest.mark.parametrize(("keys", "sections", "why"), [
-    ({"teacher": "", "clamp": 3.0}, {}, "has no effect without a teacher: teacher = "),
-    ({"url": "gpu1:8000"}, {}, "no address"),
-    ({}, {"training": {"dynamic_sampling": 2}}, "drops groups"),
-    ({}, GAE, "its critic trains for nothing"),
-    ({}, {"algorithm": {"transform_mode": "gtpo"}}, "no effect with reward_weight = 0"),
-    ({"url": "http://a:1"}, {"training": {"temperature": 0.7}}, "at temperature 1"),
-    ({}, {"backend": {"backend": "mine:Own"}}, "gives no log-probabilities of sampled tokens"),
-    ({"reward_weight": 1.0}, {"training": {"group_size": 1}}, "advantages compare the completions of a group"),
-    ({"teacher": "policy"}, {}, "the student itself, which without a context teaches nothing"),
-    ({"context_text": "{context}"}, {}, "has no effect without a context"),
-    ({"context": "answer", "context_text": "the answer"}, {}, "does not say where the answer stands"),
-    ({"context": "answer"}, {"environment": {"tools": ["calculator"], "max_turns": 3}}, "may have several turns"),
-    ({"context": "sibling"}, {"training": {"group_size": 1}}, "with group_size = 1 no completion has one"),
-    ({**VOCABULARY, "url": "http://a:1"}, {}, "a server gives log-probabilities of sampled tokens only"),
-    (VOCABULARY, {"training": {"top_k": 5}}, "top_k leaves tokens out of what is sampled from"),
-    (VOCABULARY, {"backend": {"shard": "dp", "ranks": 2}}, "ranks have no teacher"),
-])  # fmt: skip
-def test_what_does_not_go_together_is_refused(keys, sections, why):
-    with pytest.raises(ConfigError, match=why):
-        parse_dict({"distillation": {"teacher": "base", **keys}, **sections})
 
 
 def test_a_run_is_found_by_its_directory_its_final_adapter_or_its_newest_checkpoint(tmp_path):

@@ -149,22 +149,6 @@ def test_stopping_rules_of_earlier_versions_are_answered_and_mean_on_in_their_di
     assert "not trained" not in found["sentence"]  # they were
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "fix"),
-    [
-        ("test", "normal", "one rule decides every verdict"),
-        ("futility", True, "stopping conditions that are undecided raises the error"),
-        ("race", True, "stopping conditions that are undecided raises the error"),
-        ("prior_spread", 0.04, "the rule assumes no spread"),
-        ("prior_freedom", 4, "the rule assumes no spread"),
-    ],
-)
-def test_removed_keys_are_answered_by_one_line(key, value, fix):
-    with pytest.raises(ConfigError, match=f"{key} +is not a key: {fix}.*remove the line") as caught:
-        parse_dict({"campaign": {key: value}})
-    assert len(str(caught.value).splitlines()) == 1
-
-
 def test_eight_seeds_train_the_last_one_only_where_that_can_decide(tmp_path):
     played = Played(tmp_path, seeds=EIGHT)
     finish(played, EIGHT[:7], 0.1)

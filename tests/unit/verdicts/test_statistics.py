@@ -1,5 +1,4 @@
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from retrain.maths.statistics import (
     iqm,
     maj_at_k,
     paired_interval,
-    pass_at_k,
     probability_of_improvement,
     score_interval,
     sign_flip_p,
@@ -126,12 +124,6 @@ def test_holm_s_correction():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
-
-
-@given(st.integers(1, 40), st.data())
-def test_pass_at_k_is_the_combinatorial_formula(n, data):
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-12)
 
 
 def test_maj():
