@@ -159,11 +159,14 @@ def history(directory: Path, manifest: Values) -> History:
     assert isinstance(first, Declaration)
     before = [line for line in lines[:position] if line.owner != owner]
     mine = [line for line in lines[position + 1 :] if line.owner == owner]
+    clauses = [*_declared_again(mine), *_seeds_known_before(first, before), *_other_than_finished(mine, manifest)]
+    return History(clauses, _earlier_declarations(first, before, registry.path))
+
+
+def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
     places = [n for n, line in enumerate(mine) if isinstance(line, Declaration)]
     finished = sum(isinstance(line, FinishedRun) for line in mine[: places[-1]]) if places else 0
-    again = [f"declared anew in its directory after {plural(finished, 'run')} had finished there"] if finished else []
-    clauses = [*again, *_seeds_known_before(first, before), *_other_than_finished(mine, manifest)]
-    return History(clauses, _earlier_declarations(first, before, registry.path))
+    return [f"declared anew in its directory after {plural(finished, 'run')} had finished there"] if finished else []
 
 
 def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:

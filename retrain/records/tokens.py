@@ -114,12 +114,10 @@ def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
 
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
-    masks = [np.ones(len(each)) if each.loss_mask_T is None else each.loss_mask_T for each in rollouts]
-    trained = [m if r.token_advantages_T is not None else None for r, m in zip(rollouts, masks, strict=True)]
     tensors = {
         "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
         "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
-        "trained": filled(trained, 0, np.uint8),
+        "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
         "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
     }
     where_known = {
@@ -131,6 +129,12 @@ def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
         if any(part is not None for part in parts):
             tensors[name] = filled(parts, np.nan, np.float32)
     return tensors
+
+
+def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
+    if rollout.token_advantages_T is None:
+        return None
+    return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
 
 
 def _text_and_ends(turn: Turn, token_text: TokenText | None) -> tuple[str, Sequence[int]]:
