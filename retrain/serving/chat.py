@@ -16,7 +16,7 @@ from retrain.errors import RetrainError
 from retrain.serving.batching import Piece
 from retrain.serving.choices import ChoiceBuilder, JsonObject, finite
 from retrain.serving.refusal import ServingError
-from retrain.serving.schema import ChatBody, Message, Tools, read
+from retrain.serving.schema import ChatBody, ChatMessage, Tools, read
 from retrain.serving.service import Service
 from retrain.types import Problem
 
@@ -34,7 +34,7 @@ async def answer(service: Service, request: Request) -> Response:
     return await ChatChoices(service, body, [prompt_ids], generation_set).answer(request)
 
 
-def rendered(tokenizer: Any, messages: Sequence[Message], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
+def rendered(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
     Raises ServingError for what the template rejects."""
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)

@@ -94,30 +94,30 @@ def _arguments(arguments: Any) -> Any:
         raise PydanticCustomError("json", "arguments are no JSON") from error
 
 
-class CalledFunction(Body):
+class ChatFunction(Body):
     model_config = ConfigDict(extra="allow")
 
     name: str
     arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
 
 
-class ToolCall(Body):
+class ChatToolCall(Body):
     id: str | None = ""
     type: str = "function"
-    function: CalledFunction
+    function: ChatFunction
 
 
-class Message(Body):
+class ChatMessage(Body):
     """A message as templates expect it: text content, arguments of calls as JSON values."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[Text, BeforeValidator(_joined)] = ""
     name: Text | None = None
     tool_call_id: Text | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
     @model_validator(mode="after")
-    def check_calls(self) -> "Message":
+    def check_calls(self) -> "ChatMessage":
         self.tool_calls = self.tool_calls or None
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only an assistant's message can have tool_calls")
@@ -133,18 +133,18 @@ class ToolFunction(Body):
     parameters: ToolParameters | None = None
 
 
-class ToolSchema(Body):
+class ChatTool(Body):
     function: ToolFunction
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return the tool as it was sent, which is what the template renders, after checking it."""
-    ToolSchema.model_validate(tool)
+    ChatTool.model_validate(tool)
     return tool
 
 
 Tools = list[Annotated[dict[str, Any], AfterValidator(_tool)]]
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 def _prompt(prompt: Any, validate: ValidatorFunctionWrapHandler) -> Any:

@@ -12,7 +12,7 @@ from retrain.records.schema.layout import LOG
 from retrain.ui.answers import JsonObject
 from retrain.ui.findings import verdict_of
 from retrain.ui.library import Library
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, RunSource
 
 MOST_FAILURES = 20
 LOG_LINES = 400  # Last lines of a log in which the traceback is looked for
@@ -33,14 +33,14 @@ def banner_of(library: Library, home: Home, comparison: Row | None, why: str | N
     }
 
 
-def state_words(runs: Sequence[Run]) -> str:
+def state_words(runs: Sequence[RunSource]) -> str:
     states = [run.state for run in runs]
     order = ("failed", "interrupted", "running", "pending", "stopped", "done")
     counts = [f"{states.count(state)} {WORDS.get(state, state)}" for state in order if state in states]
     return f"{plural(len(states), 'run')}: {', '.join(counts)}" if counts else "no runs"
 
 
-def failure_of(library: Library, run: Run) -> JsonObject:
+def failure_of(library: Library, run: RunSource) -> JsonObject:
     line, log = (run.reason or "").partition("\n")[0], None
     path = library.file(run, LOG)
     if path is not None:

@@ -30,7 +30,7 @@ from retrain.ui.library import Library
 from retrain.ui.numbers import AXES
 from retrain.ui.problems import SORTS, evolutions
 from retrain.ui.server import api_routes, shell_html
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, RunSource
 
 POLICY = (
     "default-src 'none'; script-src 'self' file:; style-src 'self' file: 'unsafe-inline'; img-src 'self' file: data:"
@@ -202,7 +202,7 @@ def _of_runs(library: Library, home: Home) -> Questions:
         yield f"rollouts_{number}", list(_of_rollouts(library, run))
 
 
-def _of_rollouts(library: Library, run: Run) -> Iterator[Question]:
+def _of_rollouts(library: Library, run: RunSource) -> Iterator[Question]:
     index = library.index(run)
     at: JsonObject = {"at": run.location}
     yield "iterations", at

@@ -15,7 +15,7 @@ from retrain.records.schema.layout import EVALS, ITERATIONS, LOG, METRICS, NOTES
 from retrain.ui.answers import ApiError, JsonObject
 from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, RunSource
 
 LOOK_EVERY_S = 1.0
 BEAT_S = 15.0  # Seconds between keep-alive comments, for proxies that close idle connections
@@ -110,13 +110,13 @@ def changes(library: Library, before: Snapshot, now: Snapshot) -> list[JsonObjec
             continue
         change: JsonObject = {"place": location, "what": kinds}
         run = facts.get("run")
-        if isinstance(run, Run) and any(old.get(name) != facts.get(name) for name in (METRICS, FOREIGN)):
+        if isinstance(run, RunSource) and any(old.get(name) != facts.get(name) for name in (METRICS, FOREIGN)):
             change["rows"] = _rows(library, run)
         out.append(change)
     return out + [{"place": location, "what": ["state"]} for location in before if location not in now]
 
 
-def _stamps(library: Library, home: Home, run: Run) -> JsonObject:
+def _stamps(library: Library, home: Home, run: RunSource) -> JsonObject:
     facts: JsonObject = {name: stamp_of(library.file(run, name)) for name in WATCHED if name != FOREIGN}
     if run.reader is not None and run.foreign is not None:
         facts[FOREIGN] = run.reader.stamp(run.foreign, library.places.file)
@@ -124,14 +124,14 @@ def _stamps(library: Library, home: Home, run: Run) -> JsonObject:
     return facts | {"state": (home.state, run.state, run.worker), "run": run}
 
 
-def _is_reading(library: Library, run: Run) -> bool:
+def _is_reading(library: Library, run: RunSource) -> bool:
     try:
         return library.numbers(run, refresh=False).reading
     except ApiError:
         return False
 
 
-def _rows(library: Library, run: Run) -> int | None:
+def _rows(library: Library, run: RunSource) -> int | None:
     try:
         return len(library.numbers(run))
     except (ApiError, OSError):

@@ -24,7 +24,7 @@ from retrain.ui.library import Library
 from retrain.ui.measured import reader
 from retrain.ui.metrics import watched
 from retrain.ui.numbers import own_seconds
-from retrain.ui.sources import Home, Run, touched
+from retrain.ui.sources import Home, RunSource, touched
 from retrain.verdicts.planning import WANTED_POWER, pair_spread, seeds_needed
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.results import Measure
@@ -62,7 +62,7 @@ class Findings:
         self._versions: dict[Path, int] = {}
         self._seconds: dict[Path, tuple[int, float]] = {}
         self._requests: dict[Path, tuple[Home, Signature, bool]] = {}  # The latest of each campaign
-        self._queue: PriorityQueue[tuple[int, int, Path, Run | None]] = PriorityQueue()
+        self._queue: PriorityQueue[tuple[int, int, Path, RunSource | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: Thread | None = None
         self.done = self.of = 0
@@ -152,7 +152,7 @@ class Findings:
                 if self._queue.empty():
                     self.done = self.of = 0
 
-    def _read(self, run: Run) -> None:
+    def _read(self, run: RunSource) -> None:
         numbers = self._library.numbers(run, make=True)
         rows = len(numbers)
         if self._seconds.get(run.path, (-1, 0.0))[0] != rows:

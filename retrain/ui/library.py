@@ -18,7 +18,7 @@ from retrain.ui.answers import ApiError
 from retrain.ui.iterations import Index
 from retrain.ui.numbers import Numbers, Pool
 from retrain.ui.places import Places, nothing, stays_inside
-from retrain.ui.sources import Home, Run, foreign_home, is_our_run, our_home
+from retrain.ui.sources import Home, RunSource, foreign_home, is_our_run, our_home
 
 DEPTH = 2  # How many levels below a given directory campaigns and runs are looked for
 FRESH_S = 0.8  # Seconds for which a reading is cached
@@ -64,14 +64,14 @@ class Library:
         """Return the campaign at a location, or that of the run there; of a run without a campaign, the run itself."""
         return self._campaign_of(location) or self.home(location)
 
-    def run(self, location: str) -> Run:
+    def run(self, location: str) -> RunSource:
         """Return the run at a location; of a campaign its single one. Raises ApiError (404) where there are several."""
         home = self.home(location)
         if len(home.runs) != 1:
             raise nothing(location)
         return home.runs[0]
 
-    def numbers(self, run: Run, refresh: bool = True, make: bool = False) -> Numbers:
+    def numbers(self, run: RunSource, refresh: bool = True, make: bool = False) -> Numbers:
         """Return the numbers of a run, with what is new in its files; with ``make`` also what takes seconds to read.
         Raises ApiError where one of its files leads elsewhere."""
         now = time.monotonic()
@@ -84,21 +84,21 @@ class Library:
             numbers.refresh(make)
         return numbers
 
-    def evaluations(self, run: Run) -> list[Row]:
+    def evaluations(self, run: RunSource) -> list[Row]:
         numbers = self.numbers(run, refresh=False)
         numbers.refresh_evaluations()
         return numbers.evaluations()
 
-    def settings(self, run: Run) -> Row:
+    def settings(self, run: RunSource) -> Row:
         """Return the resolved settings, nested or flat; of ours also what the run began with."""
         if run.reader is not None and run.foreign is not None:
             return run.reader.config(run.foreign, self.places.file)
         return read_object(self.file(run, CONFIG))
 
-    def file(self, run: Run, name: str) -> Path | None:
+    def file(self, run: RunSource, name: str) -> Path | None:
         return self.places.file(run.path, name)
 
-    def index(self, run: Run) -> Index:
+    def index(self, run: RunSource) -> Index:
         with self._lock:
             return self._indices.setdefault(run.path, Index(run.path, self.places.file, run.location))
 

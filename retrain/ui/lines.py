@@ -15,7 +15,7 @@ from retrain.ui.library import Library
 from retrain.ui.measured import points_of
 from retrain.ui.metrics import name_in
 from retrain.ui.numbers import xs_of
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.verdicts.evidence import interval_of_means
 from retrain.verdicts.results import Measure
 
@@ -29,7 +29,7 @@ Window = tuple[float, float]  # Part of the x axis, both ends included
 class Line:
     """One run at ``steps``: ``values`` are smoothed, ``raw`` the recorded ones, ``xs`` their places on the x axis."""
 
-    run: Run
+    run: RunSource
     steps: np.ndarray
     values: np.ndarray
     raw: np.ndarray
@@ -57,7 +57,7 @@ def inside(xs: np.ndarray, part: Window | None) -> slice:
 
 
 def lines_of(
-    library: Library, runs: Sequence[Run], key: str, x: str, smoothing: Smoothing
+    library: Library, runs: Sequence[RunSource], key: str, x: str, smoothing: Smoothing
 ) -> tuple[dict[str, Line], Smoothing]:
     lines = {run.location: line for run in runs if (line := _line_of(library, run, key, x)) is not None}
     smoothing = smoothing.for_points(max((len(line.steps) for line in lines.values()), default=0))
@@ -66,7 +66,7 @@ def lines_of(
     return lines, smoothing
 
 
-def _line_of(library: Library, run: Run, key: str, x: str) -> Line | None:
+def _line_of(library: Library, run: RunSource, key: str, x: str) -> Line | None:
     numbers = library.numbers(run)
     with numbers.lock():
         key = name_in(key, numbers.keys)

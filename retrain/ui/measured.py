@@ -11,7 +11,7 @@ from retrain.records.schema.campaign import RunEntry
 from retrain.records.schema.layout import METRICS
 from retrain.ui.library import Library
 from retrain.ui.numbers import Numbers, own_seconds, steps_of
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.verdicts.pooling import Reader
 from retrain.verdicts.results import SECTIONS, Measure, RunResult, read_run
 
@@ -39,7 +39,7 @@ class ColumnRun(RunResult):
         return float(np.nansum(seconds)) if seconds is not None else 0.0
 
 
-def result_of(library: Library, run: Run) -> ColumnRun:
+def result_of(library: Library, run: RunSource) -> ColumnRun:
     numbers = library.numbers(run)
     settings = library.settings(run)
     last = dict(numbers.last)
@@ -49,7 +49,7 @@ def result_of(library: Library, run: Run) -> ColumnRun:
     )  # fmt: skip
 
 
-def reader(library: Library, runs: Mapping[str, Run]) -> Reader:
+def reader(library: Library, runs: Mapping[str, RunSource]) -> Reader:
     def read(directory: Path, entry: RunEntry) -> RunResult:
         run = runs.get(entry.run_id)
         if run is None:  # its files lie elsewhere, or the manifest does not have it

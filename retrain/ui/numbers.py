@@ -24,7 +24,7 @@ from retrain.records.kinds import is_number
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import COLUMNS, EVALS, LOCK, METRICS
 from retrain.ui.answers import ApiError
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.util.jsonl import Tail, last_row
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
@@ -250,14 +250,14 @@ class Pool:
         if cache is not None:
             _tidy(cache)
 
-    def of(self, run: Run, find: FindFile) -> Numbers:
+    def of(self, run: RunSource, find: FindFile) -> Numbers:
         """Return the numbers of a run, whose files the caller has found inside the given directories."""
         with self._lock:
             if run.location not in self._runs:
                 self._runs[run.location] = self._new(run, find)
             return self._runs[run.location]
 
-    def _new(self, run: Run, find: FindFile) -> Numbers:
+    def _new(self, run: RunSource, find: FindFile) -> Numbers:
         foreign, reader = run.foreign, run.reader
         if foreign is not None and reader is not None and reader.metrics_file(foreign, find) is None:
             return TableNumbers(foreign, reader, find)

@@ -25,7 +25,7 @@ FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a run of ours that the fi
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSource:
     """One run. ``index`` is that of its condition, the baseline's 0; ``pair`` is what runs of different conditions
     share when they are a pair; ``worker`` is who trains it now, as in "1 gpu:0", where there are several."""
 
@@ -68,7 +68,7 @@ class Home:
     kind: str
     source: str
     name: str
-    runs: Sequence[Run]
+    runs: Sequence[RunSource]
     updated: float | None = None
     manifest: Row = field(default_factory=dict)
     missing: Sequence[str] = ()
@@ -87,10 +87,10 @@ class Home:
             return "interrupted"
         return next((state for state in order if state in states), "pending")
 
-    def of(self, label: str) -> list[Run]:
+    def of(self, label: str) -> list[RunSource]:
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.pair)
 
-    def of_run(self, run: Run) -> "Home":
+    def of_run(self, run: RunSource) -> "Home":
         return replace(self, location=run.location, path=run.path, kind="run", name=run.run_id, runs=[run], manifest={})
 
     def stamp(self, places: Places) -> Hashable:
@@ -133,7 +133,7 @@ def _labels(manifest: Row) -> list[str]:
     return [first, *(label for label in labels if label != first)] if first in labels else labels
 
 
-def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: Places) -> Run:
+def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: Places) -> RunSource:
     is_single = entry["path"] == "."
     path = home if is_single else home / entry["path"]
     metrics = places.file(path, METRICS)
@@ -144,7 +144,7 @@ def _run(home: Path, location: str, entry: Row, index: int, held: bool, places: 
         step = max([step, *(integer(row.get("step"), -1) + 1 for row in rows[-1:])])
     seconds = [row["step_time_s"] for row in rows if is_number(row.get("step_time_s"))]
     worker = entry.get("worker") if state == "running" else None
-    return Run(
+    return RunSource(
         location if is_single else f"{location}/{entry['path']}", path, entry["run_id"], str(entry["label"]), index,
         integer(entry.get("seed")), state, entry.get("reason"), step, integer(entry.get("max_steps")), touched(metrics),
         median(seconds) if seconds else None,
@@ -158,7 +158,7 @@ def _without_manifest(path: Path, location: str, places: Places) -> Home | None:
     facts, metrics = read_object(places.file(path, CONFIG)), places.file(path, METRICS)
     row, training, written = _last_row(metrics), facts.get("training") or {}, touched(metrics)
     ended = places.folder(path, FINAL) is not None
-    run = Run(
+    run = RunSource(
         location, path, path.name, str(facts.get("condition") or row.get("condition") or path.name), 0,
         integer(training.get("seed")), "done" if ended else "running" if is_recent(written) else "interrupted", None,
         integer(row.get("step"), -1) + 1, integer(training.get("max_steps")), written,
@@ -178,7 +178,7 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
     single = len(foreign) == 1 and foreign[0].directory == path
     labels = list(dict.fromkeys(run.condition for run in foreign))
     runs = [
-        Run(
+        RunSource(
             location if single else f"{location}/{run.name}", run.directory, run.name, run.condition,
             labels.index(run.condition), run.seed, run.state, None, run.step, run.max_steps, run.written, foreign=run,
             reader=reader,

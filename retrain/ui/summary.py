@@ -16,7 +16,7 @@ from retrain.ui.decimation import evenly_spaced
 from retrain.ui.findings import Findings, verdict_of
 from retrain.ui.library import Library
 from retrain.ui.rates import evaluation_rate
-from retrain.ui.sources import Home, Run, sets_of, touched
+from retrain.ui.sources import Home, RunSource, sets_of, touched
 from retrain.util.jsonl import Tail
 
 MOST_NOTES = 4_096  # Runs whose last note is kept
@@ -90,7 +90,7 @@ def devices_of(library: Library, home: Home) -> list[str]:
     return [device] if isinstance(device, str) else []
 
 
-def seconds_left(runs: Sequence[Run]) -> float | None:
+def seconds_left(runs: Sequence[RunSource]) -> float | None:
     """Return the seconds that all steps to come take at the pace of the runs that train now; None where none does."""
     rate = sum(1.0 / run.pace for run in runs if run.state == "running" and run.pace)
     steps = sum(max(0, run.max_steps - run.step) for run in runs if run.state in ("running", "pending", "interrupted"))
@@ -144,7 +144,7 @@ def newest_note(library: Library, home: Home) -> JsonObject | None:
     return max(notes, key=lambda each: each[:2])[2] if notes else None
 
 
-def notes_of(library: Library, run: Run) -> list[Row]:
+def notes_of(library: Library, run: RunSource) -> list[Row]:
     path = library.file(run, NOTES)
     return Tail(path).rows()[1] if path is not None else []
 

@@ -9,7 +9,7 @@ from retrain.ui.library import Library
 from retrain.ui.lines import Window, inside, window_of_query
 from retrain.ui.measured import points_of
 from retrain.ui.numbers import AXES, UNPLACED, Numbers, axis_of, steps_of, xs_of
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 
 MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
@@ -28,7 +28,7 @@ def columns(context: ApiContext, query: Query) -> JsonObject:
 
 
 def columns_of(
-    library: Library, run: Run, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
+    library: Library, run: RunSource, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
     part: Window | None = None,
 ) -> JsonObject:  # fmt: skip
     """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about

@@ -11,7 +11,7 @@ from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.settings import differing, settings_in, table_in
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 
 MOST_READ = 4 << 20  # Characters of a patch
 MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
@@ -35,12 +35,12 @@ def compare(context: ApiContext, query: Query) -> JsonObject:
     }
 
 
-def _first(library: Library, location: str) -> Run:
+def _first(library: Library, location: str) -> RunSource:
     runs = library.home(location).runs
     return runs[0] if runs else library.run(location)
 
 
-def code_of(library: Library, runs: Sequence[Run], facts: Sequence[Row]) -> JsonObject:
+def code_of(library: Library, runs: Sequence[RunSource], facts: Sequence[Row]) -> JsonObject:
     a, b = (read_text(library.file(run, CODE_DIFF), MOST_READ) for run in runs)
     lines: list[str] = []
     if a != b and max(len(a), len(b)) <= MOST_DIFF:

@@ -27,14 +27,14 @@ from retrain.ui.lines import (
 from retrain.ui.metrics import about
 from retrain.ui.numbers import AXES, UNPLACED
 from retrain.ui.settings import group_differences, settings_in, varying
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, RunSource
 from retrain.verdicts.results import Measure
 
 MOST_PLACES, MOST_RUNS, MOST_KEYS = 64, 400, 4
 CONDITION, CAMPAIGN, RUN, SEED = "condition", "campaign", "run", "seed"
 RUN_KEYS = (CONDITION, CAMPAIGN, RUN, SEED)  # What runs may be grouped by besides keys of their settings
 
-CampaignRuns = list[tuple[Home, Run]]  # Runs with their campaigns
+CampaignRuns = list[tuple[Home, RunSource]]  # Runs with their campaigns
 Settings = Mapping[str, Row]  # By location
 
 
@@ -42,7 +42,7 @@ Settings = Mapping[str, Row]  # By location
 class RunGroup:
     values: tuple[object, ...]
     index: int
-    runs: list[Run]
+    runs: list[RunSource]
     lines: list[Line] = field(default_factory=list)
 
 
@@ -88,7 +88,7 @@ def _lines(
 
 def chosen_runs(library: Library, places: Sequence[str]) -> CampaignRuns:
     """Return the runs at these places, each once, the baseline's first. Raises ApiError for too many."""
-    chosen: dict[str, tuple[Home, Run]] = {}
+    chosen: dict[str, tuple[Home, RunSource]] = {}
     for location in places:
         home = library.home(location)
         campaign = library.campaign(location)

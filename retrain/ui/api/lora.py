@@ -15,7 +15,7 @@ from retrain.ui.answers import JsonObject, Query, plain
 from retrain.ui.context import ApiContext
 from retrain.ui.decimation import evenly_spaced
 from retrain.ui.library import Library
-from retrain.ui.sources import Home, Run
+from retrain.ui.sources import Home, RunSource
 
 MOST_RUNS, MOST_CHECKPOINTS = 12, 12
 MOST_BYTES = 1 << 30  # Bytes of adapters that one page reads
@@ -33,7 +33,7 @@ def lora(context: ApiContext, query: Query) -> JsonObject:
     }
 
 
-def readable_runs(library: Library, home: Home) -> list[Run]:
+def readable_runs(library: Library, home: Home) -> list[RunSource]:
     chosen, size = [], 0
     for run in home.runs[:MOST_RUNS]:
         adapters = adapters_of(library, run)
@@ -46,7 +46,7 @@ def readable_runs(library: Library, home: Home) -> list[Run]:
     return chosen
 
 
-def adapter_json(library: Library, run: Run, all_checkpoints: bool) -> JsonObject:
+def adapter_json(library: Library, run: RunSource, all_checkpoints: bool) -> JsonObject:
     adapters = adapters_of(library, run)[0 if all_checkpoints else -1 :]
     checkpoints = [(step, read) for step, path in adapters if (read := _read(library, path))]
     if not checkpoints:
@@ -75,7 +75,7 @@ def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
         if curves else np.empty(0)  # fmt: skip
 
 
-def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
+def adapters_of(library: Library, run: RunSource) -> list[tuple[int | None, Path]]:
     """Return (updates done, directory) of at most a dozen checkpoints in their order, and of the final adapter."""
     checkpoints: list[tuple[int | None, Path]] = []
     if library.places.folder(run.path, SAVED) is not None:
@@ -90,7 +90,7 @@ def adapters_of(library: Library, run: Run) -> list[tuple[int | None, Path]]:
     return checkpoints
 
 
-def overlaps(library: Library, runs: Sequence[Run]) -> list[JsonObject]:
+def overlaps(library: Library, runs: Sequence[RunSource]) -> list[JsonObject]:
     """Return for every two runs the mean overlap of their leading directions over modules, beside chance."""
     read = [(run, modules) for run in runs
             if (adapters := adapters_of(library, run)) and (modules := _read(library, adapters[-1][1]))]  # fmt: skip

@@ -8,7 +8,7 @@ from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.metrics import about, listed, tags_of, watched
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.ui.summary import notes_of
 
 MOST_KEYS, MOST_PLACES = 5_000, 64
@@ -37,7 +37,7 @@ def why(context: ApiContext, query: Query) -> JsonObject:
             "step": last.get("step"), "notes": notes}  # fmt: skip
 
 
-def keys_of(library: Library, runs: Sequence[Run]) -> list[str]:
+def keys_of(library: Library, runs: Sequence[RunSource]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in library.numbers(run).keys)
     return list(keys)[:MOST_KEYS]
 

@@ -8,7 +8,7 @@ from retrain.records.schema.base import Row
 from retrain.records.schema.layout import CONFIG, LOG
 from retrain.ui.answers import JsonObject, Query
 from retrain.ui.context import ApiContext
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
@@ -41,7 +41,7 @@ def log(context: ApiContext, query: Query) -> JsonObject:
     return {"place": run.location, "lines": lines, "before": before}
 
 
-def _row(run: Run, note: Row) -> Row:
+def _row(run: RunSource, note: Row) -> Row:
     about = {"place": run.location, "run": run.run_id, **run.head}
     return about | {key: note.get(key) for key in ("step", "key", "level", "text", "remedy")}
 

@@ -16,7 +16,7 @@ from retrain.ui.measured import points_of
 from retrain.ui.metrics import about, named
 from retrain.ui.numbers import AXES, Numbers, xs_of
 from retrain.ui.rates import evaluation_rate, rate_of
-from retrain.ui.sources import Run
+from retrain.ui.sources import RunSource
 from retrain.util.jsonl import Tail
 from retrain.verdicts.results import Measure
 
@@ -61,7 +61,7 @@ def tiles_of(numbers: Numbers) -> list[JsonObject]:
     return tiles
 
 
-def command_of(library: Library, run: Run) -> str | None:
+def command_of(library: Library, run: RunSource) -> str | None:
     home = library.campaign(run.location)
     plan = read_object(library.places.file(home.path, PLAN))
     if not isinstance(plan.get("file"), str):
@@ -71,7 +71,7 @@ def command_of(library: Library, run: Run) -> str | None:
     return shlex.join(["retrain", "train", shown_path(path), "--out", shown_path(home.path), *sets])
 
 
-def marks_of(library: Library, run: Run, x: str) -> list[JsonObject]:
+def marks_of(library: Library, run: RunSource, x: str) -> list[JsonObject]:
     """Return {"x", "step", "kind"} of every evaluation, checkpoint and resume, in order; a step counts the updates
     done."""
     numbers = library.numbers(run, refresh=False)
