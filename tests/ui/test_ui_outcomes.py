@@ -55,6 +55,7 @@ def url(tmp_path_factory):
 
 def test_a_banner_has_failures_and_the_command_above_the_verdict(page):
     page.open("/campaign/logs/failed")
+    page.until("() => document.querySelector('.banner')?.innerText.includes('interim')", "the campaign is read")
     assert page.page.locator(".banner").count() == 1
     banner = page.text(".banner")
     parts = ["failed", "6 runs: 1 failed, 5 finished", "grpo+none, seed 2", ERROR, "retrain resume ", "interim"]
