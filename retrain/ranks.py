@@ -86,7 +86,7 @@ class RankGroup:
         return [pickle.loads(share.result) for share in self._meet(point, compute, pickle.dumps)]
 
     def agree(self, point: str, compute: Callable[[], T]) -> T:
-        """Return the result of ``compute`` on this rank after it has succeeded on all of them. Raises as ``gather``."""
+        """Return the result of ``compute`` on this rank after it has succeeded on all ranks. Raises as ``gather``."""
         results = list[T]()
         self._meet(point, lambda: results.append(compute()), lambda result: b"")
         return results[0]

@@ -226,8 +226,8 @@ def lists() -> dict[str, type[Section]]:
 
 
 def homes(name: str) -> list[str]:
-    """Return the dotted keys called ``name``. Keys of the audit, and of two keys that of the critic, are omitted where
-    others have the name: they must be written with their section."""
+    """Return the dotted keys that ``name`` alone can mean: without [audit] keys where there are others, and without the
+    [critic] key where two are left. Those must be written with their section."""
     found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
     named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]

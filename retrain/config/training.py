@@ -303,7 +303,7 @@ class CriticSection(Section, role=Role.LEARNS):
         return self.lam if self.lam_value is None else self.lam_value
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report a shared adapter with its own rank, and λ that is set twice."""
+        """Report a shared adapter with its own rank, and ``lam_length`` beside ``lam_policy``."""
         if self.lam_length is not None and self.lam_policy is not None:
             message = f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}"
             yield ConfigIssue(("critic.lam_length", "critic.lam_policy"), message, "keep one of the two")

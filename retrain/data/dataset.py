@@ -92,9 +92,9 @@ def load_data(
 def _hold_out(
     held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return a held-out set and the remaining training problems, whose prompts are not in the pool.
+    """Return a held-out set and ``train`` without the problems that the set was chosen from.
 
-    Without a ``pool`` the set is a part of ``source``, all training problems; several sets may share this part.
+    It is chosen from ``pool``, or without one from a fraction of ``source``, which several sets may share.
     """
     where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
     chosen_from = _fraction(source, held_out.data) if pool is None else pool

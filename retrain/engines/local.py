@@ -240,8 +240,8 @@ class LocalEngine:
         self._syncs.append(time.perf_counter() - begin)
 
     def affordable_rows(self, length: int, truncated: bool = False, continues: bool = False) -> int:
-        """Return how many rows of ``length`` tokens fit in ``decode_bytes`` with their cache and logits;
-        ``continues`` reserves the share of the sequence cache."""
+        """Return how many rows of ``length`` tokens fit in ``decode_bytes`` with their cache and logits.
+        ``truncated`` is sampling by top-p or top-k; ``continues`` keeps room for the cache of earlier turns."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = self.settings.columns
         # Truncated sampling holds two more copies: of the mass that remains.

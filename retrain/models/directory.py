@@ -42,8 +42,7 @@ def bundled_model_path(name: str) -> Path | None:
 
 
 def bundled_name(model: str) -> str | None:
-    """Return the name of the bundled model that ``model`` names, or whose directory it is in any installation; else
-    None."""
+    """Return the bundled model's name, given that name or a path to its directory in any installation; else None."""
     if model in BUNDLED:
         return model
     parts = Path(model).parts[-3:]

@@ -262,7 +262,7 @@ def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
 
 
 def bfloat16_results() -> AbstractContextManager[None]:
-    """Leave the results of products in bfloat16, for products that read nothing else."""
+    """Leave the results of products in bfloat16, where only other bfloat16 products read them."""
     return thread_values(_mode, narrow=True)
 
 

@@ -48,7 +48,7 @@ class SharedPrefix:
 
 @dataclass
 class Layout:
-    """Token ids [rows, columns], their positions, and indices into them, flattened."""
+    """Token ids [rows, columns], their positions, and indices into the flattened table."""
 
     ids_BL: Tensor
     positions_BL: Tensor

@@ -201,8 +201,8 @@ class PluginPolicy(Policy):
 def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, object]:
     """Take one step of a plug-in backend and return its checked metrics, its loss as ``loss`` and ``reported_loss``.
 
-    Raises PluginError for anything but numbers by name and for keys that are measured here, RunFailed for a loss that
-    is not finite.
+    Raises PluginError if it returns no dictionary of numbers or a key that retrain measures itself, RunFailed if its
+    loss is not finite.
     """
     metrics_here: dict[str, object] = {"optim/lr": batch.lr, "num_datums": len(batch.sequences)}
     metrics_here |= dict.fromkeys(RATIO_METRICS)

@@ -24,7 +24,7 @@ class PolicySnapshot(Protocol):
         ...
 
     def export(self, directory: Path, checkpoint: Path) -> None:
-        """Write the files for other tools into the empty ``directory``; ``write`` has written ``checkpoint``."""
+        """Write the files for other tools into the empty ``directory``, after ``write`` has written ``checkpoint``."""
         ...
 
     def discard(self) -> None:

@@ -92,7 +92,7 @@ def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
 
 
 def _texts(batch: Batch) -> dict[str, np.ndarray]:
-    """Return prompts and rollouts as JSON lines, and where in the texts of its turns each token ends."""
+    """Return prompts and rollouts as JSON lines, and where each token ends in the text of its turn."""
     lines, ends = [], []
     for index, group in enumerate(batch.groups):
         for sample, rollout in enumerate(group.rollouts):

@@ -96,7 +96,7 @@ class RecentWeights:
         return list(dict.fromkeys(each.ref for each in dropped))
 
     def before(self, step: int) -> list[Weights]:
-        """Return the earlier weights that still sample rollouts."""
+        """Return the weights of the last ``bound`` steps before ``step``."""
         return [each for each in self._weights if step - self.bound <= each.step < step]
 
     def drawing(self, step: int) -> PolicyRef:

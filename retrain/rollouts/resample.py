@@ -44,8 +44,8 @@ class Resampler:
     problems: int
 
     def resample(self, step: int, requests: Sequence[RolloutRequest], drawn: Drawn) -> list[RolloutRequest]:
-        """Return one request per missing group with signal; none after the last round, for a run that will fail, or
-        when the step has used all problems."""
+        """Return one request per group with signal that the batch still lacks; none after the last
+        round, for a run that will fail, or when the step has used all problems."""
         groups = [group for group in drawn if isinstance(group, Group)]
         if len(groups) < len(drawn) or self._rounds(groups) >= self.rounds:
             return []

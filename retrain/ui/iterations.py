@@ -73,7 +73,8 @@ class Index:
         self._iterations: dict[tuple[str, int], IterationEntry] = {}
 
     def refresh(self) -> Mapping[tuple[str, int], IterationEntry]:
-        """Return all iterations by split and number, in the order in which they were made; never changed afterwards."""
+        """Return all iterations by split and number, in the order in which they were made. The
+        mapping is never mutated."""
         with self._lock:
             if self.file(ITERATIONS) is None:
                 self._tail, self._iterations = Tail(self.run / ITERATIONS), {}

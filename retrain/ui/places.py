@@ -103,7 +103,7 @@ def stays_inside(run: Path, places: Places) -> bool:
 
 
 def _is_plain(run: Path, name: str, places: Places) -> bool:
-    """Return whether a file is a regular one inside, or not there; without links one call of lstat tells."""
+    """Return whether a file is absent, regular, or a link to a file inside the places."""
     try:
         mode = (run / name).lstat().st_mode
     except OSError:

@@ -189,7 +189,7 @@ def _ends(of: str, runs: Sequence[EvaluatedRun]) -> EvaluatedRuns:
 def _pair(
     run: Index, held_out: str, before: IterationEntry, after: IterationEntry | None, problems: dict[str, Row]
 ) -> Pair:
-    """Return a run's scores, and add the problems that it has answered to ``problems``."""
+    """Return a run's scores before and after, and add to ``problems`` those that it answered."""
     scores: dict[int, Scores] = {0: {}, 1: {}}
     draw = 0
     for when, evaluation in enumerate((before, after)):

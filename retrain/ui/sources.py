@@ -26,7 +26,7 @@ FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a run of ours that the fi
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run. ``index`` is that of its condition, the baseline's 0; ``pair`` is what runs of different conditions
+    """One run. ``index`` is that of its condition, 0 for the baseline; ``pair`` is what runs of different conditions
     share when they are a pair; ``worker`` is who trains it now, as in "1 gpu:0", where there are several."""
 
     location: str

@@ -153,7 +153,7 @@ class _PairedRuns:
         return [seed for _, seed in self.pairs]
 
     def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
-        """Judge the declared conditions as one family, and those that were added together with them."""
+        """Judge the declared conditions as one family, and each added one in the family of all."""
         seen = self._seen_at_interim(rule)
         analyses = judge(self.differences, seen, margin)
         declared = [row for row, label in enumerate(self.labels[1:]) if label not in added]

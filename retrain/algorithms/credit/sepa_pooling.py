@@ -1,4 +1,5 @@
-"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens move to their completion's mean.
+"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens, all but the planning tokens, move
+to their completion's mean.
 
 Order within a step: λ is read first (``SepaState.pooling``), from what earlier batches showed; the batch is observed
 afterwards (``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's
@@ -59,7 +60,8 @@ def correct_rate(rollouts: Sequence[CreditedRollout]) -> float:
 def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: float) -> Floats_BT:
     """Selective entropy pooling: execution tokens move to their completion's mean, λ·mean(h_exec) + (1−λ)·h.
 
-    Planning tokens stay. λ is clamped to [0, 1]; λ = 0 and completions without execution tokens are exact no-ops.
+    Planning tokens keep their h. λ is clamped to [0, 1]; λ = 0 and completions without execution tokens are exact
+    no-ops.
     Keeps Σh of every completion, hence h̄ and every planning weight. Raises ValueError for a NaN λ.
     """
     if math.isnan(lam):

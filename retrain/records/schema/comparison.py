@@ -36,7 +36,7 @@ class OutlierSeed(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionSummary(Record):
-    """One condition under a further measure, without a verdict."""
+    """One condition under a measure other than the primary metric, without a verdict."""
 
     label: str
     """Label of the condition."""

@@ -7,7 +7,7 @@ from retrain.records.schema.base import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryLine(Record):
-    """The keys of both kinds of lines."""
+    """Keys that the line of a declaration and that of a finished run have."""
 
     kind: str
     """`declaration` or `run`."""
