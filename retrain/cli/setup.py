@@ -74,8 +74,9 @@ def init(
     text = text.replace("#:schema ./schema.json", f"#:schema ./{SCHEMA_FILE}", 1)
     if not write_new(target, text):
         raise UsageError(f"{target} exists and stays as it is; give another path")
-    print(f"Wrote {target}\nWhat it will do: retrain explain {target}\nTrain it: retrain train {target}")
-    write_new(target.with_name(SCHEMA_FILE), schema_text())
+    has_schema = write_new(target.with_name(SCHEMA_FILE), schema_text())
+    print(f"Wrote {target}" + (f" and, for editors, {SCHEMA_FILE}" if has_schema else ""))
+    print(f"What it will do: retrain explain {target}\nTrain it: retrain train {target}")
 
 
 def write_new(path: Path, text: str) -> bool:

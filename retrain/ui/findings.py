@@ -68,8 +68,8 @@ class Findings:
         self.done = self.of = 0
 
     def comparison(self, home: Home, wait_s: float) -> Finding:
-        """Return what ``compare_directories`` returns for a campaign as it is now, or why there is nothing; the last such
-        answer, with ``fresh`` false, if that takes longer than ``wait_s``."""
+        """Return what ``compare_directories`` returns for a campaign as it is now, or why there is nothing; the last
+        such answer, with ``fresh`` false, if that takes longer than ``wait_s``."""
         if home.source != "retrain":
             return Finding((), None, FOREIGN)
         if not home.manifest:

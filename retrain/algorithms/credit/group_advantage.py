@@ -1,9 +1,9 @@
 """Episode advantages: one number per completion or turn, from the rewards of its group, and their spread over tokens.
 
 All modes subtract the group's mean, r_i − r̄, and differ in the scale: none (Dr. GRPO), the group's standard deviation
-(GRPO), N/(N−1) (RLOO), the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). It decides
-which objective is climbed: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for Dr. GRPO and
-(1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
+(GRPO), N/(N−1) (RLOO), the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). It
+decides which objective is climbed: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for Dr.
+GRPO and (1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
 
 Turn by turn (``turn_credit = "turn"``) a rollout's turn t has the rewards that were still to come, discounted:
 G_t = Σ_k γ^(k−t) r_k. It is compared with G_t of the group's other rollouts that reached turn t; a turn that no other
