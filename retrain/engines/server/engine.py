@@ -7,6 +7,7 @@ retired and no request in flight uses it.
 """
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -456,7 +457,7 @@ def _group_key(request: SampleRequest) -> Hashable:
 
 def _hint(error: str) -> str:
     text = error.lower()
-    if "401" in text or "403" in text:
+    if re.search(r"\bhttp 40[13]\b", text):  # not any 401 or 403, which a port or an id may hold
         return "; name the variable with its key: [inference] api_key_env"
     if "no adapter found" in text or "holds no peft adapter" in text:
         return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"

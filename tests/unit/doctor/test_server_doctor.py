@@ -60,7 +60,7 @@ class RankSixteen(StandIn):
             directory = Path(json.loads(message["body"])["lora_path"])
             rank = json.loads((directory / "adapter_config.json").read_text())["r"]
             if rank > 16:
-                text = f"Worker failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
+                text = f"Worker 4017 failed with error 'LoRA rank {rank} is greater than max_lora_rank 16.'"
                 await JSONResponse({"error": {"message": text}}, 500)(scope, receive, send)
                 return
 
