@@ -1,1 +1,1 @@
-"""Looks at a file's conditions before its campaign: gradients on the same rollouts, forks of one run, first answers."""
+"""Compare the conditions of a file before they are trained: gradients on the same rollouts, forks, first answers."""

@@ -112,10 +112,9 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Return the checkpoints that the run has written, by step, oldest first, complete or not.
+    """Return the directories of the run's own checkpoints, oldest first, complete or not.
 
-    Those that others have put there are left out, except in a directory without an owner mark, where nothing is ever
-    removed.
+    A directory without an owner mark does not say whose they are: all are returned, and none is ever removed.
     """
     folder = run_directory / SAVED
     try:

@@ -65,7 +65,7 @@ class Library:
         return self._campaign_of(location) or self.home(location)
 
     def run(self, location: str) -> RunSource:
-        """Return the run at a location; of a campaign its single one. Raises ApiError (404) where there are several."""
+        """Return the run at a location, or the only run of the campaign there. Raises ApiError (404) for several."""
         home = self.home(location)
         if len(home.runs) != 1:
             raise nothing(location)

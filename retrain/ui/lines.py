@@ -38,7 +38,7 @@ class Line:
 
 
 def window_of_query(query: Query) -> Window | None:
-    """Return the part of the x axis from ``from`` to ``to``; None for all of it. Raises ApiError (400)."""
+    """Return the range of x that the query asks for by ``from`` and ``to``, None for all. Raises ApiError (400)."""
     low, high = query.real("from"), query.real("to")
     if low is None and high is None:
         return None

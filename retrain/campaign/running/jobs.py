@@ -154,8 +154,8 @@ class Scheduler:
     def carry_out(self, works: Iterable[WorkItem]) -> bool:
         """Execute these work items. Return False if a request to stop came before all training was done.
 
-        Raises errors of the executor's events and of ``after``; the latter (RetrainError) only after the other jobs
-        were saved and ended.
+        Raises what the executor or ``after`` raises; on a RetrainError of ``after`` the other jobs are first saved and
+        ended.
         """
         self._waiting.extend(works)
         self._fill()

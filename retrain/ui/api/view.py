@@ -44,7 +44,7 @@ def routes(context: ApiContext, views: Sequence[str], closing: Callable[[], bool
 
 
 def view_in(body: bytes, views: Sequence[str]) -> str:
-    """Return the address of a view of this server from a post. Raises ApiError for every other address."""
+    """Return the address in a request's body. Raises ApiError if it is not one of this server's pages."""
     try:
         message = json.loads(body)
     except (ValueError, RecursionError):
