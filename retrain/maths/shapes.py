@@ -38,7 +38,6 @@ Floats_M = Float[Tensor, "M"]
 Logs_MV = Float[Tensor, "M V"]
 Ids_Mk = Int64[Tensor, "M k"]
 Logs_MW = Float[Tensor, "M _"]
-Floats_B1 = Float[Tensor, "B 1"]
 Floats_B = Float[Tensor, "B"]
 Doubles_B = Float64[Tensor, "B"]
 Values_B = Shaped[Tensor, "B"]  # Numbers of any type, or bool
