@@ -31,7 +31,8 @@ from torch import Tensor
 
 from retrain.algorithms import GROUP_ADVANTAGES
 from retrain.files import write_json
-from retrain.maths.statistics import cluster_interval, paired_interval
+from retrain.maths.intervals import mean_interval
+from retrain.maths.statistics import paired_interval
 from retrain.rng import torch_seed
 
 CLASSES, DIGITS = 200, 10
@@ -174,7 +175,7 @@ def summarise(jobs: Sequence[Job], results: Sequence[Result]) -> list[dict]:
     rows = []
     for (optimizer, method, n, rate), runs in by_cell.items():
         values = [result.pass_at_1 for result in runs]
-        interval = cluster_interval(values, range(len(values)))
+        interval = mean_interval(values)
         rows.append(
             {"optimizer": optimizer, "method": method, "samples": n or None, "rate": rate}
             | {"pass_at_1": interval.estimate, "low": interval.low, "high": interval.high, "by_seed": values}

@@ -110,6 +110,8 @@ def load_modes(algorithm: AlgorithmSection, base_dir: Path | None = None) -> Mod
 
 
 def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
+    """Return the configured detector; a plug-in is loaded from ``base_dir`` or the current directory. Raises
+    PluginError."""
     name = config.planning.detector
     if name == "regex":
         return RegexDetector(tuple(config.logging.strategic_grams or STRATEGIC_GRAMS))

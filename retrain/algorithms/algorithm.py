@@ -69,7 +69,9 @@ class StatefulStep(Protocol):
 
     name: str
 
-    def state(self) -> dict[str, object]: ...
+    def state(self) -> dict[str, object]:
+        """Return the state as strict JSON."""
+        ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 

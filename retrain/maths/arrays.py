@@ -16,7 +16,6 @@ Offsets = Sequence[tuple[int, int]] | Integer[np.ndarray, "_ 2"]
 Values = Sequence[float] | Num[np.ndarray, "S"] | Bool[np.ndarray, "S"]
 Doubles_S = Float64[np.ndarray, "S"]
 Table = Num[np.ndarray, "..."]  # Array of any shape
-Marks = Bool[np.ndarray, "..."]  # Boolean array of any shape
 
 
 def plugin_name(function: Callable[..., object]) -> str:

@@ -66,18 +66,6 @@ def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[
     return mean, math.sqrt(correction * float((residual_sums**2).sum())) / len(values), count
 
 
-def cluster_interval(values: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
-    """Mean of all samples with an interval clustered by problem: mean ± t·SE with (problems − 1) degrees of freedom.
-
-    Ends are None with one problem. Raises ValueError for no value or non-finite ones.
-    """
-    mean, error, count = _cluster_moments(_vector(values, "values"), clusters)
-    if count < 2:
-        return Interval(mean, None, None)
-    reach = _t_quantile(level, count - 1) * error
-    return Interval(mean, mean - reach, mean + reach)
-
-
 def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
     """Share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
 

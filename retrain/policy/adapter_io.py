@@ -191,6 +191,7 @@ def peft_config(weights: LoraWeights, base_name: str, revision: str | None, drop
 
 
 def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, object]) -> None:
+    """Write (A, B) by module path and the given adapter_config.json. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a

@@ -212,6 +212,7 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
 
 
 def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> Tensor | None:
+    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
     arrays = [getattr(sample, name) for sample in samples]
     if any(array is None for array in arrays):
         return None

@@ -136,6 +136,7 @@ class UpdatePlan:
 
 
 def update_minibatch(batch: StepBatch, policy: Policy, plan: UpdatePlan) -> MinibatchUpdate:
+    """Take one optimizer step; skip it when loss or gradient is not finite."""
     lr, masked = plan.learning_rate(batch.step * plan.per_step + batch.update), dict[str, float]()
     if plan.masked_by is not None and batch.samples:
         batch, masked = mask_minibatch(batch, policy, plan.masked_by)

@@ -220,6 +220,7 @@ class Rollout:
 
     @property
     def observation_tokens(self) -> int:
+        """Return the number of tokens that the policy read, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:

@@ -146,6 +146,7 @@ class _PairedRuns:
 
     @property
     def differences(self) -> Floats:
+        """Return the differences to the baseline, float64 [conditions - 1, pairs]."""
         return self.values[1:] - self.values[:1]
 
     @property
@@ -286,7 +287,7 @@ class _ConditionBuilder:
         results = finished_of(label, runs, measure)
         finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
         return ConditionComparison(
-            **vars(_level(label, results, measure)),
+            **vars(_summary(label, results, measure)),
             seeds=[run.seed for run in runs],
             iqm=_iqm(values, measure, _resolution(finished, measure), level=True) if values else None,
             mean_bootstrap=_bootstrap(values, np.mean),
@@ -301,7 +302,7 @@ class _ConditionBuilder:
         )
 
 
-def _level(label: str, results: Mapping[Pair, tuple[RunResult, float]], measure: Measure) -> ConditionSummary:
+def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measure: Measure) -> ConditionSummary:
     """Return a condition without its differences to the baseline; ``results`` are those of ``finished_of``."""
     finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
     before = [value for run in finished if (value := run.before(measure)) is not None]
@@ -425,7 +426,7 @@ def _secondary(
 ) -> SecondaryComparison:
     """Compare each condition by itself with the baseline on a secondary measure; no p for interim conditions."""
     differences = _PairedRuns.of(runs, order, measure).differences
-    baseline, *summaries = (_level(label, finished_of(label, runs, measure), measure) for label in order)
+    baseline, *summaries = (_summary(label, finished_of(label, runs, measure), measure) for label in order)
     conditions = [baseline]
     for row, summary in zip(differences, summaries, strict=True):
         (analysis,) = judge(row[None])

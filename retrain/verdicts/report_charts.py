@@ -90,8 +90,9 @@ def _curve_chart(campaign: Campaign, metric: ChartedMetric) -> Chart | None:
     if key.startswith("sepa_"):  # Conditions without SEPA have 0 at every step.
         curves = [line for line in curves if any(y > 0 for run in line["runs"] for _, y in run["points"])]
     curves = [line for line in curves if line["runs"] or line["part"]]
-    return _lines(metric.title, _caption(curves, smooth), key, curves, "step", metric.unit, metric.limits) \
-        if curves else None  # fmt: skip
+    if not curves:
+        return None
+    return _lines(metric.title, _caption(curves, smooth), key, curves, "step", metric.unit, metric.limits)
 
 
 def _caption(curves: Sequence[Curve], smooth: bool) -> str:

@@ -83,9 +83,7 @@ def _result(condition: ConditionComparison, measure: Measure) -> list[str]:
         level(condition.before),
         _level(condition, measure),
         level(iqm.estimate if iqm else None),
-        "baseline"
-        if condition.verdict == "baseline"
-        else difference + brackets(new_problems(condition, measure), measure),
+        "baseline" if condition.verdict == "baseline" else difference,
         NOTHING if condition.p_value is None else probability(condition.p_value),
         NOTHING if condition.difference is None else number(condition.difference, measure, sign=True),
         NOTHING if better is None or better.estimate is None else f"{better.estimate:.2f}",

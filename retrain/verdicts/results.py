@@ -269,6 +269,7 @@ def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[P
 
 
 def first_set(runs: Sequence[RunResult]) -> str:
+    """Return the held-out set to which short metric names refer."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
 
 

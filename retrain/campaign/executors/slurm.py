@@ -232,6 +232,7 @@ class SlurmExecutor:
 
 
 def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
+    """Return the workers of a plan's configuration. Raises UsageError where there is no Slurm."""
     absent = [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if plan.specs[0].config.slurm.cluster == "slurm" and absent:
         raise UsageError(

@@ -212,6 +212,7 @@ class Manifest:
         return CampaignDeclaration.from_row(self.content["declared"])
 
     def step(self, run_id: str, step: int) -> None:
+        """Set the number of finished steps, without writing: the next event writes it."""
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
@@ -236,13 +237,16 @@ class Manifest:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
     def update(self, run_id: str, without: Sequence[str] = (), **changes: object) -> None:
+        """Change a run's entry, drop its keys ``without``, and schedule a write."""
         self._change(run_id, changes, without)
         self._write_facts({})
 
     def note(self, **facts: object) -> None:
+        """Set facts of the campaign and schedule a write."""
         self._write_facts(facts)
 
     def write(self) -> None:
+        """Schedule a write of all ``content``, which a caller may have changed."""
         with self._lock:
             self._changed |= self._by_id.keys()
         self._write_facts(self.content)

@@ -51,6 +51,7 @@ class Plan:
 
     @classmethod
     def of(cls, loaded: LoadedConfig, out: Path | None = None, registry: str = "") -> Plan:
+        """Return the plan of a file. Raises ConfigError when a run's configuration is invalid."""
         directory = Path(out or loaded.config.logging.log_dir or f"logs/{loaded.path.stem}")
         name = loaded.config.campaign.name or loaded.path.stem
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)

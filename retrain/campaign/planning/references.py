@@ -121,6 +121,7 @@ def _source_packages(config: Config, folder: Path) -> Iterator[tuple[str, str, s
 
 
 def require_packages(configs: Iterable[Config], folder: Path) -> None:
+    """Raise MissingExtra for the first package that a run needs and that is not installed."""
     for config in configs:
         for key, value, module in absent_packages(config, folder):
             section, _, name = key.partition(".")

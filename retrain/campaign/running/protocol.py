@@ -214,7 +214,9 @@ class Executor(Protocol):
 
     slots: int  # Largest number of workers
 
-    def has_gpu(self) -> bool: ...
+    def has_gpu(self) -> bool:
+        """Return whether workers train on GPUs, if the configuration allows it."""
+        ...
 
     def start(self, slots: Sequence[int]) -> None:
         """Start workers in these slots, which have no living one. Raises StorageError, UsageError."""
@@ -223,12 +225,15 @@ class Executor(Protocol):
         """Return how the worker of a slot ended; None while it may live. Called several times per second."""
         ...
 
-    def notes(self) -> Iterable[Message]: ...
+    def notes(self) -> Iterable[Message]:
+        """Return messages for the user, each once."""
+        ...
 
     def kill(self, slot: int) -> None:
         """Kill a worker; wait for its end if that can be observed."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Kill running workers and release all resources."""
 
 
 def job_to_json(job: Job) -> Row:

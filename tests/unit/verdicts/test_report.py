@@ -11,8 +11,10 @@ from retrain.campaign.planning.manifest import Manifest, write_plan
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
 from retrain.files import append_jsonl
+from retrain.verdicts.evidence import read_campaign
 from retrain.verdicts.pooling import conclude
 from retrain.verdicts.report import write_report
+from retrain.verdicts.report_sections import RESULTS, results
 
 CONDITION = '[[campaign.conditions]]\nadvantage_mode = "{}"\ntransform_mode = "none"\n'
 
@@ -106,6 +108,12 @@ def test_a_whole_campaign(tmp_path):
     refused = run_cli("report", tmp_path / "out", "--out", tmp_path / "made.toml/below.html")
     assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
     assert run_cli("report", tmp_path / "nowhere").exit_code == 2
+
+
+def test_the_interval_for_new_problems_is_given_once(tmp_path):
+    baseline, rloo = results(read_campaign(made(tmp_path, seeds=8)))
+    assert baseline[RESULTS.index("typical difference")] == "baseline"
+    assert rloo[RESULTS.index("typical difference")] == "+25.0 points [+25.0, +25.0] [−53.6, +100.0]"
 
 
 STATES = {"rloo+none_s1": "failed", "grpo+none_s2": "interrupted", "rloo+none_s3": "pending"}
