@@ -77,6 +77,7 @@ check: $(VENV)/.dev check-page
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	@for patch in tests/mutants/*.patch; do git apply --check $$patch || exit 1; done
 	@! grep -rnE --include='*.py' $(RECORD_NAMES) retrain | grep -vE '^retrain/(records/schema/layout|ownership|util/mirror|config/tasks)\.py' || { \
 		echo 'Names of record files stand in retrain/records/schema/layout.py alone.' >&2; exit 1; }
 

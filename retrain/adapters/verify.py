@@ -71,7 +71,7 @@ def verify_ranks(spec: RunSpec, full: Path, smaller: Sequence[Path], out: Path, 
         "adapter": sha256(full / ADAPTER_WEIGHTS),
         "full": {"rank": ranks[0], **_accuracy(correct[0]), "sampled_anew": sampled_anew},
         "ranks": rows,
-        "enough": enough(rows),
+        "enough": sufficient_rank(rows),
     }
     verification["sentence"] = sentence(verification)
     write_json(out, verification)
@@ -93,7 +93,7 @@ def verdict(low: float | None, high: float | None) -> str:
     return "lost" if high < 0.0 else "unclear"
 
 
-def enough(rows: Sequence[Values]) -> int | None:
+def sufficient_rank(rows: Sequence[Values]) -> int | None:
     """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
     smallest = None
     for row in rows:

@@ -19,11 +19,11 @@ from retrain.campaign.planning.manifest import (
     CampaignObserver,
     CampaignOutcome,
     Manifest,
-    begun,
-    freeze,
+    has_begun,
     read_plan,
     recorded_entries,
     restored_when_refused,
+    store_declaration,
     summary,
     write_plan,
 )
@@ -135,11 +135,11 @@ def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[]
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
     _approve(plan, observer, approval, lost, entries)
-    registry = "" if begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
+    registry = "" if has_begun(entries.values()) or not plan.specs[0].is_campaign else plan.registry
     if registry == ON:
         registry = Registry(directory).prepare(observer)
     manifest = Manifest.open(directory, plan.name, plan.specs, guard)
-    freeze(manifest.content, plan.specs, list(entries.values()), configs)
+    store_declaration(manifest.content, plan.specs, list(entries.values()), configs)
     if registry:
         manifest.content["registry"] = registry
     elif plan.registry == OFF and manifest.is_registered:

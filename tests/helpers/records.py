@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retrain.campaign.planning.manifest import Manifest, freeze
+from retrain.campaign.planning.manifest import Manifest, store_declaration
 from retrain.campaign.planning.plan import plan
 from retrain.campaign.running.interim import InterimMonitor
 from retrain.config import Config, load, parse_dict
@@ -220,7 +220,7 @@ class Played:
         self.loaded = load(configuration(self.folder, **settings))
         self.specs = plan(self.loaded)
         self.manifest = Manifest.open(self.folder / "out", "rule", self.specs)
-        freeze(self.manifest.content, self.specs, before, {})
+        store_declaration(self.manifest.content, self.specs, before, {})
         self.manifest.write()
 
     def finish(self, seed: int, state: str = "done", only: str | None = None, sign: int = 1) -> None:

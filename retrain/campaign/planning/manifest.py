@@ -54,7 +54,7 @@ def fingerprint(spec: RunSpec) -> str:
     return hashlib.sha256(dumps(settings).encode()).hexdigest()[:16]
 
 
-def begun(entries: Iterable[RunEntry]) -> bool:
+def has_begun(entries: Iterable[RunEntry]) -> bool:
     return any(entry.state != "pending" or entry.step for entry in entries)
 
 
@@ -73,7 +73,7 @@ def recorded_entries(directory: Path, specs: Sequence[RunSpec]) -> tuple[dict[st
     entries, missing = {row["run_id"]: RunEntry.from_row(row) for row in read_manifest(directory)["runs"]}, []
     for spec in specs:
         entry = entries.get(spec.run_id)
-        if entry is None or not begun([entry]):
+        if entry is None or not has_begun([entry]):
             continue
         if spec.run_id not in configs and entry.fingerprint != fingerprint(spec):
             missing.append(f"{PLAN} is missing, and {spec.run_id} did not begin with these settings")
@@ -101,13 +101,15 @@ def declaration(specs: Sequence[RunSpec]) -> CampaignDeclaration:
     )
 
 
-def freeze(content: Row, specs: Sequence[RunSpec], before: Sequence[RunEntry], configs: Mapping[str, Values]) -> None:
+def store_declaration(
+    content: Row, specs: Sequence[RunSpec], before: Sequence[RunEntry], configs: Mapping[str, Values]
+) -> None:
     """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
     ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts
     that older records lack are taken from them, not from the present file.
     """
-    if begun(before):
+    if has_begun(before):
         planned = declaration(specs).to_row()
         planned.pop("settings", None)  # runs of an earlier release may have had other declarations
         content["declared"] = {**planned, **_planned(before, configs), **(content.get("declared") or {})}
@@ -171,7 +173,7 @@ class Manifest:
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
         content = read_manifest(directory) if path.exists() else new.to_row()
-        if not begun(map(RunEntry.from_row, content["runs"])):
+        if not has_begun(map(RunEntry.from_row, content["runs"])):
             planned = {spec.run_id for spec in specs}
             content["runs"] = [run for run in content["runs"] if run["run_id"] in planned]
         entries = {run["run_id"]: run for run in content["runs"]}

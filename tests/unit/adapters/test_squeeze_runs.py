@@ -13,7 +13,7 @@ from helpers.records import config
 from safetensors.torch import load_file
 
 from retrain.adapters.squeeze import compress_adapter
-from retrain.adapters.verify import enough, verdict, verify_ranks
+from retrain.adapters.verify import sufficient_rank, verdict, verify_ranks
 from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.rank_evaluation import evaluate_ranks
@@ -177,8 +177,8 @@ def test_the_verdict_follows_from_the_interval_and_ranks_are_judged_from_the_lar
     def rows(*verdicts: str):
         return [{"rank": rank, "verdict": each} for rank, each in zip((8, 4, 2, 1), verdicts, strict=False)]
 
-    assert enough(rows("kept", "kept", "unclear", "kept")) == 4
-    assert enough(rows("unclear", "kept")) is None
+    assert sufficient_rank(rows("kept", "kept", "unclear", "kept")) == 4
+    assert sufficient_rank(rows("unclear", "kept")) is None
 
 
 def test_a_compressed_adapter_trains_on_at_its_new_rank(home, tmp_path):
