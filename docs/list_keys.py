@@ -11,9 +11,17 @@ from pydantic.fields import FieldInfo
 from retrain.config.base import ActiveIf, Section
 from retrain.config.campaign import Condition
 from retrain.config.describe import default_of, field_expected, toml
-from retrain.config.modes import MODES, WORKED_OUT
+from retrain.config.modes import MODES
 from retrain.config.root import lists, sections
 from retrain.files import write_text
+
+VALUE_NAMES = {
+    "detector": "[planning] detector",
+    "ramp": "λ rises as [sepa] says",
+    "counted": "the kept tokens or all tokens",
+    "normalised": "(x − mean)/std",
+}
+"""General names of the values in formulas that are not keys."""
 
 INTRODUCTION = """\
 # Configuration
@@ -132,7 +140,7 @@ def _mode_rows() -> Iterator[str]:
 
 
 def _value_name(match: re.Match[str]) -> str:
-    return WORKED_OUT.get(match[1]) or match[1].rpartition(".")[2]
+    return VALUE_NAMES.get(match[1]) or match[1].rpartition(".")[2]
 
 
 if __name__ == "__main__":

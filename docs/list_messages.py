@@ -14,7 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SPEAKERS = {"ConfigIssue", "NotOurs", "RunFailed", "LeaseLost", "DeviceLost", "RankLost", "ServerFailed", "WorkersLost",
             "NonFinite", "Interrupted", "MissingExtra", "PluginMissing", "NotReadable", "BadParameter",
-            "warn", "warning", "note", "say", "echo", "print", "line", "no_effect"}  # fmt: skip
+            "warn", "warning", "note", "say", "echo", "print", "line",
+            "no_effect", "_refuse", "_fail", "refuse_given"}  # fmt: skip
 
 
 def messages(path: Path) -> Iterator[tuple[str, str, str]]:

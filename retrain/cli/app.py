@@ -49,7 +49,11 @@ COMMANDS = {
 """Commands by their heading in the help: module and function, and the first line of the function's help."""
 
 
-FUNCTIONS = {path.partition(":")[2].rstrip("_"): path for commands in COMMANDS.values() for path in commands}
+def command_name(path: str) -> str:
+    return path.partition(":")[2].rstrip("_")
+
+
+FUNCTIONS = {command_name(path): path for commands in COMMANDS.values() for path in commands}
 """Module and function of each command by its name."""
 
 
@@ -118,9 +122,8 @@ app = typer.Typer(
 )
 
 for panel, commands in COMMANDS.items():
-    for name, path in FUNCTIONS.items():
-        if path in commands:
-            app.command(name, help=commands[path], rich_help_panel=panel)(lambda: None)  # replaced when it runs
+    for path, line in commands.items():
+        app.command(command_name(path), help=line, rich_help_panel=panel)(lambda: None)  # replaced when it runs
 
 
 def print_version(version: bool) -> None:

@@ -40,10 +40,10 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     Returns None if this machine's ``device`` ("cpu" or "gpu") has no finished run with the settings in ``SAME``.
     """
     homes = {home.resolve(): home for place in places if place.is_dir() for home in homes_of_runs(place)}
-    paces: list[Pace] = []
+    settings, paces = config.to_dict(), list[Pace]()
     for home in homes.values():
         with suppress(RetrainError, OSError, ValueError, KeyError, TypeError):  # damaged records
-            paces += _pace_of(home, config.to_dict(), device)
+            paces += _pace_of(home, settings, device)
     return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 

@@ -291,14 +291,6 @@ LOSSES: dict[str, Loss] = {
     ),
 }
 
-WORKED_OUT = {
-    "detector": "[planning] detector",
-    "ramp": "λ rises as [sepa] says",
-    "counted": "the kept tokens or all tokens",
-    "normalised": "(x − mean)/std",
-}
-"""Values in formulas that are not keys, with their general names."""
-
 MODES: dict[str, Mapping[str, Mode]] = {
     "advantage_mode": ADVANTAGES,
     "transform_mode": TOKEN_CREDIT,

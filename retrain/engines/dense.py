@@ -218,6 +218,7 @@ class KVCache:
                 states[rows, :, :columns] = cached[sources, :, :columns]
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fill the first T columns of these rows of a layer with states [rows, heads, T, head_dim]."""
         width = keys.shape[2]
         self.keys[layer][rows, :, :width] = keys
         self.values[layer][rows, :, :width] = values

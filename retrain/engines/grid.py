@@ -146,6 +146,7 @@ class Grid:
         self.rows.token_R.masked_fill_(idle_R, self.base.pad_id)
 
     def _compact_or_finished(self, step: int) -> bool:
+        """Remove idle rows once ``IDLE_SHARE`` of the rows are idle; return whether all sequences have ended."""
         if step % self.calls and step + 1 < self.max_tokens:
             return False
         alive = self.rows.alive_R.view(len(self.lanes), self.slots).cpu()

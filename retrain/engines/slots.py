@@ -270,6 +270,7 @@ class SlotBatch:
     # -- which sequence has which row --------------------------------------------------------------------------------
 
     def _reschedule(self) -> bool:
+        """Evict ended sequences, admit waiting ones, compact the batch; return False when all sequences have ended."""
         while True:
             alive = self.rows.alive_R.cpu().numpy()
             if self.graphs is not None and self.graphs.in_use:
@@ -329,6 +330,7 @@ class SlotBatch:
             self.cache.put(policy, named, self.kv_cache.copy(index, max(len(read) for _, read in named)))
 
     def _admit(self) -> bool:
+        """Admit waiting sequences to idle rows when it is worth a prefill; return whether any was admitted."""
         admitted: list[tuple[int, int]] = []
         for i, lane in enumerate(self.lanes):
             lane_rows = range(i * self.slots, (i + 1) * self.slots)

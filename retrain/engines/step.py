@@ -394,6 +394,7 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
 
 
 def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
+    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
     return SupportRecord(
         ids_M=torch.empty(1, dtype=torch.int32, device=device),
         used_1=torch.zeros(1, dtype=torch.long, device=device),

@@ -130,6 +130,7 @@ def _fresh_seeds(plan: Plan, state: RunState, count: int) -> range:
 
 
 def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Values) -> str:
+    """Return why a condition cannot continue the checkpoint; "" if it can."""
     model, lora, algorithm = spec.config.model, spec.config.lora, spec.config.algorithm
     if base_key(spec) != base_key(baseline):
         return "its base, problems or adapted layers differ from the baseline's"

@@ -79,19 +79,21 @@ class TextPart(Body):
 
 def _joined(content: Any) -> Any:
     """Return the content of a message as one text, which every template takes."""
-    if isinstance(content, list):
-        return "\n".join(TextPart.model_validate(part).text for part in content)
-    return "" if content is None else content
+    if not isinstance(content, list):
+        return "" if content is None else content
+    try:
+        return "\n".join(part.text for part in map(TextPart.model_validate, content))
+    except ValidationError as error:
+        raise PydanticCustomError("text", "only text is supported: leave out all other parts") from error
 
 
 def _arguments(arguments: Any) -> Any:
     """Return the arguments of a call, which OpenAI's API has as JSON text, as an object."""
-    if not isinstance(arguments, str):
-        return arguments or {}
     try:
-        return json.loads(arguments or "{}")
+        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError) as error:
         raise PydanticCustomError("json", "arguments are no JSON") from error
+    return {} if decoded is None else decoded
 
 
 class ChatFunction(Body):

@@ -93,6 +93,7 @@ class Mirror:
         return missing
 
     def _upload(self, names: list[str]) -> bool:
+        """Upload a group of files; return False if one of them was removed meanwhile."""
         try:
             for name in names:
                 self._write(name, self.directory / name)

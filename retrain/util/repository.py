@@ -85,9 +85,8 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
     objects, index = (_text(_git(root, "rev-parse", "--git-path", name)) for name in ("objects", "index"))
     if not (base and objects and index):
         return "### the changes cannot be read\n"
-    quoted = (
-        str(root / objects).replace("\\", "\\\\").replace('"', '\\"')
-    )  # quoted as git requires in a list that is separated by colons
+    # Quoted as git requires in a list that is separated by colons.
+    quoted = str(root / objects).replace("\\", "\\\\").replace('"', '\\"')
     with tempfile.TemporaryDirectory(prefix="retrain-") as aside:
         variables = {
             "GIT_INDEX_FILE": f"{aside}/index",

@@ -135,11 +135,7 @@ def approximate_duration(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days"
 
 
-_CONTROL = (*range(0x20), *range(0x7F, 0xA0), *range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-_ESCAPES = {
-    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in (*_CONTROL, *range(0xD800, 0xE000), 0xFEFF)
-}
-_ESCAPES |= {ord("\n"): "\\n", ord("\t"): "\\t"}
+_ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in (*range(0x20), *_UNSEEN)}
 
 
 def one_line(text: str) -> str:

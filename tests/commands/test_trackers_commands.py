@@ -89,11 +89,11 @@ def test_training_goes_on_offline_where_wandb_does_not_answer(tmp_path, model):
         begun, warned = [line for line in log if " start " in line or "has not answered" in line][:2]
         seconds = [datetime.fromisoformat(" ".join(line.split()[:2])) for line in (begun, warned)]
         assert (seconds[1] - seconds[0]).total_seconds() <= 10
-    steps = []
-    for path in uploaded:  # the run's directory and that of the analysis of its rank
-        run, history, _ = wandb_run(next(path.glob("run-*.wandb")))
-        steps += [row["_step"] for row in history] if run["display_name"] != "squeeze-analysis" else []
-    assert steps == [0, 1, 2]  # two steps and the evaluation after them
+        steps = []
+        for path in uploaded:  # the run's directory and that of the analysis of its rank
+            run, history, _ = wandb_run(next(path.glob("run-*.wandb")))
+            steps += [row["_step"] for row in history] if run["display_name"] != "squeeze-analysis" else []
+        assert steps == [0, 1, 2]  # two steps and the evaluation after them
 
 
 def test_a_refused_login_stops_the_command(tmp_path, model, monkeypatch):

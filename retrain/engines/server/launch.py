@@ -245,6 +245,7 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
 
 
 def _filled(command: str, model: str, host: str) -> tuple[list[str], str, int]:
+    """Return the arguments with placeholders replaced, and the host and port to send requests to."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:

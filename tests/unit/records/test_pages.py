@@ -10,7 +10,7 @@ import pytest
 from helpers.records import HOSTILE, Reader
 
 from retrain.records.pages.timeline import SPANS_SHOWN, steps_of, timeline_page
-from retrain.util.text import visible
+from retrain.util.text import one_line, visible
 
 
 def test_every_character_is_inert_and_visible():
@@ -21,6 +21,8 @@ def test_every_character_is_inert_and_visible():
     assert not kinds & {"Cc", "Cs", "Zl", "Zp"}
     assert not {"\u202e", "\u2066", "\u200b", "\ufeff"} & set(shown)
     assert visible("a\tb\nc é 漢 🙂\x1b\x7f\r") == "a\tb\nc é 漢 🙂␛␡␍"
+    assert set(visible(one_line(everything))) == set(one_line(everything))
+    assert one_line("a\tb\nc é 漢 🙂\x1b\x7f\u202e\U000e0041") == r"a\tb\nc é 漢 🙂\x1b\x7f\u202e\U000e0041"
 
 
 def policy_of(text: str) -> str:

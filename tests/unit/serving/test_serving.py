@@ -313,7 +313,7 @@ MALFORMED_CHATS = {
     "messages": [[], "hi", [3], [{}], [{"role": "king"}], [{"role": "user", "content": 3}],
                  [{"role": "user", "content": [{"type": "image_url"}]}],
                  [{"role": "user", "content": "a", "tool_calls": [{}]}], [{"role": "assistant", "tool_calls": 3}],
-                 [called("{")], [called("[]")]],
+                 [called("{")], [called("[]")], [called([])]],
     "top_logprobs": [2],
     "logprobs": [1],
     "max_tokens": [0],
@@ -557,3 +557,16 @@ def test_failures_end_their_own_requests_only(world, monkeypatch, capfd):
     [event] = events(world.post("/v1/completions", asked(stream=True)).text)
     assert event["error"]["code"] == 500
     assert world.post("/v1/completions", asked()).status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ["null", "", "{}", None, {}])
+def test_calls_without_arguments_have_none(world, arguments):
+    answer = world.post("/v1/chat/completions", {"messages": [USER, called(arguments), USER], "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+
+
+def test_content_that_is_no_text_is_refused_with_what_is_supported(world):
+    picture = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}
+    answer = world.post("/v1/chat/completions", {"messages": [picture]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert answer.json()["error"]["message"].startswith("messages.0.content: only text is supported")
