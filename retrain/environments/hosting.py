@@ -126,7 +126,7 @@ class Host:
 
 
 def _plain(messages: Sequence[object]) -> list[Message]:
-    """Return messages as JSON values. Raises PluginError for other types, Flooded when they are too long."""
+    """Return messages as JSON values. Raises PluginError for other types, MessagesTooLong when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
