@@ -28,6 +28,7 @@ class MessagesTooLong(Exception):
 
 
 def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:
+    """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)

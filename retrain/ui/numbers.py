@@ -234,6 +234,7 @@ class TableNumbers:
         return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
 
     def evaluations(self) -> list[Row]:
+        """Return nothing: evaluations of other tools are keys of the rows."""
         return []
 
     def lock(self) -> AbstractContextManager[object]:

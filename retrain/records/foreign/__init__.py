@@ -61,7 +61,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        pass
+        """Return the run's settings, nested or flat."""
 
     @abstractmethod
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
