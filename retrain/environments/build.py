@@ -46,6 +46,8 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
+    """Return the problems of a provider: ``train``, up to ``max_examples``, and each held-out set by its name. Raises
+    DataError or PluginMissing."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -126,6 +128,8 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 @dataclass(frozen=True)
 class CompletionLengths:
+    """Longest completion, in tokens, of any run of a plan: in training and in each held-out set."""
+
     training: int
     heldout: Mapping[str, int]
 
@@ -212,6 +216,7 @@ class SplitEnvironment:
         return self._problems
 
     def start(self, problem: Problem, seed: int) -> Episode:
+        """Begin an episode. Raises EpisodeFailed where the host cannot."""
         return SplitEpisode(problem, self.data, None if self.host is None else self.host.start(problem, seed))
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
@@ -244,6 +249,7 @@ class SplitEpisode:
         return Observation(tuple(conversation(problem, data)), first.tools)
 
     def step(self, action: Action) -> Step:
+        """Pass an action to the host; without one, a completion ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
         return Step() if self.hosted is None else self.hosted.step(action)
 

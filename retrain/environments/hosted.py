@@ -90,6 +90,7 @@ class HostedEnvironment:
         return self._problems[split]
 
     def start(self, problem: Problem, seed: int) -> HostedEpisode:
+        """Begin an episode in one of the processes. Raises EpisodeFailed."""
         return HostedEpisode(self, next(self._numbers), problem, seed)
 
     def results(self, episodes: Sequence[HostedEpisode]) -> list[RewardResult]:
@@ -158,6 +159,7 @@ class HostedEpisode:
         self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
     def step(self, action: Action) -> Step:
+        """Take an action. Raises EpisodeFailed."""
         value = self._repeatable("step", self.number, action)
         self.actions.append(action)
         return Step(**{**value, "messages": tuple(value["messages"])})

@@ -28,6 +28,7 @@ class MessagesTooLong(Exception):
 
 
 def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) -> Callable[[tuple[Any, ...]], object]:
+    """Create the environment ``module:Class`` and return a function that runs jobs in it. Raises PluginError."""
     for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
@@ -126,7 +127,7 @@ class Host:
 
 
 def _plain(messages: Sequence[object]) -> list[Message]:
-    """Return messages as JSON values. Raises PluginError for other types, Flooded when they are too long."""
+    """Return messages as JSON values. Raises PluginError for other types, MessagesTooLong when they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -77,7 +77,9 @@ class Environment(Protocol):
     """True if all replies of an episode are a function of problem, seed and actions, so that a resumed run equals one
     that was not interrupted."""
 
-    def problems(self, split: str) -> Sequence[Problem]: ...
+    def problems(self, split: str) -> Sequence[Problem]:
+        """Return the problems of ``train``, or of a held-out set by its name."""
+        ...
 
     def start(self, problem: Problem, seed: int) -> Episode:
         """Begin an episode. All its randomness comes from ``seed``."""

@@ -39,7 +39,7 @@ class Observer(Protocol):
         """Called with the ``Seal`` of all evaluations that the run has recorded."""
 
     def evaluated(self, spec: SpecLike, name: str, row: Values) -> None:
-        pass
+        """Called with the ``eval/<name>/…`` keys of an evaluation."""
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
         """``status`` is done, failed, interrupted or stopped; ``message`` says why."""

@@ -252,7 +252,6 @@ class LogLines(NamedTuple):
 
     lines: list[tuple[int, str]]
     before: int | None
-    size: int
 
 
 def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
@@ -276,7 +275,7 @@ def log_lines(path: Path, before: int, search: str, most: int) -> LogLines:
                 if search in text.lower():
                     matches.append((position, text))
                     if len(matches) == most:
-                        return LogLines(matches[::-1], position or None, size)
+                        return LogLines(matches[::-1], position or None)
             if not start:
                 break
-    return LogLines(matches[::-1], begin or None, size)
+    return LogLines(matches[::-1], begin or None)

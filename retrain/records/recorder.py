@@ -283,6 +283,7 @@ class RunFiles(RecordFiles):
         return any((self.directory / name).exists() for name in names)
 
     def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
+        """Write all files of one step (on the thread)."""
         self.append(layout.METRICS, [row])
         if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
             self.wrote(*self._columns.follow())
@@ -297,6 +298,7 @@ class RunFiles(RecordFiles):
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
     def write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
+        """Write all files of one evaluation (on the thread); ``recorded`` has its rows by file."""
         self.append(layout.EVALS, recorded[layout.EVALS])
         lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
         tokens = self.context.config.logging.rollouts_every > 0

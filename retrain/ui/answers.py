@@ -114,7 +114,10 @@ def _json_response(request: Request, value: object) -> Response:
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers for JSON: rounded to the digits that float32 has, NaN and infinities as None."""
+    """Return numbers for JSON: integers as they are, others rounded to the digits that float32 has, NaN and infinities
+    as None."""
+    if np.issubdtype(values.dtype, np.integer):
+        return values.tolist()
     numbers = np.asarray(values, np.float64)
     finite = np.isfinite(numbers)
     is_whole = finite & (numbers == np.rint(numbers)) & (np.abs(numbers) < 1e15)

@@ -46,9 +46,9 @@ UNUSED_S = 30 * 86400.0
 class Store:
     """Columns in memory, over all runs, the least recently used given up first."""
 
-    def __init__(self, most: int = CACHED_BYTES):
+    def __init__(self) -> None:
         self._columns: OrderedDict[tuple[Path, str], tuple[int, np.ndarray]] = OrderedDict()
-        self._bytes, self._most, self._lock = 0, most, RLock()
+        self._bytes, self._lock = 0, RLock()
 
     def get(self, path: Path, key: str, version: int) -> np.ndarray | None:
         with self._lock:
@@ -63,7 +63,7 @@ class Store:
             _, before = self._columns.pop((path, key), (0, np.empty(0)))
             self._columns[path, key] = version, column
             self._bytes += column.nbytes - before.nbytes
-            while self._bytes > self._most and self._columns:
+            while self._bytes > CACHED_BYTES and self._columns:
                 _, (_, dropped) = self._columns.popitem(last=False)
                 self._bytes -= dropped.nbytes
 
@@ -234,6 +234,7 @@ class TableNumbers:
         return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
 
     def evaluations(self) -> list[Row]:
+        """Return nothing: evaluations of other tools are keys of the rows."""
         return []
 
     def lock(self) -> AbstractContextManager[object]:

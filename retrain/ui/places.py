@@ -88,6 +88,7 @@ class Places:
         return text
 
     def _real(self, path: Path) -> Path | None:
+        """Return where a path leads, links followed; None where that is outside of all roots, or nothing."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):

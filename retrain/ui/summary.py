@@ -36,10 +36,12 @@ class Summaries:
 
     def of(self, home: Home, read: bool = True) -> JsonObject:
         """Return the ``Summary`` of the API. ``DETAILS`` are null where they are not known and ``read`` is false."""
-        if read and not self.is_known(home):
+        is_known = self.is_known(home)
+        if read and not is_known:
             self._details[home.path] = home, self._findings.version(home), self._read_details(home)
         summary: Row = summary_of(home)
-        summary |= self._details[home.path][2] if self.is_known(home) else dict.fromkeys(DETAILS)
+        # A comparison that has just ended makes these details old, but not unknown.
+        summary |= self._details[home.path][2] if is_known or read else dict.fromkeys(DETAILS)
         seconds, estimate = self._findings.device_seconds(home), summary.pop("seconds", None)
         seconds = estimate if seconds is None else seconds
         return summary | {"device_hours": None if seconds is None else seconds / 3600.0,

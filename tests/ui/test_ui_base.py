@@ -122,6 +122,10 @@ def test_ticks_of_an_axis_do_not_repeat(kit, kind, ticks, texts):
     assert kit.page.evaluate("([kind, ticks]) => kit.xTexts(kind, ticks)", [kind, ticks]) == texts
 
 
+def test_ticks_of_a_picture_s_step_axis_are_whole_numbers(kit):
+    assert kit.page.evaluate("() => kit.linearTicks(0, 2, 7, 'step').ticks") == [0, 1, 2]
+
+
 def test_a_table_sorts_by_its_columns_and_keys_go_along_its_rows(kit):
     kit.page.evaluate("""() => {
       kit.columns = [{key: "name", title: "name", value: (row) => row[0], cell: (row) => row[0]},

@@ -95,6 +95,8 @@ class Arguments(BaseModel):
 
 
 class OpenEnv:
+    """Environment behind a server. Raises UsageError for invalid ``Arguments``."""
+
     metrics_ranges: ClassVar[Mapping[str, Range]] = {"invalid_actions": {"min": 0, "invert": True}}
 
     def __init__(self, **arguments: object):
@@ -116,6 +118,7 @@ class OpenEnv:
         return [Problem(f"seed/{seed}", f"seed {seed}", "", (), {"seed": seed}) for seed in seeds]
 
     def start(self, problem: Problem, seed: int) -> OpenEnvEpisode:
+        """Reset a session with the problem's seed. Raises PluginError if the server refuses it."""
         url = self._reachable()
         if self._actions is None:
             self._actions = self._read_schema(url)

@@ -60,6 +60,7 @@ def carried(entry: Mapping[str, object]) -> str:
 
 
 def entry_of(text: str) -> dict[str, object]:
+    """Return the entry that ``carried`` wrote. Raises ValueError or SyntaxError for other texts."""
     return ast.literal_eval(text)
 
 

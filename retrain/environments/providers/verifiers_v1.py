@@ -40,6 +40,7 @@ class Trace(Protocol):
 
 
 def is_taskset(id: str) -> bool:
+    """Return whether a module of this name exports a taskset. Raises exceptions of its import."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:

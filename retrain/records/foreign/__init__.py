@@ -49,7 +49,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
-        """Return the run that a directory is, or the runs in it. A single run below it is found there: []."""
+        """Return the run that a directory is, or the runs in it; [] where it holds none, or a single one below it."""
 
     @abstractmethod
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
@@ -61,7 +61,7 @@ class ForeignReader(ABC):
 
     @abstractmethod
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        pass
+        """Return the run's settings, nested or flat."""
 
     @abstractmethod
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:

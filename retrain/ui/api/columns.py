@@ -34,7 +34,7 @@ def columns_of(
     """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about
     ``points`` are kept, at which the first column is least and greatest in its stretch."""
     numbers = library.numbers(run)
-    head: JsonObject = {**run.head}
+    head = run.head
     with numbers.lock():
         head |= {"rows": len(numbers), "reading": numbers.reading, "note": None}
         try:

@@ -36,9 +36,9 @@ def log(context: ApiContext, query: Query) -> JsonObject:
     path = context.library.file(run, LOG)
     if path is None:
         return {"place": run.location, "lines": [], "before": None}
-    read, before, _ = log_lines(path, before, query.text("search", "").lower(), MOST_LINES)
-    lines = [{"byte": at, "text": text[:MOST_CHARACTERS], "level": _level(text)} for at, text in read]
-    return {"place": run.location, "lines": lines, "before": before}
+    read = log_lines(path, before, query.text("search", "").lower(), MOST_LINES)
+    lines = [{"byte": at, "text": text[:MOST_CHARACTERS], "level": _level(text)} for at, text in read.lines]
+    return {"place": run.location, "lines": lines, "before": read.before}
 
 
 def _row(run: RunSource, note: Row) -> Row:

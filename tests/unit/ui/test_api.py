@@ -6,6 +6,7 @@ from retrain.config.campaign import condition_name
 from retrain.files import append_jsonl, jsonable, read_json, read_jsonl, write_json
 from retrain.ui.decimation import Smoothing
 from retrain.verdicts.evidence import curve, read_campaign
+from retrain.verdicts.planning import pair_spread, seeds_needed
 from retrain.verdicts.pooling import compare_directories
 
 
@@ -46,6 +47,21 @@ def test_places_and_a_campaign_have_the_comparison_of_retrain_compare(tmp_path, 
     after = get(client, "/api/campaign", at="one", wait_ms=60_000)["comparison"]
     assert after == jsonable(compare_directories([home])) | {"directories": ["one"]}
     assert after["conditions"][1]["difference"] > found["comparison"]["conditions"][1]["difference"]
+
+
+def test_power_says_how_many_fresh_seeds_would_show_a_difference(home):
+    """Differences of 0.05 and twice 0.2 between three pairs, of seeds that the plan names."""
+    runs = read_json(home / "manifest.json")["runs"]
+    plan = [{"run_id": run["run_id"], "config": {"training": {"seed": run["seed"]}}, "overrides": {}} for run in runs]
+    append_jsonl(home / "runs/maxrl+none_s1/evals.jsonl", [evaluation(6, 0.5 + 1 / 64 + 0.05)])
+    assert get(client_of(home), "/api/campaign", at="one", wait_ms=60_000)["power"] == [], "no plan: no seeds are known"
+    write_json(home / "plan.json", {"runs": plan})
+    found = get(client_of(home), "/api/campaign", at="one", wait_ms=60_000)
+    (line,), (_, condition) = found["power"], found["comparison"]["conditions"]
+    needed = seeds_needed(1, condition["typical_difference"] / pair_spread([condition["differences"]]))
+    assert (line["label"], line["needed"]) == ("maxrl+none", needed)
+    assert line["line"].endswith(f"so far, is found with 80 % probability by {needed} fresh seeds")
+    assert line["toml"] == f"seeds = {list(range(4, 4 + needed))}"
 
 
 def test_a_comparison_from_columns_is_the_one_from_rows(home, monkeypatch):

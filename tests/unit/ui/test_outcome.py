@@ -2,15 +2,18 @@
 
 import fcntl
 import shlex
+from itertools import count
 
 import pytest
 from helpers.pages import LABELS, campaign, client_of, cookbook_run, evaluation, get, row
 from scipy.stats import binomtest
 
 from retrain.files import append_jsonl, read_json, write_json
+from retrain.ui.findings import Findings
 from retrain.ui.library import Library
 from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
+from retrain.ui.summary import Summaries
 
 TRACEBACK = """Traceback (most recent call last):
   File "a.py", line 3, in <module>
@@ -143,3 +146,22 @@ def test_the_truncated_share_of_a_run_has_its_interval_and_other_tools_runs_have
     found = get(client_of(cookbook_run(tmp_path / "math_rl")), "/api/run", at="math_rl")
     assert [(tile["name"], tile["key"]) for tile in found["tiles"]] == [("reward", "env/all/reward/total")]
     assert (found["command"], found["marks"]) == (None, [])
+
+
+class Changing(Findings):
+    """Returns another version at each call, as while comparisons end."""
+
+    def __init__(self, library):
+        super().__init__(library)
+        self.versions = count()
+
+    def version(self, home):
+        return next(self.versions)
+
+
+def test_what_was_just_read_is_shown_although_a_comparison_ends_meanwhile(tmp_path):
+    home = campaign(tmp_path / "one")
+    library = Library(Places([home]), Pool())
+    summary = Summaries(library, Changing(library)).of(library.home("one"))
+    assert summary["heldout"]["set"] == "heldout"
+    assert summary["note"]["level"] == "warning"

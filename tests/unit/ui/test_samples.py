@@ -72,6 +72,7 @@ def test_a_rollout_is_shown_token_by_token_with_what_credit_changed(page):
     assert found["pieces"] == [["it ", "is ", "five ", "", ""]]
     numbers = found["numbers"]
     assert numbers["surprisal"] == numbers["credit"] == numbers["trained"] == [1] * 5
+    assert all(isinstance(each, int) for name in ("trained", "version") for each in numbers[name])
     assert "mismatch" not in numbers  # no trainer has scored these
     assert [each["index"] for each in found["siblings"]] == [0, 1, 2]
     assert "advantage" not in get(page, "/api/rollout", at=RUN, iteration=0, index=2)["numbers"]  # it had no reward
