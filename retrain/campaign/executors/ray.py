@@ -104,6 +104,10 @@ class WorkerActor:
     since: float
 
 
+def _has_ended(actor: WorkerActor) -> bool:
+    return bool(ray_module().wait([actor.run], timeout=0)[0])
+
+
 class RayExecutor:
     """Starts an actor with ``gpus`` and ``cpus`` for each worker. ``ours``: this process opened the connection to the
     cluster, and closes it."""
@@ -144,7 +148,7 @@ class RayExecutor:
             return None
         ray = ray_module()
         try:
-            if not ray.wait([actor.run], timeout=0)[0]:
+            if not _has_ended(actor):
                 return None
             fault = ray.get(actor.run)
         except ray.exceptions.RuntimeEnvSetupError as error:
@@ -160,12 +164,11 @@ class RayExecutor:
         return WorkerEnd("ended", excused=True)
 
     def notes(self) -> list[Message]:
-        now, ray = time.monotonic(), ray_module()
-        if self._notified or not any(now - actor.since > ROOM_SECONDS for actor in self._actors.values()):
+        if self._notified:
             return []
         for slot, actor in self._actors.items():
-            home = home_of(self.plan.directory, slot)
-            if now - actor.since > ROOM_SECONDS and not newest(home) and not ray.wait([actor.run], timeout=0)[0]:
+            is_late = time.monotonic() - actor.since > ROOM_SECONDS
+            if is_late and not newest(home_of(self.plan.directory, slot)) and not _has_ended(actor):
                 self._notified = True
                 return [Message(f"worker {slot} waits for room in the Ray cluster: {self._room()}", "warning")]
         return []
@@ -180,9 +183,10 @@ class RayExecutor:
         self._remove(slot)
 
     def close(self) -> None:
-        ray, runs = ray_module(), [actor.run for actor in self._actors.values()]
-        with suppress(ray.exceptions.RayError):
-            ray.wait(runs, num_returns=len(runs), timeout=END_SECONDS) if runs else None
+        ray = ray_module()
+        if runs := [actor.run for actor in self._actors.values()]:
+            with suppress(ray.exceptions.RayError):
+                ray.wait(runs, num_returns=len(runs), timeout=END_SECONDS)
         for slot in range(1, self.slots + 1):
             self.kill(slot)
             self._remove(slot)
@@ -248,18 +252,14 @@ def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
     free = _left_by_servers(alive, config, gpus) if has_servers else alive
     if count := sum(_room(node, config, gpus) for node in free):
         return count, gpus
-    raise _no_room(config, gpus, has_servers and any(_room(node, config, gpus) for node in alive))
-
-
-def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
     resources = _resource_words(config.ray.cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if servers_fill_it:
-        return UsageError(
+    if has_servers and any(_room(node, config, gpus) for node in alive):
+        raise UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
             f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
             "servers less ([ray] server_gpus, server_cpus)"
         )
-    return UsageError(
+    raise UsageError(
         f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
         "where nodes come when they are asked for, say how many workers: --workers 4"
     )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from retrain.config.runs import RunSpec
 from retrain.device import MEMORY_SHARE, OWN_GPU
@@ -252,23 +252,11 @@ def job_from_json(content: Values) -> Job:
     return CohortJob(**fields) if content["kind"] == "CohortJob" else SqueezeJob(**fields)
 
 
-_EVENTS = {
-    "JobStarted": JobStarted,
-    "RunStarted": RunStarted,
-    "StepDone": StepDone,
-    "Sealed": SealChanged,
-    "Evaluated": EvaluationDone,
-    "RunEnded": RunEnded,
-    "Facts": Facts,
-    "Message": Message,
-    "JobEnded": JobEnded,
-    "WorkerFault": WorkerFault,
-}
-_KINDS = {event: kind for kind, event in _EVENTS.items()}
+_EVENTS = {event.__name__: event for event in get_args(Event)}
 
 
 def event_to_json(event: Event) -> Row:
-    return {"kind": _KINDS[type(event)], **asdict(event)}
+    return {"kind": type(event).__name__, **asdict(event)}
 
 
 def event_from_json(content: Values) -> Event:
