@@ -12,7 +12,8 @@ from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.adapters import RANKS
 from retrain.engines.server.canary import run_canaries
-from retrain.engines.server.engine import RANK_HINT, ServerEngine
+from retrain.engines.server.completions import RANK_HINT
+from retrain.engines.server.engine import ServerEngine
 from retrain.errors import RetrainError, UsageError
 from retrain.models.directory import local_directory
 from retrain.policy.base import BaseModel

@@ -25,8 +25,9 @@ from starlette.responses import JSONResponse, Response
 from retrain.engines.server import canary
 from retrain.engines.server.adapters import AdapterStore
 from retrain.engines.server.client import ServerClient
+from retrain.engines.server.completions import ServedModel
 from retrain.engines.server.dialects import DIALECTS
-from retrain.engines.server.engine import ServedModel, ServerEngine
+from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.hypotheses import Hypothesis, ServedTokens, trainer_logprobs
 from retrain.engines.server.pool import Waits
 from retrain.policy.base import BaseModel, load_base

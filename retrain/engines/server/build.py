@@ -6,9 +6,11 @@ from pathlib import Path
 
 from retrain.config import Config
 from retrain.engines.server.adapters import AdapterStore
-from retrain.engines.server.client import ServerClient, api_key, server_root
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.completions import ServedModel
+from retrain.engines.server.connection import api_key, server_root
 from retrain.engines.server.dialects import DIALECTS
-from retrain.engines.server.engine import ServedModel, ServerEngine
+from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import Fleet, LocalFleet
 from retrain.engines.server.pool import WAITS
 from retrain.policy.base import BaseModel

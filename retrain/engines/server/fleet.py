@@ -14,7 +14,7 @@ from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.models.directory import local_directory
 
 Notify = Callable[[str, str], None]  # Called with a message and its level, "info" or "warning"
-OnUrls = Callable[[Sequence[str]], None]  # Called with all addresses
+OnUrls = Callable[[Sequence[str]], object]  # Called with all addresses
 
 
 class Fleet(Protocol):

@@ -9,8 +9,9 @@ import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from retrain.engines.server.client import ServerClient, ServerUnavailable
-from retrain.errors import ServerFailed
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.connection import ServerUnavailable
+from retrain.errors import ServerFailed, UsageError
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,23 @@ class ServerPool:
         for server in self.servers:
             await self._opened(server)
 
+    async def first_answers(self, patience_s: float) -> list[tuple[ServerClient, bool]]:
+        """Return each server and whether it answers: once all do, or any after ``start_s``. Raises UsageError when none
+        does within ``patience_s``, or none will be started."""
+        waited = 0.0
+        while True:
+            servers = self.servers
+            answers = await asyncio.gather(*(server.check() for server in servers))
+            if (answers and all(answers)) or (any(answers) and waited > self.waits.start_s):
+                return list(zip(servers, answers, strict=True))
+            if why := self.gave_up():
+                raise UsageError(f"[inference] launch: {why}")
+            if waited > patience_s:
+                reasons = "\n".join(f"[inference] url {server.url}: {server.reason}" for server in servers)
+                raise UsageError(f"no server answers after {patience_s:g} s:\n{reasons}")
+            await asyncio.sleep(0.5)
+            waited += 0.5
+
     async def follow(self, urls: Sequence[str]) -> None:
         """Replace the servers: add new addresses once they answer and pass the trials, and close missing ones."""
         present = {server.url for server in self.servers}
@@ -64,7 +82,7 @@ class ServerPool:
             server.mark_lost()
             if probe := self._probes.pop(server, None):
                 probe.cancel()
-            await server.close()
+            await server.connection.close()
         for server in new if self._is_open else ():
             await self._opened(server)
             server.mark_lost()
@@ -72,7 +90,7 @@ class ServerPool:
 
     async def _opened(self, server: ServerClient) -> None:
         server.model = self._model
-        await server.open()
+        await server.connection.open()
 
     async def choose(self, key: Hashable, at: ServerClient | None = None) -> ServerClient:
         """Return the server for the rollouts of this key: ``at`` if not None, else the server of their earlier turns,
@@ -124,7 +142,7 @@ class ServerPool:
             await server.readmit()
             for trial in list(self.trials):
                 await trial(server)
-            await server.unload_unused()  # last, so that the trials' adapters are unloaded too
+            await server.adapters.unload_unused()  # last, so that the trials' adapters are unloaded too
         except ServerUnavailable as away:
             server.reason = str(away)
             return False
@@ -161,4 +179,4 @@ class ServerPool:
     async def close(self) -> None:
         for probe in self._probes.values():
             probe.cancel()
-        await asyncio.gather(*(server.close() for server in self.servers), return_exceptions=True)
+        await asyncio.gather(*(server.connection.close() for server in self.servers), return_exceptions=True)

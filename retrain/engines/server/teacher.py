@@ -14,7 +14,8 @@ import numpy as np
 
 from retrain.config import Config
 from retrain.engines.server.checks import ABOVE_ZERO
-from retrain.engines.server.client import RequestFailed, ServerClient, ServerUnavailable, api_key, server_root
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.connection import RequestFailed, ServerUnavailable, api_key, server_root
 from retrain.engines.server.dialects import DIALECTS, Dialect, InvalidAnswer, PromptLogprobs
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.protocol import Policy
@@ -65,12 +66,12 @@ class ServerTeacher:
             await server.query_model()
             self.base = server.base
         finally:
-            await server.close()
+            await server.connection.close()
 
     async def _new_client(self) -> ServerClient:
         server = ServerClient(self.url, self.dialect, self._key, self._timeout_s, self._max_in_flight)
         server.model = self.model
-        await server.open()
+        await server.connection.open()
         return server
 
     async def _score_all(self, prompts: Sequence[Sequence[int]], patience_s: float) -> list[np.ndarray]:
@@ -81,7 +82,7 @@ class ServerTeacher:
         except* RunFailed as several:
             raise several.exceptions[0] from None
         finally:
-            await server.close()
+            await server.connection.close()
         return [task.result() for task in tasks]
 
     async def _score_prompt(self, server: ServerClient, token_ids: Sequence[int], patience_s: float) -> np.ndarray:
@@ -89,8 +90,8 @@ class ServerTeacher:
         since, pause, faults = time.monotonic(), PAUSE_S[0], 0
         while True:
             try:
-                async with server.slots:
-                    payload = await server.post(self.dialect.completions, body)
+                async with server.connection.slots:
+                    payload = await server.connection.post(self.dialect.completions, body)
                 return checked_prompt(self.dialect.read_prompt(payload), token_ids)
             except ServerUnavailable as away:
                 if time.monotonic() - since > patience_s:

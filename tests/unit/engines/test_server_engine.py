@@ -15,7 +15,8 @@ import pytest
 from helpers.campaigns import eventually
 from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
 
-from retrain.engines.server.client import ServerClient, ServerUnavailable
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.connection import ServerUnavailable
 from retrain.engines.server.dialects import DIALECTS, CompletionRequest, InvalidAnswer
 from retrain.errors import ModelError, RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, write_json
@@ -216,7 +217,7 @@ TWO = {"token_ids": [5, 6], "token_logprobs": [-1.0, -1.0]}
 FAULTS = {
     "HTTP 500 out of order": lambda status, payload: (500, {"error": {"message": "out of order"}}),
     "no completion with log-probabilities": lambda status, payload: (200, {"choices": []}),
-    "no JSON: <html>": lambda status, payload: (200, b"<html>"),
+    "no completion with log-probabilities: '<html>'": lambda status, payload: (200, b"<html>"),
     "model 'base' answered, where 'run@0.": changed(model="base"),
     "the prompt came back as 3 other token ids": changed(prompt_token_ids=lambda own: own[::-1]),
     "tokens, where 1 to 8 were asked for": changed(token_ids=lambda own: own * 9),
@@ -418,12 +419,10 @@ def test_a_completion_that_ends_servers_is_not_asked_for_without_end(connect, la
     deaths = []
 
     class Dying(ServerClient):
-        async def post(self, path, *rest):
-            if path == "/v1/completions":
-                deaths.append(path)
-                assert len(deaths) < 10, "asked for without end"
-                raise ServerUnavailable("ReadError")
-            return await super().post(path, *rest)
+        async def ask(self, ask):
+            deaths.append(ask)
+            assert len(deaths) < 10, "asked for without end"
+            raise ServerUnavailable("ReadError")
 
         async def check(self):
             return (not deaths or self.alive is False) and await super().check()

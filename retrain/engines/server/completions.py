@@ -1,0 +1,121 @@
+"""Asks servers for completions: again after faults that may pass, and on another server after one is lost."""
+
+import asyncio
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from retrain.engines.server.adapters import PublishedAdapter
+from retrain.engines.server.checks import action_of
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.connection import ModelNotFound, RequestRejected, ServerUnavailable, ServerUnreachable
+from retrain.engines.server.dialects import CompletionRequest, InvalidAnswer
+from retrain.engines.server.pool import ServerPool, Waits
+from retrain.errors import ServerFailed
+from retrain.policy.local import LocalSnapshot
+from retrain.rng import torch_seed
+from retrain.tokenizer import Tokenizer
+from retrain.types import Action, SampleRequest
+
+ATTEMPTS = 5  # Requests for one completion before the step fails; lost servers do not count
+RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, as it appears in the error message
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The base that servers must hold: ``name`` in the configuration, token ids below ``size``, end tokens ``end_ids``,
+    and ``context``, the most tokens of prompt and completion."""
+
+    name: str
+    tokenizer: Tokenizer
+    size: int
+    end_ids: tuple[int, ...]
+    context: int
+
+
+class Trial(Protocol):
+    """A test of a server: the answers to ``requests`` under ``weights`` are known. ``judge`` raises ModelError."""
+
+    @property
+    def requests(self) -> Sequence[SampleRequest]: ...
+
+    @property
+    def weights(self) -> LocalSnapshot: ...
+
+    def judge(self, url: str, answers: Sequence[Action]) -> None: ...
+
+
+class Completions:
+    def __init__(self, model: ServedModel, pool: ServerPool, waits: Waits):
+        self.model, self.pool, self.waits = model, pool, waits
+
+    async def answer(self, server: ServerClient, request: SampleRequest, name: str, seed: int) -> Action:
+        """Return the server's one answer under the adapter ``name``. Raises RequestFailed, InvalidAnswer."""
+        ask = CompletionRequest(request, name, server.base, seed, self.model.end_ids)
+        return action_of(ask, await server.ask(ask), self.model.size, self.model.tokenizer)
+
+    async def sample(
+        self, request: SampleRequest, sample: int, published: PublishedAdapter, at: ServerClient | None
+    ) -> tuple[Action, float]:
+        """Return the sample of this number, drawn on the server ``at`` if not None, and the seconds for which it
+        waited for its adapter to be loaded. Raises ServerFailed."""
+        faults: list[str] = []
+        loading_s, losses = 0.0, 0
+        stream = request.streams[sample] if request.streams else (*request.stream, sample)
+        seed = torch_seed(*stream, *([request.drawn] if request.drawn else []))
+        while len(faults) < ATTEMPTS:
+            if faults:
+                await asyncio.sleep(self.waits.pause_s * 2 ** (len(faults) - 1))
+            server = await self.pool.choose(_group_key(request), at)
+            server.waiting += 1
+            try:
+                async with server.connection.slots:
+                    loading_s += await server.adapters.require(published)
+                    return await self.answer(server, request, published.name, seed), loading_s
+            except ModelNotFound as unknown:
+                server.adapters.mark_unloaded(published.name)
+                faults.append(f"{server.url} does not know {published.name}: {unknown}")
+            except ServerUnavailable as unavailable:
+                await self.pool.recheck(server, str(unavailable))
+                if server.alive:  # healthy: this request is at fault
+                    faults.append(f"{server.url}: {unavailable}")
+                elif not isinstance(unavailable, ServerUnreachable):
+                    losses += 1
+                    if losses == self.waits.losses:
+                        raise ServerFailed(
+                            f"a completion after {len(request.prompt_ids)} tokens was under way {losses} times at a "
+                            f"server that then went away, last {server.url}: {unavailable}"
+                        ) from unavailable
+            except InvalidAnswer as invalid:
+                faults.append(f"{server.url}: {invalid}")
+            except RequestRejected as rejected:
+                raise ServerFailed(f"{server.url} refuses: {rejected}{_hint(str(rejected))}") from rejected
+            finally:
+                server.waiting -= 1
+        again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
+        last = f"{faults[-1]}{_hint(faults[-1])}"
+        raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
+
+
+def _group_key(request: SampleRequest) -> Hashable:
+    # The same for all turns of a group's rollouts, whose prompts their server has cached.
+    return request.sequences[0][:-1] if request.sequences else request.stream
+
+
+def _hint(error: str) -> str:
+    text = error.lower()
+    if re.search(r"\bhttp 40[13]\b", text):  # not any 401 or 403, which a port or an id may hold
+        return "; name the variable with its key: [inference] api_key_env"
+    if "no adapter found" in text or "holds no peft adapter" in text:
+        return "; it does not see that path: give [inference] adapter_dir a directory that servers see too"
+    if "cannot load the adapter" in text:
+        text += " lora support"  # the server has no such route
+    if "rank" in text:
+        return f"; start the server with a {RANK_HINT} that holds [model] lora_rank"
+    if "lora" in text and ("enable" in text or "not allowed" in text or "support" in text):
+        return (
+            "; start vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, SGLang with "
+            "--enable-lora"
+        )
+    return ""

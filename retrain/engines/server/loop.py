@@ -1,0 +1,72 @@
+"""An event loop in a thread of its own, which several threads hand coroutines to."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class LoopThread:
+    def __init__(self, name: str):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._lock, self._closed = threading.Lock(), False
+        self._calls: set[Future[Any]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result] | None":
+        """Start a coroutine and return its future; None, and nothing runs, once the loop is closed."""
+        with self._lock:  # nothing may enter a loop that is about to stop
+            if self._closed:
+                coroutine.close()
+                return None
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run a coroutine and return its result; an exception that interrupts the wait cancels it. Raises RuntimeError
+        once the loop is closed."""
+        future = self.start(coroutine)
+        if future is None:
+            raise RuntimeError("the engine is closed")
+        self._calls.add(future)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            self._calls.discard(future)
+
+    def cancel(self) -> None:
+        """Cancel the coroutines of all calls of ``run``."""
+        for call in list(self._calls):
+            call.cancel()
+
+    def close(self, last: Coroutine[Any, Any, None]) -> bool:
+        """Cancel all calls, run ``last``, cancel what is left and stop; return False if it was closed before."""
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            last.close()
+            return False
+        self.cancel()
+        try:
+            asyncio.run_coroutine_threadsafe(_finish(last), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        return True
+
+
+async def _finish(last: Coroutine[Any, Any, None]) -> None:
+    try:
+        await last
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,62 @@
+"""Lets vLLM free its GPU while this process trains on the same one.
+
+Servers are awake from the first call that samples until ``SharedGpu.sleep``, which does nothing while a call samples.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+
+from retrain.engines.server.client import ServerClient
+from retrain.engines.server.connection import RequestFailed, ServerUnavailable
+from retrain.engines.server.dialects import InvalidAnswer
+from retrain.errors import ServerFailed
+
+
+class SharedGpu:
+    """Whether the servers sleep. Nothing is done unless ``is_shared``. All methods run in one event loop, and raise
+    ServerFailed when a server cannot sleep or wake."""
+
+    def __init__(self, is_shared: bool):
+        self.is_shared = is_shared
+        self._sleeping, self._users = False, 0
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def awake(self, servers: Sequence[ServerClient]) -> AsyncIterator[None]:
+        self._users += 1
+        try:
+            await self.wake(servers)
+            yield
+        finally:
+            self._users -= 1
+
+    async def sleep(self, servers: Sequence[ServerClient]) -> None:
+        async with self._lock:
+            if self.is_shared and not self._sleeping and not self._users:
+                for server in servers:
+                    await _post(server, "/sleep?level=1")
+                self._sleeping = True
+
+    async def wake(self, servers: Sequence[ServerClient]) -> None:
+        async with self._lock:
+            if self._sleeping:
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # the server needs the memory that its sleep had freed
+                for server in servers:
+                    await _post(server, "/wake_up")
+                self._sleeping = False
+
+
+async def _post(server: ServerClient, path: str) -> None:
+    try:
+        await server.connection.post(path, {})
+    except ServerUnavailable:
+        return  # a restarted server is awake
+    except (RequestFailed, InvalidAnswer) as error:
+        raise ServerFailed(
+            f"{server.url} cannot {path.strip('/').partition('?')[0]}: {error}; start vLLM with --enable-sleep-mode "
+            "and VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"
+        ) from error
