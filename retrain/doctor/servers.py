@@ -11,7 +11,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.config import Config, load, parse_dict
 from retrain.doctor.results import FAIL, PASS, Result
 from retrain.engines.server.adapters import RANKS
-from retrain.engines.server.canary import run_canaries
+from retrain.engines.server.canary import CanarySettings, run_canaries
 from retrain.engines.server.completions import RANK_HINT
 from retrain.engines.server.engine import ServerEngine
 from retrain.errors import RetrainError, UsageError
@@ -87,7 +87,7 @@ def _canary(config: Config, base: BaseModel, lanes: Lanes, engine: ServerEngine,
     tolerance = config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
     default, result = config.model.lora_rank, Result(FAIL)
     for rank in [default, *(rank for rank in reversed(RANKS) if rank < default and any_rank)]:
-        kind = rank, config.lora.alpha, config.training.temperature, tolerance
+        kind = CanarySettings(rank, config.lora.alpha, config.training.temperature, tolerance)
         try:
             texts = [canary.summary for canary in run_canaries(engine, base, lanes, [kind])]
         except RetrainError as error:

@@ -20,7 +20,7 @@ from retrain.data.dataset import longest_prompt
 from retrain.device import resolve_device
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine
-from retrain.engines.server.canary import run_canaries
+from retrain.engines.server.canary import CanarySettings, run_canaries
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.fleet import RemoteFleet
 from retrain.environments.build import askable, check_rubrics, data_of, episode_limits, missing_column, parts_of
@@ -248,7 +248,8 @@ def _canary_lines(engine: ServerEngine, bases: Bases, specs: Sequence[RunSpec]) 
     kinds = []
     for spec in specs:
         tolerance = spec.config.inference.tolerance_in(str(base.dtype).removeprefix("torch."))
-        kinds.append((spec.config.model.lora_rank, spec.config.lora.alpha, spec.config.training.temperature, tolerance))
+        rank, alpha = spec.config.model.lora_rank, spec.config.lora.alpha
+        kinds.append(CanarySettings(rank, alpha, spec.config.training.temperature, tolerance))
     for found in run_canaries(engine, base, lanes, list(dict.fromkeys(kinds))):
         yield found.summary
 

@@ -221,7 +221,7 @@ class Bases:
             self._server = key, server_engine(config, base, directory, notify, self.servers)
         engine = self._server[1]
         engine.forget()
-        engine.notify = notify
+        engine.pool.notify = notify
         return base, lanes, engine
 
     def load(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> BaseModel:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrain.engines.server.hypotheses import likely_cause
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
 from retrain.policy.protocol import Policy, PolicySnapshot
+from retrain.training.mismatch import likely_cause
 from retrain.types import Sample, Want
 
 

@@ -20,7 +20,7 @@ from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, w
 from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
 from retrain.campaign.controller import launch, resume
 from retrain.config import load
-from retrain.engines.server.canary import canary
+from retrain.engines.server.canary import Canary, CanarySettings
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import ServerProcess, server_environment
 from retrain.engines.server.teacher import ServerTeacher
@@ -195,7 +195,8 @@ def test_versions_are_swapped_and_none_is_mistaken_for_another(base, lanes, engi
 
 
 def test_the_canary_passes(base, lanes, engine):
-    found = canary(engine, base, lanes, 16, 32.0, 1.0, 1e-4)
+    settings = CanarySettings(16, 32.0, 1.0, 1e-4)
+    found = Canary(base, lanes, settings).test(engine, engine.pool.servers[0])
     assert found.adapter < 1e-4 < 0.3 < found.effect
 
 

@@ -194,9 +194,8 @@ class RayExecutor:
             ray.shutdown()
 
     def _remove(self, slot: int) -> None:
-        # An earlier controller may have created the actor
         ray = ray_module()
-        self._actors.pop(slot, None)
+        self._actors.pop(slot, None)  # an earlier controller may have created it
         with suppress(ValueError, ray.exceptions.RayError):
             ray.kill(ray.get_actor(self._name(slot), namespace=NAMESPACE))
 
@@ -252,14 +251,18 @@ def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
     free = _left_by_servers(alive, config, gpus) if has_servers else alive
     if count := sum(_room(node, config, gpus) for node in free):
         return count, gpus
+    raise _no_room(config, gpus, has_servers and any(_room(node, config, gpus) for node in alive))
+
+
+def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
     resources = _resource_words(config.ray.cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if has_servers and any(_room(node, config, gpus) for node in alive):
-        raise UsageError(
+    if servers_fill_it:
+        return UsageError(
             f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
             f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
             "servers less ([ray] server_gpus, server_cpus)"
         )
-    raise UsageError(
+    return UsageError(
         f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
         "where nodes come when they are asked for, say how many workers: --workers 4"
     )

@@ -69,7 +69,9 @@ class AbandonedAdapters:
         with contextlib.suppress(OSError):
             for path in (*self._incomplete, *(self.directory / name for name in self.names)):
                 shutil.rmtree(path)
-            _remove_empty(self.directory)
+            if {path.name for path in self.directory.iterdir()} <= {OWNER}:
+                (self.directory / OWNER).unlink(missing_ok=True)
+                self.directory.rmdir()
 
 
 class AdapterStore:
@@ -150,9 +152,3 @@ class AdapterStore:
             "lora_alpha": snapshot.weights.scale * rank,
             "target_modules": names,
         }
-
-
-def _remove_empty(directory: Path) -> None:
-    if {path.name for path in directory.iterdir()} <= {OWNER}:
-        (directory / OWNER).unlink(missing_ok=True)
-        directory.rmdir()

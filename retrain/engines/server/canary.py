@@ -19,6 +19,7 @@ import torch
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.engine import ServerEngine
 from retrain.engines.server.hypotheses import (
+    TOP_P,
     Hypothesis,
     ServedTokens,
     distances,
@@ -30,7 +31,7 @@ from retrain.engines.server.hypotheses import (
 from retrain.errors import ModelError, ServerFailed
 from retrain.policy.base import BaseModel
 from retrain.policy.local import LocalSnapshot
-from retrain.policy.lora import Adapter, Lanes, LoraWeights
+from retrain.policy.lora import Adapter, Lanes
 from retrain.types import Action, PolicyRef, SampleRequest
 
 TEXT = "The numbers 3, 14 and 15 are in a box. Take one, double it, and say what is left:"
@@ -39,6 +40,17 @@ RETURN_TOKENS = 8  # Tokens requested from base and adapter when a server return
 EFFECT = 1.0  # Least root mean square change (nats) by the canary's adapter, far above every tolerance
 IMPOSSIBLE = 1e-6  # Probability below which equal tokens from different seeds count as a fault
 STREAM = ("canary",)
+
+
+@dataclass(frozen=True)
+class CanarySettings:
+    """An adapter to test servers with. ``tolerance``: largest root mean square difference (nats) of log-probabilities
+    from the trainer's."""
+
+    rank: int
+    alpha: float
+    temperature: float
+    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -86,124 +98,133 @@ class ReturnTrial:
 
 
 def run_canaries(
-    engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[tuple[int, float, float, float]]
+    engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[CanarySettings]
 ) -> Iterator[CanaryResult]:
-    """Test each available server with adapters of these kinds: rank, alpha, temperature, tolerance (nats, root mean
-    square). Servers that come later are tested before they are used.
+    """Test each available server with each kind of adapter. Servers that come later are tested before they are used.
 
     Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the likely cause,
     or when seeds do not repeat; ServerFailed when no server answers.
     """
-    engine.set_trials([trial for kind in kinds for trial in _return_trials(base, lanes, *kind)])
+    canaries = [Canary(base, lanes, kind) for kind in kinds]
+    engine.set_trials([trial for canary in canaries for trial in canary.return_trials()])
     tested = set[ServerClient]()
     while not tested & set(engine.pool.servers):
         engine.wait_for_server()
         while untested := [server for server in engine.pool.servers if server.alive and server not in tested]:
             tested.add(untested[0])
             try:
-                for kind in kinds:
-                    yield canary(engine, base, lanes, *kind, untested[0])
+                for canary in canaries:
+                    yield canary.test(engine, untested[0])
             except ModelError:
                 if untested[0] in engine.pool.servers:
                     raise  # else the fleet has replaced the server: test its replacement
 
 
-def _return_trials(
-    base: BaseModel, lanes: Lanes, rank: int, alpha: float, temperature: float, tolerance: float
-) -> Iterator[ReturnTrial]:
-    prompt, base_weights, adapter_weights = _prompt_and_weights(base, lanes, rank, alpha)
-    for policy, weights in (("the base", base_weights), ("the adapter", adapter_weights)):
-        last, ref = min(RETURN_TOKENS, len(prompt)), PolicyRef("canary", 0)
-        table_TV = next_tokens(base, lanes, prompt, last, weights, temperature)
-        prefixes = [prompt[: len(prompt) - last + i + 1] for i in range(last)]
-        requests = [
-            SampleRequest(ref, prefix, 1, 1, temperature, (*STREAM, "again", policy, i))
-            for i, prefix in enumerate(prefixes)
-        ]
-        yield ReturnTrial(requests, LocalSnapshot(weights), table_TV, policy, tolerance)
+class Canary:
+    """A prompt, an adapter without effect (the base), and a random one whose effect is at least ``EFFECT``."""
+
+    def __init__(self, base: BaseModel, lanes: Lanes, settings: CanarySettings):
+        self.base, self.lanes, self.settings = base, lanes, settings
+        self.prompt = tuple(base.tokenizer(TEXT)["input_ids"])
+        zero, adapter = (lanes.new_adapter(settings.rank, settings.alpha) for _ in range(2))
+        _grow(base, lanes, adapter, self.prompt)
+        self.zero, self.adapter = zero.frozen(), adapter.frozen()
+
+    def return_trials(self) -> Iterator[ReturnTrial]:
+        prompt, temperature = self.prompt, self.settings.temperature
+        for policy, weights in (("the base", self.zero), ("the adapter", self.adapter)):
+            last, ref = min(RETURN_TOKENS, len(prompt)), PolicyRef("canary", 0)
+            table_TV = next_tokens(self.base, self.lanes, prompt, last, weights, temperature)
+            prefixes = [prompt[: len(prompt) - last + i + 1] for i in range(last)]
+            requests = [
+                SampleRequest(ref, prefix, 1, 1, temperature, (*STREAM, "again", policy, i))
+                for i, prefix in enumerate(prefixes)
+            ]
+            yield ReturnTrial(requests, LocalSnapshot(weights), table_TV, policy, self.settings.tolerance)
+
+    def test(self, engine: ServerEngine, server: ServerClient) -> CanaryResult:
+        """Test one server; raises as ``run_canaries`` does."""
+        begin = time.perf_counter()
+        refs = [PolicyRef("canary-base", 0), PolicyRef("canary", 0)]
+        try:
+            for ref, weights in zip(refs, (self.zero, self.adapter), strict=True):
+                engine.publish(ref, LocalSnapshot(weights))
+            served = [self._served_tokens(engine, server, ref) for ref in refs]
+            for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
+                self._check_seeds(engine, server, ref, name)
+            engine.forget_sequences()
+        except ServerFailed as error:
+            raise ModelError(f"{server.url} was tried before training, and failed: {error}") from error
+        finally:
+            for ref in refs:
+                engine.retire(ref)
+        base_rms, adapter_rms = self._compare(server.url, *served)
+        ways = [Hypothesis("", weights, self.settings.temperature) for weights in (self.adapter, None)]
+        with_adapter, with_base = (trainer_logprobs(self.base, self.lanes, served[1], way) for way in ways)
+        tokens = sum(len(completion.token_ids) for completions in served for completion in completions)
+        where = f" at {server.url}" if len(engine.pool.servers) > 1 else ""
+        effect, seconds = rms(with_adapter - with_base), time.perf_counter() - begin
+        return CanaryResult(base_rms, adapter_rms, effect, tokens, seconds, where)
+
+    def _compare(
+        self, url: str, from_base: Sequence[ServedTokens], from_adapter: Sequence[ServedTokens]
+    ) -> tuple[float, float]:
+        temperature, tolerance = self.settings.temperature, self.settings.tolerance
+        (of_base,) = distances(self.base, self.lanes, from_base, [Hypothesis("base", None, temperature)])
+        (of_adapter,) = distances(
+            self.base, self.lanes, from_adapter, [Hypothesis("adapter", self.adapter, temperature)]
+        )
+        if of_base <= tolerance and of_adapter <= tolerance:
+            return of_base, of_adapter
+        numbers = (
+            f"its log-probabilities of the base's tokens are {of_base:.2g} nats from our own (root mean square), those "
+            f"of the adapter's {of_adapter:.2g}; {tolerance:g} is the limit ([inference] tolerance)"
+        )
+        if of_base > tolerance:
+            cause = self._likeliest(from_base, list(_base_misreadings(temperature)), of_base)
+        else:
+            cause = self._likeliest(from_adapter, list(misreadings(self.adapter, temperature)), of_adapter)
+        raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
+
+    def _likeliest(self, served: Sequence[ServedTokens], ways: Sequence[Hypothesis], apart: float) -> str:
+        far = distances(self.base, self.lanes, served, ways)
+        best = min(range(len(ways)), key=lambda i: far[i])
+        if far[best] < 0.25 * apart:
+            return f"Likely cause: {ways[best].name} ({far[best]:.2g} nats away).{_advice(ways[best].name)}"
+        others = f"nearest of {len(ways)} known mistakes: {ways[best].name}, {far[best]:.2g} nats away"
+        if apart < 0.5:
+            return (
+                f"Likely cause: precision, or a quantised model ({others}). Serve it in the format of [inference] dtype"
+            )
+        return f"Likely cause: another base model, or other weights of it ({others}). Serve the model of [model] model"
+
+    def _served_tokens(self, engine: ServerEngine, server: ServerClient, ref: PolicyRef) -> list[ServedTokens]:
+        (actions,) = engine.sample([self._request(ref, ref.run_id)], at=server)
+        return [ServedTokens(self.prompt, action.token_ids, action.logprobs_T) for action in actions]
+
+    def _request(self, ref: PolicyRef, *stream: str | int) -> SampleRequest:
+        return SampleRequest(ref, self.prompt, SAMPLES, TOKENS, self.settings.temperature, (*STREAM, *stream))
+
+    def _check_seeds(self, engine: ServerEngine, server: ServerClient, ref: PolicyRef, name: str) -> None:
+        if self.settings.temperature == 0:
+            return
+        for attempt in range(TRIES):
+            request = self._request(ref, "seeds", attempt)
+            (once,), (again,) = engine.sample([request], at=server), engine.sample([request], at=server)
+            if [action.token_ids for action in once] == [action.token_ids for action in again]:
+                _check_variety(once, server.url, name)
+                return
+        raise ModelError(
+            f"{server.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
+            f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
+        )
 
 
-def canary(
-    engine: ServerEngine,
-    base: BaseModel,
-    lanes: Lanes,
-    rank: int,
-    alpha: float,
-    temperature: float,
-    tolerance: float,
-    server: ServerClient | None = None,
-) -> CanaryResult:
-    begin = time.perf_counter()
-    server = server or engine.pool.servers[0]
-    prompt, *weights = _prompt_and_weights(base, lanes, rank, alpha)
-    refs = [PolicyRef("canary-base", 0), PolicyRef("canary", 0)]
-    try:
-        for ref, lora_weights in zip(refs, weights, strict=True):
-            engine.publish(ref, LocalSnapshot(lora_weights))
-        served = [_served_tokens(engine, server, ref, prompt, temperature) for ref in refs]
-        for ref, name in zip(refs, ("the base", "an adapter"), strict=True):
-            _check_seeds(engine, server, ref, prompt, temperature, name)
-        engine.forget_sequences()
-    except ServerFailed as error:
-        raise ModelError(f"{server.url} was tried before training, and failed: {error}") from error
-    finally:
-        for ref in refs:
-            engine.retire(ref)
-    base_rms, adapter_rms = _compare(base, lanes, server.url, served, weights[1], temperature, tolerance)
-    plain = Hypothesis("", None, temperature)
-    effect = rms(
-        trainer_logprobs(base, lanes, served[1], Hypothesis("", weights[1], temperature))
-        - trainer_logprobs(base, lanes, served[1], plain)
-    )
-    tokens = sum(len(completion.token_ids) for completions in served for completion in completions)
-    where = f" at {server.url}" if len(engine.pool.servers) > 1 else ""
-    return CanaryResult(base_rms, adapter_rms, effect, tokens, time.perf_counter() - begin, where)
-
-
-def _compare(
-    base: BaseModel,
-    lanes: Lanes,
-    url: str,
-    served: Sequence[Sequence[ServedTokens]],
-    weights: LoraWeights,
-    temperature: float,
-    tolerance: float,
-) -> tuple[float, float]:
-    plain, right = Hypothesis("base", None, temperature), Hypothesis("adapter", weights, temperature)
-    (of_base,), (of_adapter,) = distances(base, lanes, served[0], [plain]), distances(base, lanes, served[1], [right])
-    if of_base <= tolerance and of_adapter <= tolerance:
-        return of_base, of_adapter
-    numbers = (
-        f"its log-probabilities of the base's tokens are {of_base:.2g} nats from our own (root mean square), those of "
-        f"the adapter's {of_adapter:.2g}; {tolerance:g} is the limit ([inference] tolerance)"
-    )
-    if of_base > tolerance:
-        cause = _base_cause(base, lanes, served[0], temperature, of_base)
-    else:
-        cause = _likeliest(base, lanes, served[1], list(misreadings(weights, temperature)), of_adapter)
-    raise ModelError(f"{url} does not compute what is trained here: {numbers}. {cause}")
-
-
-def _base_cause(base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], temperature: float, apart: float) -> str:
-    ways = [
-        Hypothesis(f"the server samples with top_p = {p:g} of its own", None, temperature, p) for p in (0.95, 0.9, 0.8)
-    ]
+def _base_misreadings(temperature: float) -> Iterator[Hypothesis]:
+    for top_p in TOP_P:
+        yield Hypothesis(f"the server samples with top_p = {top_p:g} of its own", None, temperature, top_p)
     if temperature != 1:
-        ways.append(Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", None, 1.0))
-    return _likeliest(base, lanes, served, ways, apart)
-
-
-def _likeliest(
-    base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], ways: Sequence[Hypothesis], apart: float
-) -> str:
-    far = distances(base, lanes, served, ways)
-    best = min(range(len(ways)), key=lambda i: far[i])
-    if far[best] < 0.25 * apart:
-        return f"Likely cause: {ways[best].name} ({far[best]:.2g} nats away).{_advice(ways[best].name)}"
-    others = f"nearest of {len(ways)} known mistakes: {ways[best].name}, {far[best]:.2g} nats away"
-    if apart < 0.5:
-        return f"Likely cause: precision, or a quantised model ({others}). Serve it in the format of [inference] dtype"
-    return f"Likely cause: another base model, or other weights of it ({others}). Serve the model of [model] model"
+        yield Hypothesis(f"log-probabilities are those of temperature 1, not {temperature:g}", None, 1.0)
 
 
 def _advice(name: str) -> str:
@@ -212,31 +233,6 @@ def _advice(name: str) -> str:
     if "top_p" in name:
         return " Start vLLM with --generation-config vllm"
     return ""
-
-
-def _served_tokens(
-    engine: ServerEngine, server: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float
-) -> list[ServedTokens]:
-    request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, ref.run_id))
-    (actions,) = engine.sample([request], at=server)
-    return [ServedTokens(prompt, action.token_ids, action.logprobs_T) for action in actions]
-
-
-def _check_seeds(
-    engine: ServerEngine, server: ServerClient, ref: PolicyRef, prompt: tuple[int, ...], temperature: float, name: str
-) -> None:
-    if temperature == 0:
-        return
-    for attempt in range(TRIES):
-        request = SampleRequest(ref, prompt, SAMPLES, TOKENS, temperature, (*STREAM, "seeds", attempt))
-        (once,), (again,) = engine.sample([request], at=server), engine.sample([request], at=server)
-        if [action.token_ids for action in once] == [action.token_ids for action in again]:
-            _check_variety(once, server.url, name)
-            return
-    raise ModelError(
-        f"{server.url}: its seeds do not repeat: {name} sampled {SAMPLES} times with the same seeds gave other "
-        f"tokens in {TRIES} of {TRIES} tries. SGLang needs --enable-deterministic-inference"
-    )
 
 
 def _check_variety(actions: Sequence[Action], url: str, name: str) -> None:
@@ -248,16 +244,6 @@ def _check_variety(actions: Sequence[Action], url: str, name: str) -> None:
             f"{url}: it does not use its seeds: {name} gave the same tokens with {len(actions)} different ones, "
             f"which happens by chance once in {1 / chance:.0e} times"
         )
-
-
-def _prompt_and_weights(
-    base: BaseModel, lanes: Lanes, rank: int, alpha: float
-) -> tuple[tuple[int, ...], LoraWeights, LoraWeights]:
-    """Return the prompt, an adapter without effect (the base), and a random one whose effect is at least ``EFFECT``."""
-    prompt = tuple(base.tokenizer(TEXT)["input_ids"])
-    zero, adapter = lanes.new_adapter(rank, alpha), lanes.new_adapter(rank, alpha)
-    _grow(base, lanes, adapter, prompt)
-    return prompt, zero.frozen(), adapter.frozen()
 
 
 def _grow(base: BaseModel, lanes: Lanes, adapter: Adapter, prompt: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from retrain.engines.server.adapters import PublishedAdapter
+from retrain.engines.server.adapters import AdapterStore, PublishedAdapter
 from retrain.engines.server.checks import action_of
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ModelNotFound, RequestRejected, ServerUnavailable, ServerUnreachable
@@ -96,6 +96,20 @@ class Completions:
         again = f" (and before: {'; '.join(dict.fromkeys(faults[:-1]))})" if set(faults[:-1]) - {faults[-1]} else ""
         last = f"{faults[-1]}{_hint(faults[-1])}"
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
+
+    async def run_trial(self, store: AdapterStore, trial: Trial, server: ServerClient) -> None:
+        """Raises what ``trial`` raises, and RequestFailed, InvalidAnswer."""
+        published = store.new_adapter(trial.requests[0].policy, trial.weights)
+        try:
+            await server.adapters.require(published)
+            answers = [
+                await self.answer(server, request, published.name, torch_seed(*request.stream))
+                for request in trial.requests
+            ]
+        finally:
+            await server.adapters.unload(published.name, server.alive)  # the pool does so before the server is used
+            await asyncio.to_thread(store.remove, published.name)
+        trial.judge(server.url, answers)
 
 
 def _group_key(request: SampleRequest) -> Hashable:

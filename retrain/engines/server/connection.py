@@ -82,14 +82,12 @@ class ServerConnection:
     async def get(self, path: str, timeout_s: float | None = None) -> Any:
         return await self._send("GET", path, timeout_s)
 
-    async def _send(
-        self, method: str, path: str, timeout_s: float | None, body: dict[str, object] | None = None
-    ) -> Any:
+    async def _send(self, method: str, path: str, limit: float | None, body: dict[str, object] | None = None) -> Any:
         import httpx
 
         if self._http is None or self._http.is_closed:
             raise ServerUnreachable("its connection was closed")
-        limit = timeout_s or self.timeout_s
+        limit = limit or self.timeout_s
         try:
             # httpx limits each read, not the request: an answer that trickles in would never time out.
             async with asyncio.timeout(limit):

@@ -10,7 +10,8 @@ Every sampling parameter is always sent, also at its default, because servers ta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,7 +96,7 @@ class OpenAI:
         return body | {key: value for key, value in cuts.items() if value}
 
     def read(self, payload: Any) -> Answer:
-        try:
+        with _expecting("completion with log-probabilities", payload):
             choice = payload["choices"][0]
             logprobs = choice["logprobs"]
             token_ids = choice.get("token_ids")
@@ -108,8 +109,6 @@ class OpenAI:
                 payload.get("model"),
                 choice.get("prompt_token_ids"),
             )
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
@@ -123,11 +122,9 @@ class OpenAI:
         }
 
     def read_prompt(self, payload: Any) -> PromptLogprobs:
-        try:
+        with _expecting("log-probabilities of the prompt", payload):
             choice = payload["choices"][0]
             return PromptLogprobs(choice["logprobs"]["token_logprobs"], choice.get("prompt_token_ids"))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise InvalidAnswer(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 class VLLM(OpenAI):
@@ -179,14 +176,12 @@ class SGLang:
         }
 
     def read(self, payload: Any) -> Answer:
-        try:
+        with _expecting("completion with log-probabilities", payload):
             info = payload["meta_info"]
             sampled = info["output_token_logprobs"]
             finish = info["finish_reason"]
             kind = finish["type"] if isinstance(finish, Mapping) else finish
             return Answer([token[1] for token in sampled], [token[0] for token in sampled], str(kind))
-        except (KeyError, IndexError, TypeError) as error:
-            raise InvalidAnswer(f"no completion with log-probabilities: {_clipped(payload)}") from error
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
         return {
@@ -198,11 +193,9 @@ class SGLang:
         }
 
     def read_prompt(self, payload: Any) -> PromptLogprobs:
-        try:
+        with _expecting("log-probabilities of the prompt", payload):
             tokens = payload["meta_info"]["input_token_logprobs"]
             return PromptLogprobs([token[0] for token in tokens], [token[1] for token in tokens])
-        except (KeyError, IndexError, TypeError) as error:
-            raise InvalidAnswer(f"no log-probabilities of the prompt: {_clipped(payload)}") from error
 
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VLLM(), "openai": OpenAI(), "sglang": SGLang()}  # By `[inference] engine`
@@ -215,5 +208,9 @@ def _named_id(token: str) -> int:
     return int(number)
 
 
-def _clipped(payload: Any) -> str:
-    return repr(payload)[:160]
+@contextmanager
+def _expecting(what: str, payload: Any) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InvalidAnswer(f"no {what}: {repr(payload)[:160]}") from error

@@ -27,7 +27,6 @@ from retrain.engines.slots import check_lengths
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot
-from retrain.rng import torch_seed
 from retrain.types import Action, PolicyRef, SampleRequest
 
 WAKING_S = 20.0  # Seconds for waking servers at the end
@@ -63,13 +62,10 @@ class ServerEngine:
         sleeps: bool = False,
         waits: Waits = WAITS,
     ):
-        self.model, self.store, self.fleet = model, store, fleet
-        self.notify, self.waits = notify, waits
+        self.model, self.store, self.fleet, self.waits = model, store, fleet, waits
         self.is_concurrent = not sleeps  # sleeping servers and training take turns on the same GPU
         gave_up = (lambda: fleet.gave_up) if fleet is not None else (lambda: "")
-        self.pool = ServerPool(
-            urls, new_client, model.name, lambda text, level: self.notify(text, level), gave_up, waits
-        )
+        self.pool = ServerPool(urls, new_client, model.name, notify, gave_up, waits)
         self._completions, self._gpu = Completions(model, self.pool, waits), SharedGpu(sleeps)
         self._published: dict[PolicyRef, PublishedAdapter] = {}
         self._unloads: set[Future[None]] = set()
@@ -193,11 +189,8 @@ class ServerEngine:
 
     def forget_sequences(self) -> None:
         """Forget which server has which rollout; servers that share the trainer's GPU sleep until the next sample."""
-        self._loop.run(self._forget_sequences())
-
-    async def _forget_sequences(self) -> None:
         self.pool.forget_homes()
-        await self._gpu.sleep(self.pool.servers)
+        self._loop.run(self._gpu.sleep(self.pool.servers))
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
@@ -216,7 +209,13 @@ class ServerEngine:
         context = min([self.model.context, *contexts])
         check_lengths(requests, context, "the server" if context < self.model.context else self.model.name)
         with self._lock:
-            used = {ref: self._weights(ref) for ref in dict.fromkeys(request.policy for request in requests)}
+            for ref in (request.policy for request in requests):
+                if ref not in self._published:
+                    versions = sorted(other.version for other in self._published if other.run_id == ref.run_id)
+                    raise RunFailed(
+                        f"no weights were published as version {ref.version} of {ref.run_id}; there are {versions}"
+                    )
+            used = {request.policy: self._published[request.policy] for request in requests}
             for published in used.values():
                 published.users += 1
         call = _Call(requests, used, asyncio.Semaphore(max_rows) if max_rows else None, at)
@@ -230,12 +229,6 @@ class ServerEngine:
             for published in used.values():
                 if published.retired:
                     self._retire(published)
-
-    def _weights(self, ref: PolicyRef) -> PublishedAdapter:
-        if ref not in self._published:
-            versions = sorted(other.version for other in self._published if other.run_id == ref.run_id)
-            raise RunFailed(f"no weights were published as version {ref.version} of {ref.run_id}; there are {versions}")
-        return self._published[ref]
 
     async def _sample(self, call: _Call, finished: Finished | None) -> list[list[Action]]:
         done: list[list[Action | None]] = [[None] * request.samples for request in call.requests]
@@ -278,17 +271,4 @@ class ServerEngine:
 
     def set_trials(self, trials: Sequence[Trial]) -> None:
         """Set the trials that a server must pass when it returns or joins late."""
-        self.pool.trials = [partial(self._run_trial, trial) for trial in trials]
-
-    async def _run_trial(self, trial: Trial, server: ServerClient) -> None:
-        published = self.store.new_adapter(trial.requests[0].policy, trial.weights)
-        try:
-            await server.adapters.require(published)
-            answers = [
-                await self._completions.answer(server, request, published.name, torch_seed(*request.stream))
-                for request in trial.requests
-            ]
-        finally:
-            await server.adapters.unload(published.name, server.alive)  # the pool does so before the server is used
-            await asyncio.to_thread(self.store.remove, published.name)
-        trial.judge(server.url, answers)
+        self.pool.trials = [partial(self._completions.run_trial, self.store, trial) for trial in trials]

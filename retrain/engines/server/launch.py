@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
@@ -163,16 +164,19 @@ class ServerProcess:
                 self.notify(
                     f"ending the server that an earlier process left behind (process {identity['pid']})", "info"
                 )
-                _end(identity["pid"], lambda: None if process.is_running() and _is_running(process) else 0)
+                _end(
+                    identity["pid"],
+                    lambda: None if process.is_running() and process.status() != psutil.STATUS_ZOMBIE else 0,
+                )
 
 
 def identity_of(directory: Path, name: str) -> Path:
     return directory / f"{name}.json"
 
 
+@dataclass
 class Restarts:
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
     def count_end(self, answered_s: float) -> bool:
         """Count an end and return whether there were too many; ``STEADY_S`` of answers reset the count."""
@@ -224,10 +228,6 @@ def _check_exists(program: str) -> None:
 def _release_minder(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         process.stdin.close()
-
-
-def _is_running(process: object) -> bool:
-    return process.status() != "zombie"  # type: ignore[attr-defined]
 
 
 def _end(leader: int, poll: Callable[[], int | None]) -> None:

@@ -16,7 +16,7 @@ from retrain.errors import ServerFailed
 
 
 class SharedGpu:
-    """Whether the servers sleep. Nothing is done unless ``is_shared``. All methods run in one event loop, and raise
+    """Puts servers to sleep and wakes them, if the GPU ``is_shared``. All methods run in one event loop, and raise
     ServerFailed when a server cannot sleep or wake."""
 
     def __init__(self, is_shared: bool):

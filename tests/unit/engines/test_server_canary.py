@@ -14,9 +14,13 @@ from retrain.errors import ModelError
 model, base, lanes, standin, server = served_world()
 
 
+def result(engine, base, lanes, *settings):
+    return canary.Canary(base, lanes, canary.CanarySettings(*settings)).test(engine, engine.pool.servers[0])
+
+
 @pytest.mark.parametrize(("rank", "alpha", "temperature"), [(4, 8.0, 1.0), (16, 32.0, 0.7), (12, 6.0, 1.3)])
 def test_a_sound_server_passes(engine, base, lanes, server, rank, alpha, temperature):
-    found = canary.canary(engine, base, lanes, rank, alpha, temperature, 1e-4)
+    found = result(engine, base, lanes, rank, alpha, temperature, 1e-4)
     assert max(found.base, found.adapter) < 1e-5
     assert found.effect > 0.3
     assert "seeds repeat" in found.summary
@@ -47,7 +51,7 @@ def test_an_adapter_that_is_read_differently_is_refused_by_its_cause(
 
     monkeypatch.setattr(adapters, "write_peft", write_otherwise)
     with pytest.raises(ModelError, match=r"0.002 is the limit \(\[inference\] tolerance\)") as caught:
-        canary.canary(engine, base, lanes, 16, 32.0, 1.0, 2e-3)
+        result(engine, base, lanes, 16, 32.0, 1.0, 2e-3)
     assert cause in str(caught.value).partition("Likely cause: ")[2]
 
 
@@ -91,12 +95,14 @@ def test_a_server_that_answers_otherwise_is_refused_before_training(engine, base
     server.dialect = DIALECTS[words](base, lanes)
     server.adapters.prefix = server.dialect.adapter_prefix
     with pytest.raises(ModelError, match=words):
-        canary.canary(engine, base, lanes, 4, 8.0, 0.7, 2e-3)
+        result(engine, base, lanes, 4, 8.0, 0.7, 2e-3)
 
 
 def test_every_server_is_tried_also_one_that_comes_later(base, lanes, server, connect, start, tmp_path):
     sound, other = start(server.service.base.name), start(qwen3_directory(tmp_path / "other", TEXTS, seed=1))
-    urls, messages, kinds = [server.url, sound.url, other.url], [], [(4, 8.0, 1.0, 2e-3), (16, 8.0, 0.7, 2e-3)]
+    urls, messages, kinds = [server.url, sound.url, other.url], [], [
+        canary.CanarySettings(4, 8.0, 1.0, 2e-3), canary.CanarySettings(16, 8.0, 0.7, 2e-3),
+    ]  # fmt: skip
     engine = connect(*urls)
     fault = rf"{other.url} does not compute what is trained here.*Likely cause: another base model, or other weights"
     with pytest.raises(ModelError, match=f"(?s){fault}"):
