@@ -38,7 +38,7 @@ def server_engine(
 
     def server_message(text: str, level: str) -> None:
         # The engine outlives the cohort that it is built for: its present ``notify`` is the later cohort's.
-        (engines[0].notify if engines else notify)(text, level)
+        (engines[0].pool.notify if engines else notify)(text, level)
 
     dialect = DIALECTS[settings.engine]
     engine = ServerEngine(
