@@ -11,7 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from retrain.serving.batching import Generation, Piece
+from retrain.serving.batching import GenerationState, Piece
 from retrain.serving.schema import SamplingBody, ServingError
 from retrain.serving.scoring import Tops
 from retrain.serving.service import Service
@@ -21,7 +21,7 @@ JsonObject = dict[str, object]
 BodyType = TypeVar("BodyType", bound=SamplingBody)
 
 
-class Answer(StreamingResponse, Generic[BodyType]):
+class ChoicesResponse(StreamingResponse, Generic[BodyType]):
     """``n`` choices for each of the prompts, which are token ids. The generations are cancelled when the client
     disconnects."""
 
@@ -60,7 +60,7 @@ class Answer(StreamingResponse, Generic[BodyType]):
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body})
 
-    async def _pieces(self) -> AsyncIterator[tuple[Generation, Piece]]:
+    async def _pieces(self) -> AsyncIterator[tuple[GenerationState, Piece]]:
         """Yield pieces until the last generation ends. Raises ServingError when one fails."""
         running = len(self.generations)
         while running:
@@ -87,7 +87,7 @@ class Answer(StreamingResponse, Generic[BodyType]):
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield self.head | {"choices": [], "usage": self._usage()}
 
-    async def _choice(self, generation: Generation, piece: Piece) -> JsonObject:
+    async def _choice(self, generation: GenerationState, piece: Piece) -> JsonObject:
         """Return a choice, or the streamed part ``piece`` of it."""
         choice: JsonObject = {
             "index": generation.index,
@@ -103,7 +103,7 @@ class Answer(StreamingResponse, Generic[BodyType]):
         read, written = sum(map(len, self.prompts)), sum(len(each.total.token_ids) for each in self.generations)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    async def tops(self, generation: Generation, piece: Piece, top: int) -> Sequence[Tops]:
+    async def tops(self, generation: GenerationState, piece: Piece, top: int) -> Sequence[Tops]:
         """Return the ``top`` most probable tokens at each token of ``piece``."""
         if not top or not piece.token_ids:
             return [()] * len(piece.token_ids)
@@ -120,7 +120,7 @@ class Answer(StreamingResponse, Generic[BodyType]):
         return self.service.tokenizer.source.decode([token_id], skip_special_tokens=False)
 
     @abstractmethod
-    async def content(self, generation: Generation, piece: Piece) -> JsonObject:
+    async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
         """Return the text or message of a choice, or of a streamed part of it, and its log-probabilities."""
 
     def opening(self) -> Iterable[JsonObject]:

@@ -51,7 +51,7 @@ class Piece:
 
 
 @dataclass(eq=False)
-class Generation:
+class GenerationState:
     """One sequence to sample after ``prompt_ids`` with the sampling and stop conditions of ``body``. ``stream``
     identifies its random numbers, ``deadline`` refers to ``time.monotonic``. ``total`` has everything until now;
     ``pieces`` gets each piece, or the error that ended the generation."""
@@ -63,7 +63,7 @@ class Generation:
     max_tokens: int
     stream: tuple[int | str, ...]
     tokenizer: Tokenizer
-    pieces: "asyncio.Queue[tuple[Generation, Piece | ServingError]]"
+    pieces: "asyncio.Queue[tuple[GenerationState, Piece | ServingError]]"
     deadline: float = float("inf")
     is_cancelled: bool = False
     total: Piece = field(default_factory=Piece)
@@ -138,8 +138,8 @@ class Batcher:
         self.piece_tokens = usual if engine.fast else 1 << 30
         engine.keeps_blocks = True
         self.failure = ""  # Error that ended decoding, if any
-        self._waiting: deque[Generation] = deque()
-        self._active: list[Generation] = []
+        self._waiting: deque[GenerationState] = deque()
+        self._active: list[GenerationState] = []
         self._retired: list[PolicyRef] = []
         self._thread = ThreadPoolExecutor(1, "engine")
         self._task: asyncio.Task[None] | None = None
@@ -152,7 +152,7 @@ class Batcher:
         """Stop after the current piece."""
         self._thread.shutdown()
 
-    def submit(self, generations: Sequence[Generation]) -> None:
+    def submit(self, generations: Sequence[GenerationState]) -> None:
         """Queue generations, all or none. Raises ServingError: 400 if they never fit, 503 when the queue is full."""
         waiting, limit = len(self._waiting), self.max_waiting
         if len(generations) > limit:
@@ -200,12 +200,12 @@ class Batcher:
         self._waiting = deque(each for each in self._waiting if each not in gone)
         self._fail(gone, 504, "the completion has taken too long")
 
-    def _fail(self, generations: Iterable[Generation], status: int, message: str) -> None:
+    def _fail(self, generations: Iterable[GenerationState], status: int, message: str) -> None:
         for generation in generations:
             generation.deliver(ServingError(status, message))
         self._remove(generations)
 
-    def _remove(self, generations: Iterable[Generation]) -> None:
+    def _remove(self, generations: Iterable[GenerationState]) -> None:
         removed = set(generations)
         self._active = [each for each in self._active if each not in removed]
         for each in removed:
@@ -217,7 +217,7 @@ class Batcher:
             self._retired.remove(ref)
             self.call(lambda ref=ref: self.engine.retire(ref))
 
-    async def _decode(self, batch: list[Generation]) -> None:
+    async def _decode(self, batch: list[GenerationState]) -> None:
         try:
             requests = list(self._requests(batch))
             samples = self.call(lambda: self.engine.sample([request for request, _ in requests]))
@@ -235,12 +235,12 @@ class Batcher:
                     self._fail([generation], 500, "decoding this completion failed: see the log")
         self._remove(each for each in batch if each.total.finish_reason)
 
-    def _batches(self) -> list[list[Generation]]:
+    def _batches(self) -> list[list[GenerationState]]:
         """Return the running generations in batches whose lanes are about equally full."""
-        lanes: dict[PolicyRef, list[Generation]] = {}
+        lanes: dict[PolicyRef, list[GenerationState]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
-        batches: list[list[Generation]] = []
+        batches: list[list[GenerationState]] = []
         busiest = count = 0
         for members in sorted(lanes.values(), key=len, reverse=True):
             if not batches or busiest * (count + 1) > LANES_WASTE * (len(batches[-1]) + len(members)):
@@ -250,13 +250,21 @@ class Batcher:
             count += 1
         return batches
 
-    def _requests(self, batch: Sequence[Generation]) -> Iterable[tuple[SampleRequest, list[Generation]]]:
+    def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
         """Yield the engine's requests; generations that begin with equal prompts and sampling share one."""
-        alike: dict[object, list[Generation]] = {}
-        for each in batch:
-            limit, body = min(each.remaining_tokens, self.piece_tokens), each.body
-            start = (each.served.ref, each.prompt_ids, limit, body.temperature, body.top_p, body.top_k, body.min_p)
-            alike.setdefault(each if each.total.token_ids else start, []).append(each)
+        alike: dict[object, list[GenerationState]] = {}
+        for generation in batch:
+            limit, body = min(generation.remaining_tokens, self.piece_tokens), generation.body
+            start = (
+                generation.served.ref,
+                generation.prompt_ids,
+                limit,
+                body.temperature,
+                body.top_p,
+                body.top_k,
+                body.min_p,
+            )
+            alike.setdefault(generation if generation.total.token_ids else start, []).append(generation)
         for generations in alike.values():
             first = generations[0]
             body, drawn, limit = first.body, first.total.token_ids, min(first.remaining_tokens, self.piece_tokens)

@@ -10,20 +10,20 @@ from retrain.config.tasks import Data
 from retrain.data.prompts import Renderer
 from retrain.environments.tools.calls import read_calls
 from retrain.errors import RetrainError
-from retrain.serving.answers import Answer, JsonObject, finite
-from retrain.serving.batching import Generation, Piece
+from retrain.serving.answers import ChoicesResponse, JsonObject, finite
+from retrain.serving.batching import GenerationState, Piece
 from retrain.serving.schema import ChatBody, ChatMessage, ServingError, Tools
 from retrain.serving.service import Service
 from retrain.types import Problem
 
 
-async def answer(service: Service, body: ChatBody) -> Answer[ChatBody]:
+async def answer(service: Service, body: ChatBody) -> ChoicesResponse[ChatBody]:
     service.find(body.model)
     prompt_ids = await service.with_tokenizer(
         lambda tokenizer: rendered(tokenizer, body.messages, body.tools, body.chat_template_kwargs)
     )
     max_tokens = body.max_completion_tokens or body.max_tokens or service.base.context_length - len(prompt_ids)
-    return ChatAnswer(service, body, [prompt_ids], max(1, max_tokens))
+    return ChatResponse(service, body, [prompt_ids], max(1, max_tokens))
 
 
 def rendered(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def rendered(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, more
         raise ServingError(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
 
 
-class ChatAnswer(Answer[ChatBody]):
+class ChatResponse(ChoicesResponse[ChatBody]):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def opening(self) -> Iterable[JsonObject]:
@@ -54,7 +54,7 @@ class ChatAnswer(Answer[ChatBody]):
     def prompt_ids(self) -> JsonObject:
         return {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
 
-    async def content(self, generation: Generation, piece: Piece) -> JsonObject:
+    async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
         reason, calls = piece.finish_reason, []
         message: JsonObject = {"content": piece.text}
         if self.body.tools:  # calls can only be recognised at the end

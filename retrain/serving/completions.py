@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from retrain.serving.answers import Answer, JsonObject, finite
-from retrain.serving.batching import Generation, Piece
+from retrain.serving.answers import ChoicesResponse, JsonObject, finite
+from retrain.serving.batching import GenerationState, Piece
 from retrain.serving.schema import CompletionBody
 from retrain.serving.scoring import Tops
 from retrain.serving.service import Service
 
 
-async def answer(service: Service, body: CompletionBody) -> Answer[CompletionBody]:
+async def answer(service: Service, body: CompletionBody) -> ChoicesResponse[CompletionBody]:
     service.find(body.model)
     prompts = await service.with_tokenizer(
         lambda tokenizer: [
@@ -20,23 +20,23 @@ async def answer(service: Service, body: CompletionBody) -> Answer[CompletionBod
             for prompt in body.prompt
         ]
     )
-    return CompletionAnswer(service, body, prompts, body.max_tokens)
+    return CompletionResponse(service, body, prompts, body.max_tokens)
 
 
 def encoded(tokenizer: Any, text: str, add_special_tokens: bool) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
 
-class CompletionAnswer(Answer[CompletionBody]):
+class CompletionResponse(ChoicesResponse[CompletionBody]):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __init__(self, service: Service, body: CompletionBody, prompts: Sequence[tuple[int, ...]], max_tokens: int):
+        super().__init__(service, body, prompts, max_tokens)
         self._offsets = Counter[int]()  # Characters of the tokens of each choice until now
         self._prompt_scores: dict[tuple[int, ...], tuple[list[float], list[Tops]]] = {}
 
-    async def content(self, generation: Generation, piece: Piece) -> JsonObject:
+    async def content(self, generation: GenerationState, piece: Piece) -> JsonObject:
         body, prompt_ids, is_first = self.body, generation.prompt_ids, piece.begin == 0
         echoes, text = body.echo and is_first, piece.text
         if echoes:

@@ -84,8 +84,12 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
         protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
-        more: dict[str, Any] = {"lifespan": "off", "ws": "none", "timeout_keep_alive": KEEP_ALIVE_S}
-        super().__init__(uvicorn.Config(app, http=protocol, log_level="warning", access_log=False, **more))
+        super().__init__(
+            uvicorn.Config(
+                app, http=protocol, ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, log_level="warning",
+                access_log=False,
+            )
+        )  # fmt: skip
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

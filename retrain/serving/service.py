@@ -18,7 +18,7 @@ from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.rng import stream_key
 from retrain.serving.adapters import ServedWeights, read_weights, uploaded_weights, zero_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, Generation, Piece
+from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece
 from retrain.serving.schema import SamplingBody, ServingError
 from retrain.serving.scoring import Tops, score
 from retrain.tokenizer import Tokenizer
@@ -143,7 +143,7 @@ class Service:
         longest = max(map(len, self._encoder.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
-    def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[Generation]:
+    def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[GenerationState]:
         """Start ``n`` generations after every prompt; those of 0 tokens end at once. Raises ServingError.
 
         The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
@@ -164,14 +164,14 @@ class Service:
                 raise ServingError(400, f"Token id {str(max(prompt_ids))[:30]} is out of vocabulary", "prompt")
         deadline = time.monotonic() + self.timeout_s
         served = self.find(body.model)  # submitted without awaiting: the weights are not retired in between
-        pieces: asyncio.Queue[tuple[Generation, Piece | ServingError]] = asyncio.Queue()
-        generations: list[Generation] = []
+        pieces: asyncio.Queue[tuple[GenerationState, Piece | ServingError]] = asyncio.Queue()
+        generations: list[GenerationState] = []
         for prompt_ids in prompts:
             seed = secrets.randbits(63) if body.seed is None else body.seed
             for k in range(body.n):
                 stream = ("serve", seed, stream_key(*prompt_ids), k)
                 generations.append(
-                    Generation(
+                    GenerationState(
                         len(generations), served, prompt_ids, body, max_tokens, stream, self.tokenizer, pieces, deadline
                     )
                 )

@@ -20,7 +20,7 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key
 from retrain.serving.app import app_of
-from retrain.serving.batching import Generation
+from retrain.serving.batching import GenerationState
 from retrain.serving.schema import SamplingBody
 from retrain.serving.service import Service
 from retrain.types import Action, PolicyRef, SampleRequest
@@ -199,7 +199,7 @@ def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
         token_ids = [token for letter in text for token in tokenizer.source(letter)["input_ids"]][:count]
         body = SamplingBody(stop=list(stop), stream=True)
         pieces = asyncio.Queue()
-        generation = Generation(0, model, (1,), body, len(token_ids), (), tokenizer, pieces)
+        generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, pieces)
         for token in token_ids:
             generation.add(Action([token], "", np.zeros(1), None, "length"))
         return [pieces.get_nowait()[1].text for _ in token_ids]
