@@ -68,6 +68,8 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
             if isinstance(piece, ServingError):
                 raise piece
             running -= piece.finish_reason is not None
+            if self.body.stream or piece.finish_reason is not None:  # each time all tokens are decoded again
+                piece.text = generation.new_text(piece)
             yield generation, piece
 
     async def _events(self) -> AsyncIterator[bytes]:

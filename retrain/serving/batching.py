@@ -38,9 +38,9 @@ BROKEN = "�"  # Replacement character, for incomplete bytes
 
 @dataclass(eq=False)
 class Piece:
-    """Tokens of a generation since the last piece, or all of them, and the text that they made certain. ``begin`` is
-    the number of tokens before it. ``finish_reason`` is None while the generation continues; ``stop_reason`` is the
-    requested stop text or token that ended it."""
+    """Tokens of a generation since the last piece, or all of them. ``begin`` is the number of tokens before it,
+    ``text`` what it has made certain, which its reader decodes (``GenerationState.new_text``). ``finish_reason`` is
+    None while the generation continues; ``stop_reason`` is the requested stop text or token that ended it."""
 
     begin: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -91,9 +91,7 @@ class GenerationState:
         token_ids = total.token_ids[before:]
         logprobs = action.logprobs_T[: len(token_ids)].tolist()
         total.logprobs += logprobs
-        # Decoding all tokens again is of use only where somebody reads the text before its end.
-        text = self._new_text() if body.stream or total.finish_reason else ""
-        self.deliver(Piece(before, token_ids, logprobs, text, total.finish_reason, total.stop_reason))
+        self.deliver(Piece(before, token_ids, logprobs, "", total.finish_reason, total.stop_reason))
 
     def deliver(self, piece: Piece | ServingError) -> None:
         self.pieces.put_nowait((self, piece))
@@ -111,18 +109,18 @@ class GenerationState:
         text = self.tokenizer.decode(self.total.token_ids[:end])
         return [(text.find(stop), stop) for stop in self.body.stop if stop in text]
 
-    def _new_text(self) -> str:
-        """Return the text that has become certain: what may begin a stop text or is half a character is held back until
-        the generation ends."""
+    def new_text(self, piece: Piece) -> str:
+        """Return the text that this piece, the next one delivered, has made certain: what may begin a stop text or is
+        half a character is held back until the generation ends. Adds it to ``total``."""
         total, keeps_stop = self.total, self.body.include_stop_str_in_output
-        hides_last = isinstance(total.stop_reason, int) and not keeps_stop
-        text = self.tokenizer.decode(total.token_ids[:-1] if hides_last else total.token_ids)
+        hides_last = isinstance(piece.stop_reason, int) and not keeps_stop
+        text = self.tokenizer.decode(total.token_ids[: piece.begin + len(piece.token_ids) - hides_last])
         end = len(text)
-        if total.finish_reason is None:
+        if piece.finish_reason is None:
             held = max((len(stop) - 1 for stop in self.body.stop), default=0)
             end = max(len(total.text), len(text.rstrip(BROKEN)) - held)
-        elif isinstance(total.stop_reason, str):
-            end = text.find(total.stop_reason) + keeps_stop * len(total.stop_reason)
+        elif isinstance(piece.stop_reason, str):
+            end = text.find(piece.stop_reason) + keeps_stop * len(piece.stop_reason)
         new = text[len(total.text) : end]
         total.text += new
         return new

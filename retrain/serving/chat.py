@@ -12,7 +12,7 @@ from retrain.environments.tools.calls import read_calls
 from retrain.errors import RetrainError
 from retrain.serving.answers import ChoicesResponse, JsonObject, finite
 from retrain.serving.batching import GenerationState, Piece
-from retrain.serving.schema import ChatBody, ChatMessage, ServingError, Tools
+from retrain.serving.schema import ChatBody, MessageBody, ServingError, Tools
 from retrain.serving.service import Service
 from retrain.types import Problem
 
@@ -26,18 +26,16 @@ async def answer(service: Service, body: ChatBody) -> ChoicesResponse[ChatBody]:
     return ChatResponse(service, body, [prompt_ids], max(1, max_tokens))
 
 
-def rendered(tokenizer: Any, messages: Sequence[ChatMessage], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
+def rendered(tokenizer: Any, messages: Sequence[MessageBody], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
     Raises ServingError for what the template rejects."""
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(reserved & set(more)):
         raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")
-    data = Data().model_copy(update={"chat_template_kwargs": dict(more)})
+    renderer = Renderer(tokenizer, Data().model_copy(update={"chat_template_kwargs": dict(more)}), tools_prompt="")
     plain: Any = [message.model_dump(exclude_none=True) for message in messages]
     try:
-        return (
-            Renderer(tokenizer, data, tools_prompt="").prompt(Problem("of the request", "", ""), plain, tools).token_ids
-        )
+        return renderer.prompt(Problem("of the request", "", ""), plain, tools).token_ids
     except (RetrainError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ServingError(400, f"the conversation cannot be rendered: {error}"[:1000], "messages") from error
 

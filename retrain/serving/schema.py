@@ -125,7 +125,7 @@ class ChatToolCall(Body):
     function: ChatFunction
 
 
-class ChatMessage(Body):
+class MessageBody(Body):
     """A message as templates expect it: text content, arguments of calls as JSON values."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -133,6 +133,12 @@ class ChatMessage(Body):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Annotated[list[ChatToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
+
+    @model_validator(mode="after")
+    def check_calls(self) -> "MessageBody":
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only an assistant's message can have tool_calls")
+        return self
 
 
 class ToolParameters(Body):
@@ -155,7 +161,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 Tools = list[Annotated[dict[str, Any], AfterValidator(_tool)]]
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[list[MessageBody], Field(min_length=1)]
 
 
 def _prompts(prompt: object, validate: ValidatorFunctionWrapHandler) -> object:

@@ -202,7 +202,7 @@ def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
         generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, pieces)
         for token in token_ids:
             generation.add(Action([token], "", np.zeros(1), None, "length"))
-        return [pieces.get_nowait()[1].text for _ in token_ids]
+        return [generation.new_text(pieces.get_nowait()[1]) for _ in token_ids]
 
     assert written("abcd") == ["a", "b", "c", "d"]
     assert written("abcd", stop=["xy", "bcz"]) == ["", "", "a", "bcd"]
@@ -319,8 +319,9 @@ def called(arguments):
 MALFORMED_CHATS = {
     "messages": [[], "hi", [3], [{}], [{"role": "king"}], [{"role": "user", "content": 3}],
                  [{"role": "user", "content": [{"type": "image_url"}]}],
-                 [{"role": "user", "content": "a", "tool_calls": [{}]}], [{"role": "assistant", "tool_calls": 3}],
-                 [called("{")], [called("[]")], [called([])]],
+                 [{"role": "user", "content": "a", "tool_calls": [{}]}],
+                 [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}],
+                 [{"role": "assistant", "tool_calls": 3}], [called("{")], [called("[]")], [called([])]],
     "top_logprobs": [2],
     "logprobs": [1],
     "max_tokens": [0],
