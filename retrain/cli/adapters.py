@@ -3,12 +3,13 @@
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from retrain.cli.arguments import AsJson, Base, argument, option, output_path, require_directory
 from retrain.cli.output import note, print_record, print_text
 from retrain.errors import UsageError, plural
 from retrain.files import dumps
+from retrain.records.schema.base import Values
 from retrain.util.text import one_line
 
 AdapterDirectory = Annotated[Path, argument("DIR", "A run, checkpoint, final/ or other adapter directory.")]
@@ -66,7 +67,7 @@ def sample(
                     print_record(who, prompt=number, answer=index, **facts, text=each["text"])
 
 
-def print_answers(report: dict[str, Any]) -> None:
+def print_answers(report: Values) -> None:
     for prompt in report["prompts"]:
         print(f"prompt    {plural(prompt['tokens'], 'token')}")
         print_text(prompt["rendered"], 2)

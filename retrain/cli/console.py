@@ -20,7 +20,7 @@ from rich.text import Text
 
 from retrain.cli.run_status import NO_CHANGE, AccuracyChange, RunView
 from retrain.records.observer import NullObserver, Observer, SpecLike
-from retrain.records.schema.base import Row, Values
+from retrain.records.schema.base import Values
 from retrain.util.text import change, duration, number, percent, short, visible
 
 PROGRESS_EVERY_S = 10.0  # Seconds after which a progress line is due before a tenth of all steps is done
@@ -354,7 +354,7 @@ def _grid(header_style: str = "bold", style: str = "") -> Table:
     return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=header_style, style=style)
 
 
-def status_view(status: Row, width: int = 80) -> RenderableType:
+def status_view(status: Values, width: int = 80) -> RenderableType:
     """Return the runs of ``read_status`` as in the live view, with ages of last rows and reasons of failures."""
     board = Board()
     for run in status["runs"]:

@@ -2,9 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -20,6 +19,7 @@ from retrain.cli.tables import (
     squeeze_table,
 )
 from retrain.files import dumps
+from retrain.records.schema.base import Values
 from retrain.util.text import one_line
 
 
@@ -27,7 +27,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left_ali
     _print(lambda width: ResultTable("", headings, [list(map(Text, row)) for row in rows], left_aligned))
 
 
-def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
+def print_tables_of(summary: Values, plain: bool) -> None:
     """Print the results of a campaign or run: comparison or accuracy, recommended ranks, failures and paths."""
     print()
     if summary["comparison"]:
@@ -51,7 +51,7 @@ def print_tables_of(summary: Mapping[str, Any], plain: bool) -> None:
     print(f"{'look at it':<12}retrain ui {shlex.quote(str(beside))}")
 
 
-def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = False) -> None:
+def print_comparison(report: Values, plain: bool, secondary: bool = False) -> None:
     """Print the conditions against the baseline and the verdicts, with the ``secondary`` measures if asked for."""
     _print(lambda width: comparison_table(report, width), plain)
     if secondary and report["secondary"]:
@@ -59,7 +59,7 @@ def print_comparison(report: Mapping[str, Any], plain: bool, secondary: bool = F
         print_table(SECONDARY_COLUMNS, secondary_rows(report), left_aligned=("metric", "condition"))
 
 
-def print_squeeze(report: Mapping[str, Any], plain: bool) -> None:
+def print_squeeze(report: Values, plain: bool) -> None:
     _print(lambda width: squeeze_table(report, width), plain)
     if report.get("compressed"):
         print(f"compressed  {report['compressed']}")
@@ -90,7 +90,7 @@ def print_text(text: str, indent: int, limit: int = 1500) -> None:
         print(f"{' ' * indent}│ {one_line(line)}")
 
 
-def print_record(kind: str, **values: Any) -> None:
+def print_record(kind: str, **values: object) -> None:
     """Print one line for scripts: ``kind key=value …``, every value as JSON; None is left out."""
     rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
     print(kind, *(f"{key}={dumps(value)}" for key, value in rounded.items() if value is not None))

@@ -1,10 +1,9 @@
 """Measure from records how long earlier runs took on this machine, for the estimate of ``explain``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retrain.config import Config
 from retrain.config.root import defines_run
@@ -12,6 +11,7 @@ from retrain.config.runs import differences
 from retrain.device import nvidia_gpus, processor, usable_cpus
 from retrain.errors import RetrainError
 from retrain.records.reader import RunReader, homes_of_runs, read_manifest, run_entries
+from retrain.records.schema.base import Values
 from retrain.records.schema.layout import MANIFEST
 
 SAME = (
@@ -47,7 +47,7 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
     return min(paces, key=lambda pace: (len(pace.differing), -pace.directory.stat().st_mtime), default=None)
 
 
-def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Iterator[Pace]:
+def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
     """Yield the pace of one directory if a run of it matches. Raises an error if its records are damaged."""
     if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
         return
@@ -65,7 +65,7 @@ def _pace_of(home: Path, config: Mapping[str, Any], device: str) -> Iterator[Pac
         yield Pace(home, len(runs), seconds, completions, min((keys for *_, keys in runs.values()), key=len))
 
 
-def _run_pace(reader: RunReader, config: Mapping[str, Any], device: str) -> tuple[float, int, tuple[str, ...]] | None:
+def _run_pace(reader: RunReader, config: Values, device: str) -> tuple[float, int, tuple[str, ...]] | None:
     """Return a run's seconds of training, the completions sampled in them and the keys in which it differs; None if it
     used another kind of device or differs in a setting of ``SAME``."""
     facts, rows = reader.config(), reader.metrics()
@@ -87,7 +87,7 @@ def _may_change_the_pace(key: str) -> bool:
     return defines_run(key) and not key.endswith("seed") and not key.startswith(("evaluation.", "campaign."))
 
 
-def _is_this_machine(facts: Mapping[str, Any]) -> bool:
+def _is_this_machine(facts: Values) -> bool:
     """Return whether ``environment.json`` was written on a machine with this processor and these GPUs."""
     here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
     return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])

@@ -1,9 +1,8 @@
 """``probe``: compare the conditions of a file before its campaign, by their updates or by late forks."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
@@ -12,6 +11,7 @@ from retrain.cli.output import note, print_table
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
 from retrain.files import dumps
+from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
 BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
@@ -59,7 +59,7 @@ def _progress(text: str) -> None:
         print(one_line(text), file=sys.stderr)
 
 
-def _print_gradients(report: Mapping[str, Any]) -> None:
+def _print_gradients(report: Values) -> None:
     for text in report["notes"]:
         note(text)
     if report["uniform_batches"]:
@@ -84,7 +84,7 @@ def _print_gradients(report: Mapping[str, Any]) -> None:
     print(f"{approximate_duration(report['seconds'])} for {len(rows)} conditions")
 
 
-def _print_forks(report: Mapping[str, Any]) -> None:
+def _print_forks(report: Values) -> None:
     for text in report["notes"]:
         note(text)
     print(

@@ -38,11 +38,12 @@ def serve(
         if not is_installed(module):
             raise missing("retrain serve", module)
     key = _key(host, api_key_env)
+    from retrain.adapters.sources import sources
     from retrain.policy.base import find_model_files, load_weights
-    from retrain.serving import app, listening, service, sources
+    from retrain.serving import app, listening, service
 
     with listening.listening_socket(host, port) as bound:
-        served = sources.sources(target, adapters or (), base)
+        served = sources(target, adapters or (), base)
         for line in served.notes:
             note(line)
         loaded = load_weights(

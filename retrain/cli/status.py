@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -18,6 +18,7 @@ from retrain.cli.run_status import read_status
 from retrain.errors import UsageError
 from retrain.files import dumps
 from retrain.records.reader import homes_of_runs
+from retrain.records.schema.base import Values
 
 LOOK_EVERY_S = 1.0
 HOW_TO_HAVE_RUNS = (
@@ -57,13 +58,13 @@ def status(
         _print_status_table(reports)
 
 
-def _print_views(reports: Sequence[dict[str, Any]]) -> None:
+def _print_views(reports: Sequence[Values]) -> None:
     console = Console()
     for report in reports:
         console.print(Text(f"\n{report['directory']}", style="bold"), status_view(report, console.width), sep="\n")
 
 
-def _print_status_table(reports: Sequence[dict[str, Any]]) -> None:
+def _print_status_table(reports: Sequence[Values]) -> None:
     runs = [run for report in reports for run in report["runs"]]
     other_sets = list(dict.fromkeys(name for run in runs for name in [*run["evaluations"]][1:]))
     rows = [status_cells(report, run, other_sets) for report in reports for run in report["runs"]]
@@ -87,7 +88,7 @@ def follow(directory: Path, as_json: bool, plain: bool, verbose: bool) -> None:
 STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct", "before", "now", "why")
 
 
-def status_cells(report: dict[str, Any], run: dict[str, Any], other_sets: Sequence[str] = ()) -> list[str]:
+def status_cells(report: Values, run: Values, other_sets: Sequence[str] = ()) -> list[str]:
     """Return one run of a ``read_status`` report as cells of a plain table, followed by its other held-out sets."""
     row = run["row"]
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]

@@ -1,7 +1,7 @@
 """``try``: show prompts, answers and rewards before training."""
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
@@ -10,6 +10,7 @@ from retrain.cli.output import note, print_record, print_text
 from retrain.config.campaign import condition_name
 from retrain.errors import RunFailed, plural
 from retrain.files import dumps
+from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, one_line
 
 
@@ -46,7 +47,7 @@ def try_(
         raise RunFailed(f"the reward graded none of {report['verdict']['answers']} answers: {reasons}")
 
 
-def print_trial(report: dict[str, Any]) -> None:
+def print_trial(report: Values) -> None:
     for number, prompt in enumerate(report["prompts"], start=1):
         reference = f", answer {one_line(prompt['answer'])[:80]}" if prompt["answer"] else ""
         print(f"problem {number}  {one_line(prompt['id'])}, {plural(prompt['tokens'], 'token')}{reference}")
@@ -77,7 +78,7 @@ def print_trial(report: dict[str, Any]) -> None:
         print(f"careful   {advice}")
 
 
-def print_trial_lines(report: dict[str, Any]) -> None:
+def print_trial_lines(report: Values) -> None:
     print_record("run", run=report["run"], seed=report["seed"], model=report["model"])
     for number, prompt in enumerate(report["prompts"], start=1):
         facts = {key: prompt[key] for key in ("id", "tokens", "answer")}
@@ -93,7 +94,7 @@ def print_trial_lines(report: dict[str, Any]) -> None:
         note(advice)
 
 
-def sample_text(sample: dict[str, Any]) -> str:
+def sample_text(sample: Values) -> str:
     length = plural(sample["tokens"], "token") + (" (cut off)" if sample["stop"] == "length" else "")
     took = seconds_text(sample["seconds"])
     if sample["reward"] is None:
@@ -123,7 +124,7 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 90 else approximate_duration(seconds)
 
 
-def verdict_text(verdict: dict[str, Any]) -> str:
+def verdict_text(verdict: Values) -> str:
     cut = f", {verdict['truncated']} cut off at max_tokens = {verdict['max_tokens']}" if verdict["truncated"] else ""
     return (
         f"{number_text(verdict['mean_reward'])} on average, {verdict['correct']} of {verdict['answers']} correct, "
@@ -131,7 +132,7 @@ def verdict_text(verdict: dict[str, Any]) -> str:
     )
 
 
-def advice_of(report: dict[str, Any]) -> list[str]:
+def advice_of(report: Values) -> list[str]:
     grading, verdict, lines = report["grading"], report["verdict"], []
     if not verdict["all_failed"] and not verdict["mixed_groups"] and verdict["answers"] > verdict["groups"]:
         lines.append(

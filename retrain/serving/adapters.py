@@ -1,7 +1,6 @@
 """Load weights of adapters for serving."""
 
 import base64
-import binascii
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,9 @@ class ServedWeights:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-def base_weights(base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    return LoraWeights(shapes, 1, 1.0, 1, torch.zeros(_size(shapes, 1), device=base.device))
+def zero_weights(shapes: Sequence[LayerShape], rank: int, scale: float, device: torch.device) -> LoraWeights:
+    size = sum(rank * (shape.in_features + shape.out_features) for shape in shapes)
+    return LoraWeights(shapes, rank, scale, rank, torch.zeros(size, device=device))
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
@@ -42,32 +42,20 @@ def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape])
     try:
         with AdapterFile(directory) as file:
             file.require_plain()
-            known = {shape.name: shape for shape in shapes}
-            for name, where in file.modules.items():
-                shape = known.get(name)
-                fits = len(where.a_shape) == len(where.b_shape) == 2 and where.a_shape[0] == where.b_shape[1] > 0
-                if not fits or shape is None or (where.a_shape[1], where.b_shape[0]) != (
-                    shape.in_features,
-                    shape.out_features,
-                ):  # fmt: skip
-                    raise ModelError(f"it adapts {name}, which is no linear layer of that size in {base.name}")
             scale, pairs = uniform(file, file.rank)
-            flat = torch.zeros(_size(shapes, file.rank), device=base.device)
-            weights = LoraWeights(shapes, file.rank, float(scale), file.rank, flat)
+            weights = zero_weights(shapes, file.rank, float(scale), base.device)
             for name, (a, b) in pairs:
+                if name not in weights.A or (a.shape, b.shape) != (weights.A[name].shape, weights.B[name].shape):
+                    raise ModelError(f"it adapts {name}, which is no linear layer of that size in {base.name}")
                 weights.A[name].copy_(a)
                 weights.B[name].copy_(b)
     except ModelError:
         raise
     except Exception as error:  # any error: the files are somebody else's
         raise ModelError(f"{directory} is no LoRA adapter: {type(error).__name__}: {error}") from error
-    if not torch.isfinite(flat).all():
+    if not torch.isfinite(weights.flat).all():
         raise ModelError(f"{directory} holds numbers that are not finite")
     return weights
-
-
-def _size(shapes: Sequence[LayerShape], rank: int) -> int:
-    return sum(rank * (shape.in_features + shape.out_features) for shape in shapes)
 
 
 def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
@@ -80,6 +68,6 @@ def uploaded_weights(files: Mapping[str, str], base: BaseModel, shapes: Sequence
         for name, content in files.items():
             try:
                 (Path(folder) / name).write_bytes(base64.b64decode(content, validate=True))
-            except (binascii.Error, ValueError) as error:
+            except ValueError as error:
                 raise ModelError(f"{name} is not base64: {error}") from error
         return read_weights(Path(folder), base, shapes)

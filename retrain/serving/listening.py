@@ -1,11 +1,10 @@
 """Open the server's socket, start the server and shut it down."""
 
 import asyncio
-import contextlib
-import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import h11
@@ -53,52 +52,30 @@ class TimedProtocol(H11Protocol):
 
     def __init__(self, arrival_s: float, **connection: Any):
         super().__init__(**connection)
-        self._arrival_s, self._began, self._received = arrival_s, 0.0, 0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._arrival_s, self._began, self._received = arrival_s, self.loop.time(), 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_request()
+        self._check_arrival()
 
     def data_received(self, data: bytes) -> None:
         if not self._received:
             self._began = self.loop.time()
         self._received += len(data)
         super().data_received(data)
-        self._update_deadline()
 
     def on_response_complete(self) -> None:
+        self._began, self._received = self.loop.time(), len(self.conn.trailing_data[0])
         super().on_response_complete()
-        self._update_deadline()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._expect_nothing()
-        super().connection_lost(exc)
-
-    def _update_deadline(self) -> None:
-        state = self.conn.their_state
-        arriving = state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
-        if not arriving:
-            self._expect_nothing()
-        elif self._deadline is None:
-            self._expect_request()
-
-    def _expect_request(self) -> None:
-        self._began = self.loop.time()
-        self._deadline = self.loop.call_later(self._arrival_s, self._check_deadline)
-
-    def _expect_nothing(self) -> None:
-        self._received = 0
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _check_deadline(self) -> None:
-        left_s = self._began + self._arrival_s + self._received / ARRIVAL_RATE - self.loop.time()
-        if left_s > 0:
-            self._deadline = self.loop.call_later(left_s, self._check_deadline)
-        else:
+    def _check_arrival(self) -> None:
+        """Close the connection if a request has been arriving for too long; check again after a while."""
+        state, is_first = self.conn.their_state, self.cycle is None
+        is_arriving = state is h11.SEND_BODY or (state is h11.IDLE and (self._received or is_first))
+        if is_arriving and self.loop.time() > self._began + self._arrival_s + self._received / ARRIVAL_RATE:
             self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(min(1.0, self._arrival_s / 4), self._check_arrival)
 
 
 class HttpServer(uvicorn.Server):
@@ -107,24 +84,19 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, ready: Callable[[], None], arrival_s: float = ARRIVAL_S):
         protocol: Any = partial(TimedProtocol, arrival_s)  # uvicorn calls it like a class
-        more: dict[str, Any] = {"lifespan": "off", "ws": "none", "timeout_keep_alive": KEEP_ALIVE_S}
-        super().__init__(uvicorn.Config(app, http=protocol, log_level="warning", access_log=False, **more))
+        super().__init__(
+            uvicorn.Config(
+                app, http=protocol, ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, log_level="warning",
+                access_log=False,
+            )
+        )  # fmt: skip
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving, without raising them again afterwards."""
-        before = {each: signal.signal(each, self._heard) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-    def _heard(self, number: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would also raise the signal again at the end.
         self.force_exit = self.should_exit
         self.should_exit = True

@@ -4,8 +4,8 @@ Fields are those of OpenAI's API and vLLM's additions. Unsupported fields that w
 rejected, not ignored.
 """
 
-import json
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -13,63 +13,82 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
-
-from retrain.serving.refusal import ServingError
+from pydantic_core import PydanticCustomError, from_json
 
 MAX_CHOICES = 256  # Largest `n`
 MAX_LOGPROBS = 20  # Largest `logprobs` and `top_logprobs`; vLLM's default
 MAX_STOPS = 64
 
-NOT_SUPPORTED = {
-    "frequency_penalty": [0],
-    "presence_penalty": [0],
-    "repetition_penalty": [1],
-    "min_tokens": [0],
-    "logit_bias": [{}],
-    "bad_words": [[]],
-    "allowed_token_ids": [[]],
-    "structured_outputs": [{}],
-    "use_beam_search": [False],
-    "logprob_token_ids": [[]],
-    "prompt_logprobs": [],  # 0 is a request for prompt log-probabilities
-    "truncate_prompt_tokens": [],
-    "suffix": [""],
-    "chat_template": [""],
-    "continue_final_message": [False],
+ERROR_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
-"""Unsupported fields, with the values that have no effect and are accepted."""
 
-Model = TypeVar("Model", bound="Body")
-Name = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+NOT_SUPPORTED: dict[str, object] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "logit_bias": {},
+    "bad_words": [],
+    "allowed_token_ids": [],
+    "structured_outputs": {},
+    "response_format": {"type": "text"},
+    "best_of": 1,
+    "use_beam_search": False,
+    "logprob_token_ids": [],
+    "prompt_logprobs": None,  # 0 is a request for prompt log-probabilities
+    "truncate_prompt_tokens": None,
+    "suffix": "",
+    "chat_template": "",
+    "continue_final_message": False,
+}
+"""Unsupported fields, with the value that has no effect and is accepted."""
+
+
+class ServingError(Exception):
+    """A rejected request. ``status`` is the HTTP status, ``param`` the invalid field, ``retry_after`` in seconds."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+        kind = ERROR_TYPES.get(status, "Error")
+        self.body: dict[str, object] = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+Name = Annotated[str, Field(min_length=1, max_length=4096)]
 TokenId = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """JSON object with strict types; unknown fields are ignored."""
+    """JSON object with strict types. A null stands for the field's default, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-
-def _unicode(text: str) -> str:
-    """Return the text. Raises PydanticCustomError for a lone surrogate, which tokenizers reject."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("surrogate", "contains a lone surrogate: send valid Unicode") from error
-    return text
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, fields: object) -> object:
+        return (
+            {key: value for key, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+        )
 
 
-Text = Annotated[str, AfterValidator(_unicode)]
+ModelT = TypeVar("ModelT", bound=Body)
 
 
 class TextPart(Body):
@@ -77,22 +96,19 @@ class TextPart(Body):
     text: str
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: object) -> object:
     """Return the content of a message as one text, which every template takes."""
     if not isinstance(content, list):
-        return "" if content is None else content
+        return content
     try:
         return "\n".join(part.text for part in map(TextPart.model_validate, content))
     except ValidationError as error:
         raise PydanticCustomError("text", "only text is supported: leave out all other parts") from error
 
 
-def _arguments(arguments: Any) -> Any:
+def _arguments(arguments: object) -> object:
     """Return the arguments of a call, which OpenAI's API has as JSON text, as an object."""
-    try:
-        decoded = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        raise PydanticCustomError("json", "arguments are no JSON") from error
+    decoded = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {} if decoded is None else decoded
 
 
@@ -104,35 +120,34 @@ class ChatFunction(Body):
 
 
 class ChatToolCall(Body):
-    id: str | None = ""
+    id: str = ""
     type: str = "function"
     function: ChatFunction
 
 
-class ChatMessage(Body):
+class MessageBody(Body):
     """A message as templates expect it: text content, arguments of calls as JSON values."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[Text, BeforeValidator(_joined)] = ""
-    name: Text | None = None
-    tool_call_id: Text | None = None
-    tool_calls: list[ChatToolCall] | None = None
+    content: Annotated[str, BeforeValidator(_joined)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ChatToolCall] | None, AfterValidator(lambda calls: calls or None)] = None
 
     @model_validator(mode="after")
-    def check_calls(self) -> "ChatMessage":
-        self.tool_calls = self.tool_calls or None
+    def check_calls(self) -> "MessageBody":
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only an assistant's message can have tool_calls")
         return self
 
 
 class ToolParameters(Body):
-    properties: dict[str, dict[str, Any]] | None = None
+    properties: dict[str, dict[str, Any]] = {}
 
 
 class ToolFunction(Body):
     name: str
-    parameters: ToolParameters | None = None
+    parameters: ToolParameters = ToolParameters()
 
 
 class ChatTool(Body):
@@ -146,133 +161,98 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 Tools = list[Annotated[dict[str, Any], AfterValidator(_tool)]]
-Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+Messages = Annotated[list[MessageBody], Field(min_length=1)]
 
 
-def _prompt(prompt: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return the prompt. Raises ServingError with one message in place of one for each form."""
+def _prompts(prompt: object, validate: ValidatorFunctionWrapHandler) -> object:
+    """Return the list of prompts, with one message in place of one for each form."""
+    is_single = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     try:
-        return validate(prompt)
+        return validate([prompt] if is_single else prompt)
     except ValidationError as error:
-        message = "prompt must be a text of valid Unicode, token ids, or a list of texts or of lists of token ids"
-        raise ServingError(400, message, "prompt") from error
+        message = "prompt must be a text, token ids, or a list of texts or of lists of token ids"
+        raise PydanticCustomError("prompt", message) from error
 
 
-Prompt = Annotated[
-    Text | Annotated[list[Text] | list[int] | list[list[int]], Field(min_length=1)], WrapValidator(_prompt)
+Prompts = Annotated[list[str] | list[list[TokenId]], Field(min_length=1), WrapValidator(_prompts)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1)]],  # an empty one would end every completion
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
 ]
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = False
-
-
-class ResponseFormat(Body):
-    type: str | None = None
+    include_usage: bool = False
 
 
 class SamplingBody(Body):
+    """Fields of completions and chats."""
+
     model_config = ConfigDict(extra="allow")  # for the fields that are not supported
 
     model: Name | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool | None = False
-    ignore_eos: bool | None = False
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1)] | None = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    stream: bool | None = False
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda top_k: max(0, top_k))] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-    response_format: ResponseFormat | None = None
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @model_validator(mode="after")
     def check(self) -> "SamplingBody":
         """Raise ServingError for fields that are not supported, and for those that contradict each other."""
         for name, neutral in NOT_SUPPORTED.items():
-            value = (self.model_extra or {}).get(name)
-            if value is not None and value not in neutral:
+            if (self.model_extra or {}).get(name, neutral) != neutral:
                 raise ServingError(400, f"{name} is not supported: leave it out", name)
-        is_plain = self.response_format is None or self.response_format.type == "text"
-        stop_count = max(len(self.stops), len(self.stop_token_ids or ()))
-        _refuse(not is_plain, "response_format", "only response_format of type text is supported")
-        _refuse(
-            self.stream_options is not None and not self.stream,
-            "stream_options",
-            "stream_options can only be given with stream = true",
-        )
-        _refuse(stop_count > MAX_STOPS, "stop", f"more than {MAX_STOPS} stops")
-        _refuse("" in self.stops, "stop", "stop has an empty string, which would end every completion")
-        _refuse(
-            self.temperature == 0 and (self.n or 1) > 1,
-            "n",
-            "n must be 1 with temperature 0: all choices would be the same",
-        )
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options can only be given with stream = true"
+            raise ServingError(400, message, "stream_options")
+        if self.temperature == 0 and self.n > 1:
+            raise ServingError(400, "n must be 1 with temperature 0: all choices would be the same", "n")
         return self
-
-
-def _refuse(wrong: bool, param: str, message: str) -> None:
-    if wrong:
-        raise ServingError(400, message, param)
 
 
 class CompletionBody(SamplingBody):
-    prompt: Prompt
-    max_tokens: TokenId | None = 16
+    prompt: Prompts
+    max_tokens: TokenId = 16
     logprobs: LogprobCount | None = None
-    echo: bool | None = False
-    add_special_tokens: bool | None = True
-    best_of: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def check_completion(self) -> "CompletionBody":
-        several = self.best_of is not None and self.best_of != (self.n or 1)
-        _refuse(several, "best_of", "best_of is not supported: leave it out")
-        nothing = self.max_tokens == 0 and not self.echo
-        _refuse(nothing, "max_tokens", "max_tokens must be at least 1, unless echo is true")
+    def check_length(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ServingError(400, "max_tokens must be at least 1, unless echo is true", "max_tokens")
         return self
-
-    @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, either all texts or all lists of token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # pyright: ignore[reportReturnType]
 
 
 class ChatBody(SamplingBody):
     messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = False
-    top_logprobs: LogprobCount | None = None
-    tools: Tools | None = None
-    tool_choice: Any = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = True
-    echo: bool | None = False
+    logprobs: bool = False
+    top_logprobs: LogprobCount = 0
+    tools: Tools = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: Literal[True] = True
+    echo: Literal[False] = False
 
     @model_validator(mode="after")
-    def check_chat(self) -> "ChatBody":
-        _refuse(bool(self.top_logprobs) and not self.logprobs, "top_logprobs", "top_logprobs needs logprobs = true")
-        is_forced = self.tool_choice not in (None, "none", "auto")
-        _refuse(is_forced, "tool_choice", 'tool_choice must be "none" or "auto": no call can be forced')
-        _refuse(bool(self.echo), "echo", "echo is not supported: leave it out")
-        _refuse(self.add_generation_prompt is False, "add_generation_prompt", "add_generation_prompt must be true")
+    def check_tops(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise ServingError(400, "top_logprobs needs logprobs = true", "top_logprobs")
+        self.tools = [] if self.tool_choice == "none" else self.tools
         return self
-
-    @property
-    def offered(self) -> Tools:
-        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class LoadBody(Body):
@@ -280,25 +260,22 @@ class LoadBody(Body):
 
     lora_name: Name
     lora_path: Name | None = None
-    files: dict[str, str] | None = None
+    files: Mapping[str, str] | None = None
     load_inplace: bool = False
 
 
 class UnloadBody(Body):
     lora_name: Name
-    lora_int_id: int | None = None
 
 
 class TokenizeBody(Body):
     """``/tokenize`` of a text, or of messages."""
 
     model: Name | None = None
-    prompt: Text | None = None
+    prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
+    tools: Tools = []
+    add_special_tokens: bool = True
 
 
 class DetokenizeBody(Body):
@@ -306,24 +283,12 @@ class DetokenizeBody(Body):
     tokens: list[TokenId]
 
 
-def read(kind: type[Model], raw: bytes) -> Model:
+def read(kind: type[ModelT], raw: bytes) -> ModelT:
     """Parse and validate a request body. Raises ServingError (400)."""
     try:
-        content = json.loads(raw, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # also for bytes that are not UTF-8, and for endless numbers
-        raise ServingError(400, f"the body is not JSON: {str(error)[:200]}") from error
-    if not isinstance(content, dict):
-        raise ServingError(400, f"the body must be a JSON object, not {type(content).__name__}")
-    try:
-        return kind.model_validate(content)
-    except RecursionError as error:
-        raise ServingError(400, "the body is nested too deeply") from error
+        return kind.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"
         field = str(first["loc"][0]) if first["loc"] else None
         raise ServingError(400, f"{where}: {first['msg']}"[:500], field) from error
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

@@ -10,7 +10,7 @@ from retrain.policy.backbone import backbone_of, collate, whole_logits
 from retrain.policy.base import BaseModel
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.policy.packing import Layout
-from retrain.serving.batching import SamplingParams
+from retrain.serving.schema import SamplingBody
 from retrain.types import Sample
 
 Tops = Sequence[tuple[int, float]]  # Tokens of the highest log-probabilities, the highest first
@@ -23,7 +23,7 @@ def score(
     weights: LoraWeights,
     token_ids: Sequence[int],
     begin: int,
-    sampling: SamplingParams | None,
+    sampling: SamplingBody | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
     """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
@@ -39,9 +39,8 @@ def score(
             logprob_RV = _processed(logits_RV, sampling).log()
             chosen_R1 = batch.targets_M[start : start + len(logits_RV)].unsqueeze(1)
             logprobs += logprob_RV.gather(1, chosen_R1).squeeze(1).tolist()
-            if top:
-                best = logprob_RV.topk(min(top, logprob_RV.shape[1]), -1)
-                tops += [list(zip(*each, strict=True)) for each in zip(best[1].tolist(), best[0].tolist(), strict=True)]
+            best = logprob_RV.topk(min(top, logprob_RV.shape[1]), -1)
+            tops += [list(zip(*each, strict=True)) for each in zip(best[1].tolist(), best[0].tolist(), strict=True)]
     return logprobs, tops
 
 
@@ -56,18 +55,15 @@ def _logits(base: BaseModel, layout: Layout) -> Iterator[tuple[int, torch.Tensor
         yield start, backbone.head.logits(hidden_MH[start : start + ROWS])
 
 
-def _processed(logits_RV: torch.Tensor, sampling: SamplingParams | None) -> torch.Tensor:
+def _processed(logits_RV: torch.Tensor, sampling: SamplingBody | None) -> torch.Tensor:
     """Return probabilities of the sampling distribution in at least fp32; truncated tokens have 0."""
-    real = torch.float64 if logits_RV.dtype == torch.float64 else torch.float32
-    x_RV = logits_RV.to(real)
-    if sampling is not None and sampling.temperature:
-        x_RV = x_RV / sampling.temperature
-    mass_RV = (x_RV - x_RV.amax(-1, keepdim=True)).exp()
-    if sampling is not None and sampling.truncates:
-        size = mass_RV.shape[1]
+    x_RV = logits_RV.to(torch.float64 if logits_RV.dtype == torch.float64 else torch.float32)
+    if sampling is None or not sampling.temperature:
+        return x_RV.softmax(-1)
+    x_RV = x_RV / sampling.temperature
+    mass_RV, size = (x_RV - x_RV.amax(-1, keepdim=True)).exp(), x_RV.shape[1]
+    if sampling.top_p < 1 or sampling.top_k or sampling.min_p:
         most = min(sampling.top_k or size, size)
-        cut_R3 = torch.tensor([[most, sampling.top_p, sampling.min_p]], device=mass_RV.device, dtype=real).expand(
-            len(x_RV), 3
-        )
-        mass_RV, _ = truncated(mass_RV, cut_R3, torch.arange(most, device=mass_RV.device), False)
+        cut_R3 = x_RV.new_tensor([[most, sampling.top_p, sampling.min_p]]).expand(len(x_RV), 3)
+        mass_RV, _ = truncated(mass_RV, cut_R3, torch.arange(most, device=x_RV.device), False)
     return mass_RV / mass_RV.sum(-1, keepdim=True)

@@ -1,14 +1,13 @@
-"""Serve one base with adapters over it through the engine's thread."""
+"""Serve one base with adapters over it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +17,11 @@ from retrain.errors import ModelError
 from retrain.policy.base import BaseModel, workers_for
 from retrain.policy.lora import Lanes, LoraWeights
 from retrain.rng import stream_key
-from retrain.serving.adapters import ServedWeights, base_weights, read_weights, uploaded_weights
-from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece, SamplingParams
-from retrain.serving.refusal import ServingError
-from retrain.serving.schema import SamplingBody
+from retrain.serving.adapters import ServedWeights, read_weights, uploaded_weights, zero_weights
+from retrain.serving.batching import MAX_ROWS, Batcher, GenerationState, Piece
+from retrain.serving.schema import SamplingBody, ServingError
 from retrain.serving.scoring import Tops, score
-from retrain.serving.text import Writer
+from retrain.tokenizer import Tokenizer
 from retrain.types import PolicyRef
 
 T = TypeVar("T")
@@ -49,26 +47,22 @@ class Service:
         timeout_s: float = TIMEOUT_S,
         notify: Callable[[str], None] = lambda line: None,
     ):
-        self.base, self.timeout_s = base, timeout_s
+        self.base, self.timeout_s, self.name = base, timeout_s, name or base.name
         self.lanes = Lanes(base)
         self._workers = workers_for(base)
         self.engine = LocalEngine(base, self.lanes, workers=self._workers, notify=notify)
         self.batcher = Batcher(self.engine, max_queue, max_rows)
         # Copies, because a tokenizer belongs to one thread: base.tokenizer to the engine's, this one to the event
-        # loop's, which decodes, and the third one to the thread that tokenises.
-        self.tokenizer: Any = copy.deepcopy(base.tokenizer)
+        # loop's, which decodes, and the other one to the thread that tokenises.
+        self.tokenizer = Tokenizer(copy.deepcopy(base.tokenizer))
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
-        name = name or base.name
-        self.name = name
-        first = ServedWeights(name, PolicyRef(name, 0), base_weights(base, self.lanes.shapes), base.name)
-        self.served = {name: first}  # the base, then the adapters; used by the event loop's thread alone
-        self._numbers = itertools.count(1)
-        self.batcher.start()
-        self.batcher.publish(first.ref, first.weights).result()
+        self._numbers = itertools.count()
+        self.served: dict[str, ServedWeights] = {}  # the base, then the adapters; used by the event loop's thread alone
+        self._put(self.name, base.name, zero_weights(self.lanes.shapes, 1, 1.0, base.device)).result()
 
     def close(self) -> None:
-        """Finish running requests, then remove all adapters from the base."""
+        """Stop decoding, then remove all adapters from the base."""
         self._encoder_thread.shutdown()
         self.batcher.stop()
         self._workers.close()
@@ -82,22 +76,22 @@ class Service:
         self._put(name, str(directory), read_weights(directory, self.base, self.lanes.shapes)).result()
 
     async def load(self, name: str, path: str | None, files: Mapping[str, str] | None, load_inplace: bool) -> None:
+        """Serve an adapter of a directory or of uploaded files. Raises ServingError."""
         self._check_new(name, load_inplace)
         if (path is None) == (files is None):
             raise ServingError(400, "give either lora_path or files", "lora_path")
         if path is not None and ("\0" in path or not await asyncio.to_thread(Path(path).is_dir)):
             raise ServingError(404, f"{path[:1000]!r} is not a directory of this machine", "lora_path")
+        shapes = self.lanes.shapes
         try:
-            weights = await asyncio.to_thread(self._read, path, files)
+            if files is not None:
+                weights = await asyncio.to_thread(uploaded_weights, files, self.base, shapes)
+            else:
+                weights = await asyncio.to_thread(read_weights, Path(path or ""), self.base, shapes)
         except ModelError as error:
             raise ServingError(400, str(error), "lora_path" if files is None else "files") from error
         self._check_new(name, load_inplace)  # another request may have loaded one with this name
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
-
-    def _read(self, path: str | None, files: Mapping[str, str] | None) -> LoraWeights:
-        if files is not None:
-            return uploaded_weights(files, self.base, self.lanes.shapes)
-        return read_weights(Path(path or ""), self.base, self.lanes.shapes)
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
         """Raise ServingError (400) for a name that is in use."""
@@ -115,8 +109,9 @@ class Service:
 
     def _put(self, name: str, root: str, weights: LoraWeights) -> Future[None]:
         number = next(self._numbers)
-        served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, self.name)
-        published = self.batcher.publish(served.ref, weights)  # before any generation of it, in the same queue
+        parent = None if name == self.name else self.name
+        served = ServedWeights(name, PolicyRef(f"{name}\x1f{number}", number), weights, root, parent)
+        published = self.batcher.publish(served.ref, weights)  # before any generation of it, on the same thread
         before = self.served.get(name)
         self.served[name] = served
         if before is not None:
@@ -138,21 +133,6 @@ class Service:
 
     # -- generations ---------------------------------------------------------------------------------------------
 
-    def sampling(self, body: SamplingBody, max_tokens: int) -> SamplingParams:
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
-            stops=body.stops,
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
-        )
-
-    def writer(self, body: SamplingBody) -> Writer:
-        return Writer(self.base.text, body.stops, bool(body.include_stop_str_in_output))
-
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
         """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
@@ -160,88 +140,53 @@ class Service:
     @property
     def max_body(self) -> int:
         """Largest accepted request body in bytes: every prompt that fits the context, with all characters escaped."""
-        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        longest = max(map(len, self._encoder.get_vocab()), default=1)
         return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
-    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise ServingError (400) for an invalid prompt, or one that leaves less than ``max_tokens`` of context."""
-        if not prompt_ids:
-            raise ServingError(400, "the prompt has no tokens", "prompt")
-        longest, vocab_size = self.base.context_length, self.base.vocab_size
-        if len(prompt_ids) + max_tokens > longest:
-            raise ServingError(
-                400,
-                f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} output "
-                f"tokens and your prompt contains {len(prompt_ids)} input tokens.",
-                "max_tokens",
-            )
-        wrong = next((token for token in prompt_ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ServingError(400, f"Token id {str(wrong)[:30]} is out of vocabulary", "prompt")
-
-    def begin(
-        self, model: str | None, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, body: SamplingBody
-    ) -> GenerationSet:
-        """Start ``n`` generations after every prompt. Raises ServingError.
+    def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[GenerationState]:
+        """Start ``n`` generations after every prompt; those of 0 tokens end at once. Raises ServingError.
 
         The random stream of a generation depends on the seed, the prompt and the index of the sample. With the seed
         alone all prompts would share their noise, and the answers of a benchmark would be correlated.
         """
-        loop = asyncio.get_running_loop()
+        longest = self.base.context_length
+        for prompt_ids in prompts:
+            if not prompt_ids:
+                raise ServingError(400, "the prompt has no tokens", "prompt")
+            if len(prompt_ids) + max_tokens > longest:
+                raise ServingError(
+                    400,
+                    f"This model's maximum context length is {longest} tokens. However, you requested {max_tokens} "
+                    f"output tokens and your prompt contains {len(prompt_ids)} input tokens.",
+                    "max_tokens",
+                )
+            if max(prompt_ids) >= self.base.vocab_size:
+                raise ServingError(400, f"Token id {str(max(prompt_ids))[:30]} is out of vocabulary", "prompt")
         deadline = time.monotonic() + self.timeout_s
-        served = self.find(model)  # submitted without awaiting: the weights are not retired in between
-        generation_set = GenerationSet(served)
+        served = self.find(body.model)  # submitted without awaiting: the weights are not retired in between
+        pieces: asyncio.Queue[tuple[GenerationState, Piece | ServingError]] = asyncio.Queue()
+        generations: list[GenerationState] = []
         for prompt_ids in prompts:
             seed = secrets.randbits(63) if body.seed is None else body.seed
-            stream = ("serve", seed, stream_key(*prompt_ids))
-            for k in range(body.n or 1):
-                number = len(generation_set.generations)
-
-                def deliver(piece: Piece, number: int = number) -> None:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed: no client waits
-                        loop.call_soon_threadsafe(generation_set.pieces.put_nowait, (number, piece))
-
-                generation = GenerationState(served, prompt_ids, sampling, (*stream, k), deliver, deadline)
-                generation_set.generations.append(generation)
-        self.batcher.submit(generation_set.generations)
-        return generation_set
+            for k in range(body.n):
+                stream = ("serve", seed, stream_key(*prompt_ids), k)
+                generations.append(
+                    GenerationState(
+                        len(generations), served, prompt_ids, body, max_tokens, stream, self.tokenizer, pieces, deadline
+                    )
+                )
+        if max_tokens:
+            self.batcher.submit(generations)
+        else:
+            for generation in generations:
+                generation.total.finish_reason = "length"
+                generation.deliver(Piece(finish_reason="length"))
+        return generations
 
     async def score(
-        self, served: ServedWeights, token_ids: Sequence[int], begin: int, sampling: SamplingParams | None, top: int
+        self, served: ServedWeights, token_ids: Sequence[int], begin: int, sampling: SamplingBody | None, top: int
     ) -> tuple[list[float], list[Tops]]:
         """Return ``scoring.score`` with these weights, computed on the engine's thread."""
         return await asyncio.wrap_future(
             self.batcher.call(lambda: score(self.base, self.lanes, served.weights, token_ids, begin, sampling, top))
         )
-
-
-class GenerationSet:
-    """Generations of one request, and their pieces, each with its generation's number."""
-
-    def __init__(self, served: ServedWeights):
-        self.served = served
-        self.generations: list[GenerationState] = []
-        self.pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
-
-    def cancel(self) -> None:
-        for each in self.generations:
-            each.cancel()
-
-    async def iter_pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield pieces until the last generation ends. Raises ServingError when one fails."""
-        running = len(self.generations)
-        try:
-            while running:
-                number, piece = await self.pieces.get()
-                if piece.failed is not None:
-                    raise piece.failed
-                running -= piece.finish_reason is not None
-                yield number, piece
-        finally:
-            self.cancel()
-
-    async def all(self) -> list[Piece]:
-        drawn = [Piece() for _ in self.generations]
-        async for number, piece in self.iter_pieces():
-            drawn[number].add(piece)
-        return drawn

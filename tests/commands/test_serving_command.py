@@ -17,7 +17,7 @@ import pytest
 from helpers.campaigns import run_cli, toy_world
 from helpers.models import TINY_RUN, train_quietly
 
-from retrain.serving.sources import sources
+from retrain.adapters.sources import sources
 
 ROOT = Path(__file__).parents[2]
 

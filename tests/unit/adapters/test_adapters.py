@@ -3,6 +3,7 @@ import torch
 from helpers.lanes import local_policy, save_adapter, trained
 
 from retrain.adapters.provenance import provenance
+from retrain.adapters.sources import sources
 from retrain.adapters.squeeze import compress_adapter
 from retrain.errors import ModelError
 from retrain.files import read_json, write_json
@@ -10,7 +11,6 @@ from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
-from retrain.serving.sources import sources
 
 IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
 

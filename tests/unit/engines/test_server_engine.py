@@ -117,7 +117,8 @@ def test_several_versions_at_once_until_they_are_retired(engine, lanes, server, 
 
 def test_adapters_are_sent_to_servers_that_do_not_see_them(base, lanes, server, connect, monkeypatch):
     engine, own = connect(upload=True), weights(lanes, 3)
-    monkeypatch.setattr(server.service, "_read", lambda path, files, read=server.service._read: read(None, files))
+    load = server.service.load
+    monkeypatch.setattr(server.service, "load", lambda name, path, files, in_place: load(name, None, files, in_place))
     asked = requests(publish(engine, own))
     assert apart(base, lanes, own, asked, engine.sample(asked)) < 1e-5
 

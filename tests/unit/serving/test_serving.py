@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 
+import numpy as np
 import pytest
 import torch
 from helpers.campaigns import eventually
@@ -19,9 +20,10 @@ from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key
 from retrain.serving.app import app_of
+from retrain.serving.batching import GenerationState
+from retrain.serving.schema import SamplingBody
 from retrain.serving.service import Service
-from retrain.serving.text import Writer
-from retrain.types import PolicyRef, SampleRequest
+from retrain.types import Action, PolicyRef, SampleRequest
 
 PROMPTS = [[5, 9, 17, 30, 41], [7, 80, 3], [12, 13, 14, 15, 16, 17, 18, 19]]
 
@@ -102,7 +104,7 @@ def test_echo_repeats_the_prompt_with_the_model_s_own_logprobs(world):
     assert scored["logprobs"]["token_logprobs"][1:] == pytest.approx(logprobs_of(expected, PROMPTS[2][1:]), abs=1e-4)
     tops = [max(tops.values()) for tops in scored["logprobs"]["top_logprobs"][1:]]
     assert tops == pytest.approx(expected.max(-1).values.tolist(), abs=1e-4)
-    assert scored["text"] == world.service.tokenizer.decode(PROMPTS[2])
+    assert scored["text"] == world.service.base.tokenizer.decode(PROMPTS[2])
     longer = world.complete(**body, echo=True, logprobs=2, max_tokens=5, return_token_ids=True)["choices"][0]
     assert longer["text"] == scored["text"] + world.complete(**body, max_tokens=5)["choices"][0]["text"]
     assert len(longer["logprobs"]["tokens"]) == len(PROMPTS[2]) + len(longer["token_ids"])
@@ -190,14 +192,20 @@ def test_a_streamed_chat_is_the_whole_one(world):
 
 
 def test_text_is_held_back_while_it_may_be_a_stop_or_is_half_a_character(world):
-    def written(text, count=None, **stops):
-        """Return what a writer says of one token after the other."""
-        token_ids = [token for letter in text for token in world.service.tokenizer(letter)["input_ids"]][:count]
-        writer = Writer(world.service.base.text, **stops)
-        return [writer.add([token], last=place == len(token_ids) - 1) for place, token in enumerate(token_ids)]
+    tokenizer, model = world.service.tokenizer, world.service.find(None)
+
+    def written(text, count=None, stop=()):
+        """Return the text of one token after the other."""
+        token_ids = [token for letter in text for token in tokenizer.source(letter)["input_ids"]][:count]
+        body = SamplingBody(stop=list(stop), stream=True)
+        pieces = asyncio.Queue()
+        generation = GenerationState(0, model, (1,), body, len(token_ids), (), tokenizer, pieces)
+        for token in token_ids:
+            generation.add(Action([token], "", np.zeros(1), None, "length"))
+        return [generation.new_text(pieces.get_nowait()[1]) for _ in token_ids]
 
     assert written("abcd") == ["a", "b", "c", "d"]
-    assert written("abcd", stops=["xy", "bcz"]) == ["", "", "a", "bcd"]
+    assert written("abcd", stop=["xy", "bcz"]) == ["", "", "a", "bcd"]
     assert written("é€") == ["", "é", "", "", "€"]
     assert written("é€", count=3) == ["", "é", "�"]
 
@@ -233,7 +241,7 @@ def test_a_chat_reads_the_model_s_template(world):
     body = {"model": "one", "max_tokens": 9, "seed": 2, "return_token_ids": True}
     answer = world.chat("what is 12 + 34?", **body)
     text = "<turn>what is 12 + 34?<turn>"
-    assert answer["prompt_token_ids"] == world.service.tokenizer(text)["input_ids"]
+    assert answer["prompt_token_ids"] == world.service.base.tokenizer(text)["input_ids"]
     same = world.complete(prompt=text, **body)
     assert ids_of(answer) == ids_of(same)
     assert answer["choices"][0]["message"]["content"] == same["choices"][0]["text"]
@@ -276,13 +284,12 @@ def test_tools_are_called():
         world.service.close()
 
 
-SURROGATE = "\\ud800"
 MALFORMED = {
     None: [
-        b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": NaN}', b"[" * 100_000, b'{"a":' * 100_000,
-        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"seed": ' + b"9" * 5000 + b"}", b'{"prompt": "\\ud800"}',
     ],
-    "prompt": [b"{}", b'{"prompt": "' + SURROGATE.encode() + b'"}', "", [], [[]], 3, [1, "a"], [1.5], [True], [-1],
+    "prompt": [b"{}", b'{"prompt": NaN}', "", [], [[]], 3, [1, "a"], [1.5], [True], [-1],
                [10**30], ["a", [1]], {"a": 1}],
     "max_tokens": [0, -1, "9", 2.5, True, 10**9],
     "n": [0, 10**9],
@@ -312,8 +319,9 @@ def called(arguments):
 MALFORMED_CHATS = {
     "messages": [[], "hi", [3], [{}], [{"role": "king"}], [{"role": "user", "content": 3}],
                  [{"role": "user", "content": [{"type": "image_url"}]}],
-                 [{"role": "user", "content": "a", "tool_calls": [{}]}], [{"role": "assistant", "tool_calls": 3}],
-                 [called("{")], [called("[]")], [called([])]],
+                 [{"role": "user", "content": "a", "tool_calls": [{}]}],
+                 [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}],
+                 [{"role": "assistant", "tool_calls": 3}], [called("{")], [called("[]")], [called([])]],
     "top_logprobs": [2],
     "logprobs": [1],
     "max_tokens": [0],
@@ -379,7 +387,7 @@ def test_only_this_machine_or_who_has_the_key(world):
 
 def test_a_body_longer_than_any_prompt_of_the_context_is_refused_with_the_limit(world):
     path = "/v1/completions"
-    longest_token = max(map(len, world.service.tokenizer.get_vocab()))
+    longest_token = max(map(len, world.service.base.tokenizer.get_vocab()))
     longest_prompt = world.service.base.context_length * longest_token * len("\\u0061")
     refused = world.post(path, {"prompt": "a" * (longest_prompt + (2 << 20))})
     assert refused.status_code == 413
@@ -511,12 +519,12 @@ def test_the_queue_is_bounded_and_time_too(tmp_path):
 
     try:
         assert world.post("/v1/completions", asked(n=9)).status_code == 400
-        piece = world.service.batcher._piece
-        world.service.batcher._piece = lambda *given: time.sleep(0.02) or piece(*given)
+        sample = world.service.engine.sample
+        world.service.engine.sample = lambda *given: time.sleep(0.1) or sample(*given)
         answers = world.run(flood)
         assert {answer.status_code for answer in answers} == {503, 504}
         assert all(answer.headers["Retry-After"] for answer in answers if answer.status_code == 503)
-        world.service.batcher._piece = piece
+        world.service.engine.sample = sample
         assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
         eventually(lambda: world.service.batcher.load == (0, 0))
         assert len(world.service.engine.sequence_cache) == 0
@@ -534,7 +542,7 @@ def test_who_has_left_is_drawn_for_no_longer(world, stream):
         drawn = list(world.service.batcher._active)
         asking.cancel()
         await asyncio.to_thread(eventually, lambda: world.service.batcher.load == (0, 0))
-        assert [len(each.token_ids) < 1500 for each in drawn] == [True] * 4
+        assert [len(each.total.token_ids) < 1500 for each in drawn] == [True] * 4
 
     world.run(leave)
     assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
