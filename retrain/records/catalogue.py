@@ -463,10 +463,6 @@ SECTIONS: dict[str, list[Metric]] = {
 
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
-_OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.startswith("eval/<name>/")]
-EVAL_STATISTICS = tuple(
-    name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and "audit" not in name
-)
 
 
 def wandb_name(key: str) -> str:
