@@ -74,7 +74,6 @@ class Registry:
             return line.time
 
     def _begin(self, kind: str, data: str) -> Row:
-        """Return the values that every line begins with."""
         time = datetime.now(UTC).isoformat()
         return {"kind": kind, "time": time, "owner": self.owner, "directory": self.directory.name, "data": data}
 

@@ -100,11 +100,11 @@ def _texts(batch: Batch) -> dict[str, np.ndarray]:
         for sample, rollout in enumerate(group.rollouts):
             texts = []
             for action in (turn.action for turn in rollout.turns):
-                text, spans = (action.text, [(0, len(action.text))] * len(action))
+                text, spans = action.text, None
                 if batch.token_text is not None:
                     text, spans = batch.token_text(action.token_ids)
                 texts.append(text)
-                ends.append([end for _, end in spans])
+                ends.append([len(text)] * len(action) if spans is None else [end for _, end in spans])
             lines.append(rollout_line(rollout, texts, index, sample, group.discarded))
     tensors = {"ends": _joined(ends, np.int32)}
     for kind, rows in (("prompt", map(prompt_line, batch.groups)), ("rollout", lines)):
@@ -119,10 +119,10 @@ def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
         parts = [(rollout, getattr(rollout, name)) for rollout in rollouts]
         return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in parts], dtype)
 
-    advantages, actions = column("token_advantages_T", np.float32), [t.action for r in rollouts for t in r.turns]
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     credited = [np.full(len(rollout), rollout.token_advantages_T is not None) for rollout in rollouts]
     tensors = {
-        "advantages": advantages,
+        "advantages": column("token_advantages_T", np.float32),
         "planning": column("planning_T", np.uint8, 0),
         "trained": column("loss_mask_T", np.uint8, 1) * _joined(credited, np.uint8),
         "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
