@@ -80,18 +80,23 @@ class BaseEvaluations:
             ],
             "rollouts": [[_facts(rollout) for rollout in group.rollouts] for group in record.groups],
         }
-        actions = [turn.action for rollout in rollouts for turn in rollout.turns]
-        entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
-        file = io.BytesIO()
-        np.savez_compressed(
-            file,
-            facts=np.array(dumps(facts)),
-            lengths=np.array([len(action) for action in actions]),
-            token_ids=np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
-            logprobs=np.concatenate([action.logprobs_T for action in actions]),
-            entropies=np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
-        )
-        write_bytes(self.path(setting), file.getvalue())
+        write_bytes(self.path(setting), _packed(facts, rollouts))
+
+
+def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
+    """Return the file of these facts with tokens, log-probabilities and entropies of all actions, concatenated."""
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+    entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
+    file = io.BytesIO()
+    np.savez_compressed(
+        file,
+        facts=np.array(dumps(facts)),
+        lengths=np.array([len(action) for action in actions]),
+        token_ids=np.concatenate([np.asarray(action.token_ids, dtype=np.int64) for action in actions]),
+        logprobs=np.concatenate([action.logprobs_T for action in actions]),
+        entropies=np.concatenate(entropies) if len(entropies) == len(actions) else np.zeros(0),
+    )
+    return file.getvalue()
 
 
 def _facts(rollout: Rollout) -> Row:

@@ -337,9 +337,7 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
     entropies = [entropy_T for rollout in rollouts if (entropy_T := rollout.entropy_T) is not None]
     logprob = _mean_of([rollout.logprobs_T for rollout in rollouts])
     surprisals_N = np.array([-float(rollout.logprobs_T.sum()) for rollout in rollouts if len(rollout)])
-    score, penalty = mean(samples.reward_N), {**record.state, **record.update}.get("objective/non_score_reward")
-    if penalty is None and not context.config.algorithm.kl_coef:  # with one, the policy has to report it
-        penalty = 0.0
+    score, penalty = mean(samples.reward_N), _kl_penalty(record, context)
     return {
         "objective/entropy": mean(surprisals_N),
         "entropy": _mean_of(entropies) if len(entropies) == len(rollouts) else None,
@@ -349,6 +347,13 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
         "objective/non_score_reward": penalty,
         "objective/rlhf_reward": None if penalty is None or score is None else score + penalty,
     }
+
+
+def _kl_penalty(record: StepRecord, context: RunContext) -> float | None:
+    """Return what the KL term adds to the score; None where there is a coefficient and the policy reports nothing."""
+    without_report = None if context.config.algorithm.kl_coef else 0.0
+    penalty = {**record.state, **record.update}.get("objective/non_score_reward")
+    return without_report if penalty is None else penalty
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:

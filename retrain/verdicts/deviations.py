@@ -11,7 +11,7 @@ from retrain.errors import listed, plural
 from retrain.files import iter_jsonl, read_jsonl, stamp_of
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import RunEntry, Seal
-from retrain.records.schema.layout import EVALS, EVALUATION_FILES, EVALUATIONS, METRICS
+from retrain.records.schema.layout import EVALS, EVALUATIONS, METRICS
 from retrain.records.seals import chained
 from retrain.util.jsonl import last_row
 from retrain.util.text import percent
@@ -107,5 +107,5 @@ def _run_deviations(directory: Path, entry: RunEntry, declared: Values, config: 
         if settings and seal is None:
             clauses.append("the manifest has lost the hashes of its evaluations")
         run = directory / entry.path
-        clauses += _contradictions(run, tuple(stamp_of(run / name) for name in EVALUATION_FILES), seal)
+        clauses += _contradictions(run, (stamp_of(run / EVALS), stamp_of(run / EVALUATIONS)), seal)
     return clauses
