@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -91,7 +92,7 @@ def _table(name: str) -> str:
     if name == "Events":
         rows = [_event_row(event) for event in EVENTS]
         return _lines(("`event`", "what has happened", "further keys"), rows)
-    rows = [_field_row(key, schema) for key, schema in _fields(TABLES[name]).items()]
+    rows = [(f"`{key}`", *texts) for key, texts in _fields(TABLES[name]).items()]
     return _lines(("key", "value", "meaning"), rows)
 
 
@@ -100,22 +101,15 @@ def _lines(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-def _fields(record: type[Record]) -> dict[str, Row]:
-    """Return the JSON schema of each field. Pydantic reads docstrings of a class's own fields only."""
-    schemas: dict[str, Row] = {}
-    for cls in reversed(record.__mro__):
-        if issubclass(cls, Record):
-            for key, schema in TypeAdapter(cls).json_schema().get("properties", {}).items():
-                schemas.setdefault(key, schema)
-    return schemas
-
-
-def _field_row(key: str, schema: Row) -> tuple[str, str, str]:
-    return f"`{key}`", _kind(schema), " ".join(schema["description"].split())
+def _fields(record: type[Record]) -> dict[str, tuple[str, str]]:
+    """Return kind and meaning of each field."""
+    schemas = TypeAdapter(record).json_schema()["properties"]
+    hints = get_type_hints(record, include_extras=True)
+    return {key: (_kind(schemas[key]), hints[key].__metadata__[0]) for key in record.field_names()}
 
 
 def _event_row(event: type[Event]) -> tuple[str, str, str]:
-    keys = "; ".join(f"`{key}`: {schema['description']}".rstrip(".") for key, schema in _fields(event).items())
+    keys = "; ".join(f"`{key}`: {meaning}".rstrip(".") for key, (_, meaning) in _fields(event).items())
     return f"`{event.event}`", (event.__doc__ or "").strip(), keys
 
 

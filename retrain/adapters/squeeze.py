@@ -14,14 +14,14 @@ from retrain.adapters.verify import Evaluate, read_verification, verify_ranks
 from retrain.config.evaluation import Squeeze
 from retrain.config.runs import RunSpec, run_directory
 from retrain.errors import UsageError
-from retrain.files import ASIDE, aside_of, prepare_directory, write_json
+from retrain.files import ASIDE, aside_of, dumps, prepare_directory, write_json
 from retrain.maths.squeeze import analyse, rank_pattern, recommend, truncate
 from retrain.ownership import Owner, check_publish, install, owner_of, publish
 from retrain.policy.adapter_io import AdapterFile, Pair, padded
 from retrain.records.context import RunContext
 from retrain.records.reader import RunReader, read_manifest, verification_files
 from retrain.records.reporter import FINISH_SECONDS
-from retrain.records.schema.base import Row
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import (
     ADAPTER_FILES,
     ADAPTER_WEIGHTS,
@@ -31,7 +31,7 @@ from retrain.records.schema.layout import (
     MANIFEST,
     VERIFICATION,
 )
-from retrain.records.trackers import Warn, log_squeeze_analysis
+from retrain.records.trackers import TrackedRun, Warn, import_tracker, wandb_init
 from retrain.threads import Thread
 
 
@@ -229,6 +229,37 @@ def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> 
     thread.close()
     if thread.error is not None:
         warn(f"the squeeze analysis is not on wandb: {thread.error}")
+
+
+def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
+    """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
+    the group of the run that was analysed. The same analysis sent again continues the same wandb run.
+
+    Raises:
+        RetrainError: wandb is missing or cannot start.
+    """
+    summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
+    facts = {key: report.get(key) for key in summary}
+    columns = ("rank", "mean_variance", "min_variance", "max_variance")
+    best, owner, analysed = facts["recommended_rank"], owner_of(directory), TrackedRun.of(context)
+    content = dumps([owner.id if owner else str(directory.resolve()), context.run_id, report])
+    named = {
+        "id": hashlib.sha256(content.encode()).hexdigest()[:16],
+        "name": "squeeze-analysis",
+        "group": analysed.group,
+        "job_type": "squeeze",
+        "tags": ["squeeze", *([f"rank-{best}"] if best else []), *analysed.tags],
+        "config": {**facts, "run_id": context.run_id, "condition": context.condition, "seed": context.seed},
+    }
+    run = wandb_init("wandb_project", context, directory, warn, **named)
+    table = import_tracker("wandb", "wandb_project").Table(columns=[*columns, "recommended"])
+    for row in report["rows"]:
+        table.add_data(*(row[name] for name in columns), row["rank"] == best)
+    run.log({"squeeze/variance_table": table}, step=0)
+    for step, row in enumerate(report["rows"], start=1):
+        run.log({f"squeeze/{name}": row[name] for name in columns}, step=step)
+    run.summary.update({f"squeeze/{key}": value for key, value in facts.items()})
+    run.finish()
 
 
 def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:

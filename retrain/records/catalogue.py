@@ -105,8 +105,7 @@ SECTIONS: dict[str, list[Metric]] = {
             "near 0 on-policy: the advantages of a group cancel, the gradient does not",
             wandb="train/loss", trl="loss/policy_avg"),
     _metric("reported_loss", "what the backend returned as its loss, placeholder or not: the same value as `loss` "
-            "unless a backend of your own reports another under this name",
-            wandb="train/reported_loss"),
+            "unless a backend of your own reports another under this name", wandb="train/reported_loss"),
     _metric("loss_is_placeholder", "true when a backend cannot report the loss of its step: what stands in `loss` and "
             "`reported_loss` is then not that loss, or null if it returned nothing", "boolean",
             wandb="train/loss_is_placeholder"),
@@ -160,8 +159,7 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("distillation/taught_frac", "share of the completions with a reward that the teacher has scored; without a "
             "`context` all of them", "share", "not near 0"),
     _metric("distillation/teacher_logprob", "mean of ln π_teacher over the sampled tokens", "nats", "rising"),
-    _metric("distillation/clamped_frac", "share of tokens whose difference was cut off at `clamp`", "share",
-            "near 0"),
+    _metric("distillation/clamped_frac", "share of tokens whose difference was cut off at `clamp`", "share", "near 0"),
     _metric("distillation/advantage_std", "standard deviation over tokens of the teacher's advantage, its weight "
             "included"),
 )],
@@ -235,8 +233,7 @@ SECTIONS: dict[str, list[Metric]] = {
 "Advantage": _spread("advantage_{}", "advantage over the completions that trained", "reward"),
 "Policy": [
     _metric("entropy", "mean full-vocabulary entropy over the tokens of all completions, of the distribution sampled "
-            "from; null where the engine cannot give it", "nats", "falling slowly, not to 0",
-            trl="policy/entropy_avg"),
+            "from; null where the engine cannot give it", "nats", "falling slowly, not to 0", trl="policy/entropy_avg"),
     _metric("entropy_sampled", "minus the mean sampler logprob over the tokens of all completions", "nats",
             "close to entropy", tinker="optim/entropy"),
     _metric("kl_sample_train_v1", "mean of d = sampler logprob − trainer logprob over the tokens that the trainer ran, "
@@ -272,10 +269,9 @@ SECTIONS: dict[str, list[Metric]] = {
     _metric("clip_ratio/high_mean", "share of trained tokens clipped from above (positive advantage)", "share"),
     _metric("clip_ratio/high_max", "the same in the completion where it is largest", "share"),
     _metric("clip_ratio/region_mean", "both sides together", "share", "0 with one update per batch", trl="clip_ratio"),
-    _metric("rejected_tokens_frac", "share of all completions' tokens that were left out of the policy loss before "
-            "the update: by `rejection`, by `m2po` (of several updates the mean, over completions with signal), and "
-            "with `rejection_denominator` = kept by a correction's mask",
-            "share", "below 0.1", requires="rejection"),
+    _metric("rejected_tokens_frac", "share of all completions' tokens that were left out of the policy loss before the "
+            "update: by `rejection`, by `m2po` (of several updates the mean, over completions with signal), and with "
+            "`rejection_denominator` = kept by a correction's mask", "share", "below 0.1", requires="rejection"),
     _metric("rejected_sequences_frac", "share of completions of which no token was kept", "share", "below 0.1",
             requires="rejection"),
     _metric("off_policy_steps_mean", "mean age of the rollouts: how many steps the weights that drew the oldest token "
@@ -325,8 +321,7 @@ SECTIONS: dict[str, list[Metric]] = {
     *_spread("length_prompt_{}", "tokens of the prompt, over completions", "tokens"),
     *_spread("length_sum_{}", "tokens of prompt and completion together", "tokens"),
     _metric("group_length_gini_mean", "mean over groups of the Gini coefficient of completion length, as in "
-            "reward_gini with its factor n/(n − 1)",
-            "0 equal to 1 concentrated"),
+            "reward_gini with its factor n/(n − 1)", "0 equal to 1 concentrated"),
     _metric("group_length_max_median_ratio_mean", "mean over groups of longest / median completion: how long a group "
             "waits for its straggler", "", "below 2"),
 ],
@@ -366,21 +361,18 @@ SECTIONS: dict[str, list[Metric]] = {
 )],
 "Tools": [
     _metric("tools/total_tool_calls", "tool calls in the step", "calls", requires="tools"),
-    _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share",
-            requires="tools"),
+    _metric("tools/tool_success_rate", "share of tool calls that returned without an error", "share", requires="tools"),
     _metric("tools/tool_errors", "tool calls that failed, malformed ones and unknown tools among them", "calls",
             requires="tools"),
     _metric("tools/tool_time", "in tools, over all processes", "s", requires="tools"),
 ],
 "Back pressure": [
-    _metric("bp_action", "hold, increase or throttle; off without back pressure",
-            wandb="train/backpressure/action"),
+    _metric("bp_action", "hold, increase or throttle; off without back pressure", wandb="train/backpressure/action"),
     _metric("bp_regime", "warmup, optimal, retrograde, memory_bound or compute_bound; off without back pressure",
             wandb="train/backpressure/regime"),
     _metric("bp_p_star", "load, of those allowed, with the highest throughput that the fit predicts; like σ, κ and "
-            "utilization null before there are 4 measurements at 3 loads. The load follows it once κ is "
-            "certainly above 0 and loads on both sides of it were measured", "prompts",
-            wandb="train/backpressure/p_star"),
+            "utilization null before there are 4 measurements at 3 loads. The load follows it once κ is certainly "
+            "above 0 and loads on both sides of it were measured", "prompts", wandb="train/backpressure/p_star"),
     _metric("bp_sigma", "contention σ of the Universal Scalability Law", wandb="train/backpressure/sigma"),
     _metric("bp_kappa", "coherency κ of the Universal Scalability Law", wandb="train/backpressure/kappa"),
     _metric("bp_utilization", "throughput / best predicted throughput", "share of peak",
@@ -463,10 +455,6 @@ SECTIONS: dict[str, list[Metric]] = {
 
 METRICS: tuple[Metric, ...] = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 BY_KEY: dict[str, Metric] = {metric.key: metric for metric in METRICS}
-_OF_EVALUATION = [key.removeprefix("eval/<name>/") for key in BY_KEY if key.startswith("eval/<name>/")]
-EVAL_STATISTICS = tuple(
-    name for name in _OF_EVALUATION if "<tag>" not in name and "@" not in name and "audit" not in name
-)
 
 
 def wandb_name(key: str) -> str:

@@ -81,55 +81,6 @@ class _Rows:
         return numbers
 
 
-@dataclass
-class ColumnWriter:
-    """Writes the blocks of ``metrics`` to ``columns``. Call ``follow`` after rows were appended; it reads them from
-    ``metrics`` itself, so it also makes a missing file, and continues one after a resume.
-
-    Files that cannot be written raise StorageError.
-    """
-
-    metrics: Path
-    columns: Path
-    _last_block: _Block | None = None
-    _rows: _Rows = field(default_factory=_Rows)  # Rows that fill no block yet
-    _lines: NewLines | None = None  # The lines behind these rows
-
-    def forget(self) -> NewLines:
-        """Cut off the blocks of rows that ``metrics`` no longer has; return its lines behind the others."""
-        with writing(self.columns):
-            blocks = _blocks_after(None, self.columns, self.metrics)
-            end = blocks[-1].end if blocks else 0
-            if self.columns.exists() and self.columns.stat().st_size > end:
-                os.truncate(self.columns, end)
-        self._last_block = blocks[-1] if blocks else None
-        self._rows, self._lines = _Rows(), NewLines(self.metrics, blocks[-1].last_line if blocks else None)
-        return self._lines
-
-    def follow(self) -> list[Path]:
-        """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
-        lines, written = self._lines or self.forget(), False
-        with writing(self.columns):
-            for line in lines:
-                self._rows.add(_row_of(line))
-                if len(self._rows) == BLOCK:
-                    self._write_block(lines.mark)
-                    written = True
-        return [self.columns] if written else []
-
-    def _write_block(self, last_line: LineMark) -> None:
-        keys, rows = self._rows.keys, len(self._rows)
-        names = b""
-        if self._last_block is None or list(self._last_block.column_of) != keys:
-            names = json.dumps(keys, ensure_ascii=False).encode()
-            names += b" " * (-len(names) % 4)
-        head = _HEAD.pack(_MAGIC, rows, len(keys), len(names), *last_line)
-        numbers = b"".join(self._rows.column(key).tobytes() for key in keys)
-        begin = append_bytes(self.columns, head + names + numbers) + len(head) + len(names)
-        self._last_block = _Block(begin, rows, {key: i for i, key in enumerate(keys)}, last_line)
-        self._rows = _Rows()
-
-
 class Columns:
     """The numbers of one run, for reading: blocks from ``columns`` and the newest rows from ``metrics``.
 
@@ -174,8 +125,14 @@ class Columns:
             self._keys.update((key, None) for block in blocks for key in block.column_of)
             self._rest, self._lines = _Rows(), NewLines(self.metrics, blocks[-1].last_line)
         for line in self._lines:
-            self._rest.add(_row_of(line))
+            self._add(line)
         return replaced
+
+    def _add(self, line: bytes) -> None:
+        row: Row = {}  # of a damaged line, so that later rows keep their numbers
+        with suppress(ValueError, RecursionError):
+            row = parse_row(line)
+        self._rest.add(row)
 
     def column(self, key: str, since: int = 0) -> np.ndarray:
         """Return one metric in every row from row ``since`` on: float32 [rows], NaN where it has no value."""
@@ -202,6 +159,49 @@ class Columns:
         return has_blocks and self._lines.is_current()
 
 
+class ColumnWriter(Columns):
+    """Writes the blocks of ``metrics`` to ``columns``. Call ``follow`` after rows were appended; it reads them from
+    ``metrics`` itself, so it also makes a missing file, and continues one after a resume.
+
+    Files that cannot be written raise StorageError.
+    """
+
+    def forget(self) -> None:
+        """Cut off the blocks of rows that ``metrics`` no longer has, and what is no whole block."""
+        self._reset()
+        with writing(self.columns):
+            blocks = _blocks_after(None, self.columns, self.metrics)
+            end = blocks[-1].end if blocks else 0
+            if self.columns.exists() and self.columns.stat().st_size > end:
+                os.truncate(self.columns, end)
+
+    def follow(self) -> list[Path]:
+        """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
+        if not len(self) or not self._is_current():
+            self.forget()
+        before = len(self._blocks)
+        with writing(self.columns):
+            self.refresh()
+        return [self.columns] if len(self._blocks) > before else []
+
+    def _add(self, line: bytes) -> None:
+        super()._add(line)
+        if len(self._rest) == BLOCK:
+            self._write_block(self._rest.keys, self._lines.mark)
+
+    def _write_block(self, keys: list[str], last_line: LineMark) -> None:
+        names, column_of = b"", self._blocks[-1].column_of if self._blocks else {}
+        if not self._blocks or list(column_of) != keys:
+            names = json.dumps(keys, ensure_ascii=False).encode()
+            names += b" " * (-len(names) % 4)
+            column_of = {key: number for number, key in enumerate(keys)}
+        head = _HEAD.pack(_MAGIC, BLOCK, len(keys), len(names), *last_line)
+        numbers = b"".join(self._rest.column(key).tobytes() for key in keys)
+        begin = append_bytes(self.columns, head + names + numbers) + len(head) + len(names)
+        self._blocks.append(_Block(begin, BLOCK, column_of, last_line))
+        self._rest = _Rows()
+
+
 def float32(value: object) -> float:
     """Return the value as float32 holds it: infinite beyond its range, NaN for what is no number."""
     if not isinstance(value, (int, float)):
@@ -211,13 +211,6 @@ def float32(value: object) -> float:
     except OverflowError:
         return np.inf if value > 0 else -np.inf
     return number if abs(number) <= 3.4e38 or number != number else np.copysign(np.inf, number)
-
-
-def _row_of(line: bytes) -> Row:
-    """Return the row of a line; {} for a damaged one, so that later rows keep their numbers."""
-    with suppress(ValueError, RecursionError):
-        return parse_row(line)
-    return {}
 
 
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from retrain.errors import UsageError
 from retrain.files import Stamp, iter_jsonl, read_json, read_json_if_present, read_jsonl, stamp_of
 from retrain.ownership import not_readable
 from retrain.records.schema import layout
-from retrain.records.schema.base import Row
+from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
 from retrain.util.jsonl import last_row
@@ -150,7 +150,7 @@ def is_run_id(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9_+~=.\-]+", value) is not None and value[0] != "."
 
 
-def run_entries(directory: Path, manifest: Mapping[str, object] | None) -> list[RunEntry]:
+def run_entries(directory: Path, manifest: Values | None) -> list[RunEntry]:
     """Return the runs as their manifest has them, or as it would have those in and under a directory without one.
 
     A run of a campaign, looked at alone, is as in the campaign's manifest. "running" becomes "interrupted" where no
@@ -158,11 +158,10 @@ def run_entries(directory: Path, manifest: Mapping[str, object] | None) -> list[
     """
     campaign = directory.absolute().parent.parent
     if manifest is not None:
-        entries = _entries(manifest)
+        entries = list(map(RunEntry.from_row, manifest["runs"]))
     elif (campaign / layout.MANIFEST).is_file():
-        path = f"runs/{directory.absolute().name}"
-        entries = [entry for entry in _entries(read_manifest(campaign)) if entry.path == path]
-        entries = [replace(entry, path=".") for entry in entries]
+        path, runs = f"runs/{directory.absolute().name}", read_manifest(campaign)["runs"]
+        entries = [RunEntry.from_row(run | {"path": "."}) for run in runs if run["path"] == path]
     else:
         paths = [directory, *sorted((directory / "runs").glob("*"))]
         entries = [_entry_from_records(directory, path) for path in paths if (path / layout.METRICS).is_file()]
@@ -170,12 +169,6 @@ def run_entries(directory: Path, manifest: Mapping[str, object] | None) -> list[
     if any(is_held(owner / layout.LOCK) for owner in owners):
         return entries
     return [replace(entry, state="interrupted") if entry.state == "running" else entry for entry in entries]
-
-
-def _entries(manifest: Mapping[str, object]) -> list[RunEntry]:
-    runs = manifest["runs"]
-    assert isinstance(runs, list)
-    return [RunEntry.from_row(run) for run in runs]
 
 
 def _entry_from_records(directory: Path, path: Path) -> RunEntry:

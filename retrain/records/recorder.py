@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 from retrain.config.evaluation import trackers as tracker_names
@@ -92,10 +91,12 @@ class RunRecorder:
             trackers = make_trackers(context, self.directory, self._warn)
         self._reporters = [Reporter(name, tracker, self._warn) for name, tracker in (trackers or {}).items()]
         self._state = replace(START, sha256=EMPTY)
-        self._data = ""
+        self._data = ""  # hash of the problems, training and held-out
         self._finished = 0  # steps that earlier processes have recorded
         self._rows: list[Row] = []  # the first row and the newest, for notes
         self._noted: set[str] = set()
+        self._inapplicable_notes = inapplicable(context.config)
+        self._evaluation_keys = evaluation_keys(context)
         self._dtype = "float32"
         self._started = False
 
@@ -107,7 +108,8 @@ class RunRecorder:
         self._started = True
         if facts is not None:
             self.files.write(lambda: write_json(self.directory / layout.CONFIG, facts))
-            self._data = _data_digest(facts)
+            problems = dumps([facts.get("data_hash"), facts.get("heldout_hashes")])
+            self._data = hashlib.sha256(problems.encode()).hexdigest()[:16]
             self._dtype = (facts.get("built") or {}).get("dtype") or self._dtype
         if system is not None:
             self.files.write(lambda: system.write(self.directory))
@@ -116,10 +118,6 @@ class RunRecorder:
             reporter.start(self.context)
             if self._finished:
                 reporter.send_history(self.directory, self._finished)
-
-    @cached_property
-    def _evaluation_keys(self) -> tuple[str, ...]:
-        return evaluation_keys(self.context)
 
     def keeps_tokens(self, step: int) -> bool:
         """Return whether the rollouts of this step are recorded token by token, with their pages."""
@@ -250,10 +248,6 @@ class RunRecorder:
             self.files.write(lambda: write_timeline(self.directory), always=True)
             self.log("failed" if failed else "records closed")
         return self.files.close()
-
-    @cached_property
-    def _inapplicable_notes(self) -> set[str]:
-        return inapplicable(self.context.config)
 
     def _warn(self, text: str) -> None:
         self.log(text, level="warning")
@@ -425,9 +419,3 @@ def _step_summary(record: StepRecord, row: Row) -> Row:
         uncertainty_kind=row["uncertainty_kind"],
     )
     return summary.to_row() | {key: row[key] for key in row if key.startswith(("exec_", "plan_"))}
-
-
-def _data_digest(facts: Values) -> str:
-    """Return the hash of a run's problems, training and held-out, as its ``config.json`` describes them."""
-    problems = [facts.get("data_hash"), facts.get("heldout_hashes")]
-    return hashlib.sha256(dumps(problems).encode()).hexdigest()[:16]

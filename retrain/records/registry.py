@@ -65,20 +65,17 @@ class Registry:
     def declare(self, declared: Values, data: str) -> str:
         """Add a declaration, unless the campaign's last one is the same; return the time in its line."""
         with self._locked():
-            line = Declaration(
-                kind="declaration",
-                time=datetime.now(UTC).isoformat(),
-                owner=self.owner,
-                directory=self.directory.name,
-                data=data,
-                conditions=declared["settings"],
-                **{key: declared[key] for key in DECLARED},
-            )
+            settings = {key: declared[key] for key in DECLARED}
+            line = Declaration(**self._begin("declaration", data), conditions=declared["settings"], **settings)
             before = [other for other in self.lines() if other.owner == line.owner]
             if before and isinstance(before[-1], Declaration) and _content(before[-1]) == _content(line):
                 return before[-1].time
             append_jsonl(self.path, [line.to_row()])
             return line.time
+
+    def _begin(self, kind: str, data: str) -> Row:
+        time = datetime.now(UTC).isoformat()
+        return {"kind": kind, "time": time, "owner": self.owner, "directory": self.directory.name, "data": data}
 
     def finish(self, entry: RunEntry, declared: Values) -> None:
         """Add a run that has finished, unless its line is there because a process was killed behind it."""
@@ -87,11 +84,7 @@ class Registry:
             result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
         seal = entry.seal or {}
         line = FinishedRun(
-            kind="run",
-            time=datetime.now(UTC).isoformat(),
-            owner=self.owner,
-            directory=self.directory.name,
-            data=seal.get("data", ""),
+            **self._begin("run", seal.get("data", "")),
             run_id=entry.run_id,
             condition=declared["settings"].get(entry.label, ""),
             max_steps=entry.max_steps,

@@ -130,7 +130,10 @@ def _turn_rows(rollout: CreditedRollout) -> list[Row]:
         }
         if rollout.turn_advantages is not None:
             row["advantage"] = rollout.turn_advantages[index]
-        rows.append(row | _critic_means(rollout, slice(at, at + len(turn.action))))
+        for name, values_T in (("value_mean", rollout.values_T), ("value_target_mean", rollout.value_targets_T)):
+            if values_T is not None:
+                row[name] = mean(values_T[at : at + len(turn.action)].astype(np.float64))
+        rows.append(row)
         at += len(turn.action)
     if not rows:
         return []
@@ -142,15 +145,6 @@ def _turn_rows(rollout: CreditedRollout) -> list[Row]:
     if reward.error:
         last["logs"]["error"] = reward.error[:500]
     return rows
-
-
-def _critic_means(rollout: CreditedRollout, tokens: slice) -> Row:
-    if rollout.values_T is None:
-        return {}
-    means = {"value_mean": mean(rollout.values_T[tokens].astype(np.float64))}
-    if rollout.value_targets_T is not None:
-        means["value_target_mean"] = mean(rollout.value_targets_T[tokens].astype(np.float64))
-    return means
 
 
 def metrics_of(reward: RewardResult) -> Row:

@@ -16,7 +16,6 @@ from retrain.config.tasks import AUDIT
 from retrain.files import jsonable
 from retrain.maths.bounded import bounded_mean_interval
 from retrain.maths.statistics import Interval, accuracy_interval, majority, majority_ks, pass_at_k, sensible_ks
-from retrain.records.catalogue import EVAL_STATISTICS
 from retrain.records.context import RunContext
 from retrain.records.measure import Samples, collect, mean
 from retrain.records.schema.base import Row
@@ -47,18 +46,17 @@ def eval_row(record: EvalRecord, tags: tuple[str, ...] = (), strict: bool = True
     ungraded_N = np.isnan(samples.reward_N) & ~samples.correct_N
     graded = not ungraded_N.all()  # a judge that never answered says nothing about the model
     accuracy = _accuracy(samples) if graded else NO_INTERVAL
-    numbers: Row = {
-        "step": record.step,
-        "correct_rate": accuracy.estimate,
-        "ci_low": accuracy.low,
-        "ci_high": accuracy.high,
-        "reward_mean": mean(samples.reward_N),
-        "problems": len(record.groups),
-        "failed": int(np.isnan(samples.reward_N).sum()),
-        "mean_length": mean(samples.length_N),
-        "max_token_hit_rate": samples.cut_off,
+    row: Row = {
+        f"{prefix}/step": record.step,
+        f"{prefix}/correct_rate": accuracy.estimate,
+        f"{prefix}/ci_low": accuracy.low,
+        f"{prefix}/ci_high": accuracy.high,
+        f"{prefix}/reward_mean": mean(samples.reward_N),
+        f"{prefix}/problems": len(record.groups),
+        f"{prefix}/failed": int(np.isnan(samples.reward_N).sum()),
+        f"{prefix}/mean_length": mean(samples.length_N),
+        f"{prefix}/max_token_hit_rate": samples.cut_off,
     }
-    row: Row = {f"{prefix}/{name}": numbers[name] for name in EVAL_STATISTICS}
     if audited:
         scores_N = samples.parts.get(AUDIT, np.empty(0))
         row |= {f"{prefix}/{AUDIT}": mean(scores_N), f"{prefix}/{AUDIT}_failed": int(np.isnan(scores_N).sum())}

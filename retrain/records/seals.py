@@ -1,30 +1,14 @@
-"""Seals of a run's evaluations, and differences between the records of a campaign and its declaration.
+"""The seal of a run's evaluations: a SHA-256 over all rows so far, kept in the manifest.
 
-A seal is a SHA-256 over all rows so far, extended by each evaluation and kept in the manifest, as is the declaration
-(``declared``). A row's hash covers the hash of the row before it, so that a seal of constant size covers the whole file
-and an evaluation costs its own rows only. Seconds are left out: an interrupted run has the seal of one that was not.
+A row's hash covers the hash of the row before it, so that a seal of constant size covers the whole file and an
+evaluation costs its own rows only. Seconds are left out: an interrupted run has the seal of one that was not.
 """
 
 import hashlib
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Iterable
 
-from retrain.config.runs import condition_hash
-from retrain.errors import listed, plural
-from retrain.files import dumps, iter_jsonl, read_jsonl, stamp_of
-from retrain.records.schema.base import Row, Values
-from retrain.records.schema.campaign import RunEntry, Seal
-from retrain.records.schema.layout import EVALS, EVALUATION_FILES, EVALUATIONS, METRICS
-from retrain.util.jsonl import last_row
-from retrain.util.text import percent
-
-SAME_RATE = 1e-6  # Rounding tolerance between a recorded accuracy and the mean of its grades
-CHECKED_RUNS = 4096
-NAMED_RUNS = 4
-UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change of their evaluations would not be seen."
+from retrain.files import dumps
+from retrain.records.schema.base import Values
 
 
 def chained(digest: str, rows: Iterable[Values]) -> str:
@@ -33,102 +17,3 @@ def chained(digest: str, rows: Iterable[Values]) -> str:
         text = dumps({key: value for key, value in row.items() if key != "seconds"})
         digest = hashlib.sha256(f"{digest}{text}".encode()).hexdigest()
     return digest
-
-
-def contradictions(run: Path, seal: Seal | None) -> tuple[str, ...]:
-    """Return what contradicts the evaluations of a finished run, one clause for each fault.
-
-    Rows are compared with the seal, accuracies with the grades of the completions; the latter needs no seal. Files are
-    read again only after they have changed.
-    """
-    return _contradictions(run, tuple(stamp_of(run / name) for name in EVALUATION_FILES), seal)
-
-
-@lru_cache(CHECKED_RUNS)
-def _contradictions(run: Path, stamps: object, seal: Seal | None) -> tuple[str, ...]:
-    rows, digest, count = read_jsonl(run / EVALS), "", 0
-    grades: dict[tuple[int, str], list[bool]] = defaultdict(list)
-    for row in iter_jsonl(run / EVALUATIONS):
-        grades[row["step"], row["name"]].append(row["correct"])
-        digest, count = chained(digest, [row]) if seal else "", count + 1
-    faults = []
-    if seal is not None:
-        faults += _fault(EVALS, len(rows), seal.evaluations, chained("", rows) == seal.evaluations_sha256)
-        faults += _fault(EVALUATIONS, count, seal.completions, digest == seal.completions_sha256)
-    for row in rows:
-        name, step = str(row.get("name")), int(row["step"])
-        rate, correct = row.get(f"eval/{name}/correct_rate"), grades.get((step, name))
-        if rate is None or not correct:
-            continue
-        share = sum(correct) / len(correct)
-        if not math.isclose(rate, share, abs_tol=SAME_RATE):
-            said, graded = percent(rate), percent(share)
-            faults.append(
-                f"its accuracy on {name} after step {step} is {said}, and its completions were graded {graded}"
-            )
-    return tuple(faults)
-
-
-def _fault(name: str, rows: int, sealed: int, is_same: bool) -> list[str]:
-    if rows != sealed:
-        return [f"{name} has {plural(rows, 'row')} of {sealed} that were recorded"]
-    return [] if is_same else [f"{name} is not what was recorded"]
-
-
-def declared_entries(directory: Path, manifest: Values) -> list[Row]:
-    """Return the manifest's runs in the declared order; declared runs that are not in it are added as "missing".
-
-    A run whose state is "done" becomes "interrupted" if its records have fewer steps than were declared.
-    """
-    declared = manifest.get("declared") or {}
-    order = [(label, seed) for seed in declared.get("seeds") or () for label in declared.get("conditions") or ()]
-    places = {run: place for place, run in enumerate(order)}
-    entries: list[Row] = []
-    for entry in manifest["runs"]:
-        planned, run = (declared.get("max_steps") or {}).get(entry["label"], 0), directory / entry["path"]
-        if entry["state"] == "done":
-            steps = max(last_row(run / METRICS).get("step", -1) + 1, last_row(run / EVALS).get("step", 0))
-            if steps < planned:
-                reason = f"there are records of {steps} of its {planned} steps"
-                entry = {**entry, "state": "interrupted", "reason": reason}
-        entries.append(entry)
-    for label, seed in places.keys() - {(entry["label"], entry["seed"]) for entry in entries}:
-        run_id = f"{label}_s{seed}"
-        lost = RunEntry(run_id, label, seed, "missing", "the manifest does not have it", path=f"runs/{run_id}")
-        entries.append(lost.to_row())
-    return sorted(entries, key=lambda entry: places.get((entry["label"], entry["seed"]), len(order)))
-
-
-def deviations(
-    directory: Path, declared: Values, entries: Sequence[Values], configs: Mapping[str, Values]
-) -> list[str]:
-    """Return a clause for each way in which runs differ from the declaration, with the runs that it concerns.
-
-    ``configs`` are the contents of the runs' ``config.json``, by run id.
-    """
-    runs_of: dict[str, list[str]] = {}
-    for entry in map(RunEntry.from_row, entries):
-        for clause in _run_deviations(directory, entry, declared, configs.get(entry.run_id) or {}):
-            runs_of.setdefault(clause, []).append(entry.run_id)
-    return [f"{clause} ({listed(runs, NAMED_RUNS)})" for clause, runs in runs_of.items()]
-
-
-def is_sealed(manifest: Values) -> bool:
-    return all(entry.get("seal") for entry in manifest["runs"] if entry["state"] == "done")
-
-
-def _run_deviations(directory: Path, entry: RunEntry, declared: Values, config: Values) -> Sequence[str]:
-    clauses = []
-    settings, data = ((declared.get(key) or {}).get(entry.label) for key in ("settings", "data"))
-    if config and settings and condition_hash(config) != settings:
-        clauses.append("the settings are not those that were declared")
-    if config and config.get("training", {}).get("seed", entry.seed) != entry.seed:
-        clauses.append("the seed in the manifest is not that of the run")
-    seal = Seal.from_row(entry.seal) if entry.seal else None
-    if seal and data and seal.data != data:
-        clauses.append("the problems are not those that were declared")
-    if entry.state == "done":
-        if settings and seal is None:
-            clauses.append("the manifest has lost the hashes of its evaluations")
-        clauses += contradictions(directory / entry.path, seal)
-    return clauses

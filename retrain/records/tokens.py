@@ -20,7 +20,8 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,10 @@ from retrain.errors import CheckpointError
 from retrain.files import dumps, write_bytes
 from retrain.records import kinds
 from retrain.records.kinds import FieldKinds, checked
-from retrain.records.rollouts import Batch, TokenText, advantage_of, batch_name, conversation_of, metrics_of
+from retrain.records.rollouts import Batch, advantage_of, batch_name, conversation_of, metrics_of
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.layout import TRAIN
-from retrain.types import CreditedRollout, Group, Turn
+from retrain.types import CreditedRollout, Group
 from retrain.util.tensor_file import to_bytes
 
 SCHEMA = "1"
@@ -92,57 +93,45 @@ def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
 
 
 def _texts(batch: Batch) -> dict[str, np.ndarray]:
-    """Return prompts and rollouts as JSON lines, and where each token ends in the text of its turn."""
+    """Return prompts and rollouts as JSON lines, and where each token ends in the text of its turn: at the end of the
+    text where tokens cannot be placed in it."""
     lines, ends = [], []
     for index, group in enumerate(batch.groups):
         for sample, rollout in enumerate(group.rollouts):
-            texts = [_text_and_ends(turn, batch.token_text) for turn in rollout.turns]
-            lines.append(rollout_line(rollout, [text for text, _ in texts], index, sample, group.discarded))
-            ends += [turn_ends for _, turn_ends in texts]
-    tensors = _lines("prompt", map(prompt_line, batch.groups)) | _lines("rollout", lines)
-    return tensors | {"ends": _joined(ends, np.int32)}
-
-
-def _lines(kind: str, rows: Iterable[Row]) -> dict[str, np.ndarray]:
-    lines = [dumps(row).encode() for row in rows]
-    return {f"{kind}s": np.frombuffer(b"".join(lines), np.uint8), f"{kind}_at": _begins(list(map(len, lines)))}
-
-
-def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
-    def filled(parts: Sequence[np.ndarray | None], absent: float, dtype: DTypeLike) -> np.ndarray:
-        pairs = zip(rollouts, parts, strict=True)
-        return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in pairs], dtype)
-
-    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
-    tensors = {
-        "advantages": filled([rollout.token_advantages_T for rollout in rollouts], np.nan, np.float32),
-        "planning": filled([rollout.planning_T for rollout in rollouts], 0, np.uint8),
-        "trained": filled(list(map(_trained_tokens, rollouts)), 0, np.uint8),
-        "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
-    }
-    where_known = {
-        "trainer_logprobs": [rollout.old_logprobs_T for rollout in rollouts],
-        "values": [rollout.values_T for rollout in rollouts],
-        "value_targets": [rollout.value_targets_T for rollout in rollouts],
-    }
-    for name, parts in where_known.items():
-        if any(part is not None for part in parts):
-            tensors[name] = filled(parts, np.nan, np.float32)
+            texts = []
+            for action in (turn.action for turn in rollout.turns):
+                text, spans = action.text, None
+                if batch.token_text is not None:
+                    text, spans = batch.token_text(action.token_ids)
+                texts.append(text)
+                ends.append([len(text)] * len(action) if spans is None else [end for _, end in spans])
+            lines.append(rollout_line(rollout, texts, index, sample, group.discarded))
+    tensors = {"ends": _joined(ends, np.int32)}
+    for kind, rows in (("prompt", map(prompt_line, batch.groups)), ("rollout", lines)):
+        encoded = [dumps(row).encode() for row in rows]
+        tensors[f"{kind}s"] = np.frombuffer(b"".join(encoded), np.uint8)
+        tensors[f"{kind}_at"] = _begins(list(map(len, encoded)))
     return tensors
 
 
-def _trained_tokens(rollout: CreditedRollout) -> np.ndarray | None:
-    if rollout.token_advantages_T is None:
-        return None
-    return np.ones(len(rollout)) if rollout.loss_mask_T is None else rollout.loss_mask_T
+def _trained(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
+    def column(name: str, dtype: DTypeLike, absent: float = np.nan) -> np.ndarray:
+        parts = [(rollout, getattr(rollout, name)) for rollout in rollouts]
+        return _joined([np.full(len(rollout), absent) if part is None else part for rollout, part in parts], dtype)
 
-
-def _text_and_ends(turn: Turn, token_text: TokenText | None) -> tuple[str, Sequence[int]]:
-    """Return the text of a turn, and where in it each of its tokens ends; if unknown, at the end of the text."""
-    if token_text is None:
-        return turn.action.text, [len(turn.action.text)] * len(turn.action)
-    text, spans = token_text(turn.action.token_ids)
-    return text, [end for _, end in spans]
+    actions = [turn.action for rollout in rollouts for turn in rollout.turns]
+    credited = [np.full(len(rollout), rollout.token_advantages_T is not None) for rollout in rollouts]
+    tensors = {
+        "advantages": column("token_advantages_T", np.float32),
+        "planning": column("planning_T", np.uint8, 0),
+        "trained": column("loss_mask_T", np.uint8, 1) * _joined(credited, np.uint8),
+        "versions": _joined([np.full(len(action), action.policy_version) for action in actions], np.int32),
+    }
+    optional = {"trainer_logprobs": "old_logprobs_T", "values": "values_T", "value_targets": "value_targets_T"}
+    for name, attribute in optional.items():
+        if any(getattr(rollout, attribute) is not None for rollout in rollouts):
+            tensors[name] = column(attribute, np.float32)
+    return tensors
 
 
 def prompt_line(group: Group) -> Row:
@@ -215,7 +204,7 @@ class RolloutTokens:
         return pieces
 
 
-class TokenFile:
+class TokenFile(AbstractContextManager["TokenFile"]):
     """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
 
     Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
@@ -240,15 +229,11 @@ class TokenFile:
             lengths = {len(self._index[name]) for name in ("offsets", "sampled", "rollout_at")}
             if len(lengths) != 1 or 0 in lengths:
                 raise ValueError("its indices are of different lengths")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except BaseException as error:
             self._file.close()
-            raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
-        except BaseException:
-            self._file.close()
+            if isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError):
+                raise CheckpointError(f"{self.label} is no file of tokens, or cut short: {error}") from error
             raise
-
-    def __enter__(self) -> TokenFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()

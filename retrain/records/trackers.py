@@ -7,7 +7,6 @@ updates before it, as in ``evals.jsonl``. The packages are imported only when as
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import shlex
 import sys
@@ -23,8 +22,6 @@ from typing import Any, Protocol, TextIO, cast
 from retrain.config.root import value_at
 from retrain.errors import UsageError
 from retrain.extras import missing
-from retrain.files import dumps
-from retrain.ownership import owner_of
 from retrain.records.context import RunContext
 from retrain.records.schema.base import Row, Values
 
@@ -119,7 +116,7 @@ class WandbTracker:
     def start(self, run: TrackedRun, state: Row | None) -> Row:
         named = {"name": run.name, "group": run.group, "tags": run.tags or None, "config": run.config}
         earlier = (state or {}).get("run_id")
-        self.run = _wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
+        self.run = wandb_init("report_to", self.context, self.run_dir, self.warn, id=earlier, **named)
         self.files = Path(self.run.dir).parent
         self.first = self.run.starting_step  # what the server says; 0 for a new run and offline
         return {"run_id": self.run.id}
@@ -144,45 +141,14 @@ class WandbTracker:
         self.run.finish(exit_code=int(failed))
 
 
-def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
-    """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
-    the group of the run that was analysed. The same analysis sent again continues the same wandb run.
-
-    Raises:
-        RetrainError: wandb is missing or cannot start.
-    """
-    summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
-    facts = {key: report.get(key) for key in summary}
-    columns = ("rank", "mean_variance", "min_variance", "max_variance")
-    best, owner, analysed = facts["recommended_rank"], owner_of(directory), TrackedRun.of(context)
-    content = dumps([owner.id if owner else str(directory.resolve()), context.run_id, report])
-    named = {
-        "id": hashlib.sha256(content.encode()).hexdigest()[:16],
-        "name": "squeeze-analysis",
-        "group": analysed.group,
-        "job_type": "squeeze",
-        "tags": ["squeeze", *([f"rank-{best}"] if best else []), *analysed.tags],
-        "config": {**facts, "run_id": context.run_id, "condition": context.condition, "seed": context.seed},
-    }
-    run = _wandb_init("wandb_project", context, directory, warn, **named)
-    table = _import("wandb", "wandb_project").Table(columns=[*columns, "recommended"])
-    for row in report["rows"]:
-        table.add_data(*(row[name] for name in columns), row["rank"] == best)
-    run.log({"squeeze/variance_table": table}, step=0)
-    for step, row in enumerate(report["rows"], start=1):
-        run.log({f"squeeze/{name}": row[name] for name in columns}, step=step)
-    run.summary.update({f"squeeze/{key}": value for key, value in facts.items()})
-    run.finish()
-
-
 _unreachable = threading.Event()
 """Set once W&B's server has not answered: later runs of this process are recorded offline without a wait."""
 
 
-def _wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
+def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
     """Start a wandb run, asked for by ``[logging] <key>``, beside any others of this process; offline where W&B's
     server does not answer. Raises UsageError when W&B refuses."""
-    wandb, logging = _import("wandb", key), context.config.logging
+    wandb, logging = import_tracker("wandb", key), context.config.logging
     try:
         # Silent: nothing is printed into the live view, and a missing API key is an error instead of a question.
         settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -256,9 +222,9 @@ class TensorboardTracker:
 
     def start(self, run: TrackedRun, state: Row | None) -> None:
         """Open a new event file; tensorboard itself joins the files of one directory."""
-        self.events = _import("tensorboard.compat.proto.event_pb2")
-        self.summary = _import("tensorboard.compat.proto.summary_pb2").Summary
-        files = _import("tensorboard.summary.writer.event_file_writer")
+        self.events = import_tracker("tensorboard.compat.proto.event_pb2")
+        self.summary = import_tracker("tensorboard.compat.proto.summary_pb2").Summary
+        files = import_tracker("tensorboard.summary.writer.event_file_writer")
         self.writer = files.EventFileWriter(str(self.directory))
 
     def log(self, step: int, values: Values) -> None:
@@ -297,7 +263,7 @@ class TrackioTracker:
         self.evaluations: set[int] = set()
 
     def start(self, run: TrackedRun, state: Row | None) -> Row:
-        trackio, earlier = _import("trackio"), state or {}
+        trackio, earlier = import_tracker("trackio"), state or {}
         self.project = earlier.get("project", self.project)
         with _muted():  # it prints hints into the live view
             self.run = trackio.init(
@@ -322,10 +288,10 @@ class TrackioTracker:
         query = {"project": self.project, "run": self.run.name, "run_id": self.run.id, "metric_name": metric}
         server = trackio.context_vars.current_server.get()
         if server is None:
-            values = _import("trackio.sqlite_storage").SQLiteStorage.get_metric_values(**query)
+            values = import_tracker("trackio.sqlite_storage").SQLiteStorage.get_metric_values(**query)
         else:
             token = trackio.context_vars.current_server_write_token.get()
-            key = None if token else _import("huggingface_hub").get_token()
+            key = None if token else import_tracker("huggingface_hub").get_token()
             client = trackio.RemoteClient(server, hf_token=key, write_token=token, verbose=False)
             values = client.predict(api_name="/get_metric_values", **query)
         return {value["step"] for value in values}
@@ -364,7 +330,7 @@ TRACKERS: dict[str, Callable[[RunContext, Path, Warn], Tracker]] = {
 }
 
 
-def _import(module: str, key: str = "report_to") -> ModuleType:
+def import_tracker(module: str, key: str = "report_to") -> ModuleType:
     """Import a module that ``[logging] <key>`` needs. Raises an error that says how to install it."""
     try:
         return importlib.import_module(module)

@@ -75,8 +75,11 @@ def compare_runs(
     conditions = _conditions(_PairedRuns.of(runs, order, measure), rule, standing, margin)
     status = next((name for name in (EXPLORATORY, INTERIM) if name in [each.standing for each in conditions]), DECLARED)
     interim = {condition.label for condition in conditions if condition.standing == INTERIM}
-    notes = [*warnings, *_warnings(conditions, measure, metric), *_graded(runs, measure), *_rule_notes(rule)]
-    notes += [*last3_notes(measure, runs), *_hacked_rewards(runs, order)]
+    notes = [*warnings, *_warnings(conditions, measure, metric), *_graded(runs, measure)]
+    if rule.earlier:
+        notes.append(f"Declared under the rule of {rule.earlier}; judged by the present rule.")
+    notes += last3_notes(measure, runs)
+    notes += [f"{audit.sentence}." for audit in audited(runs, order) if audit.standing == "hacked"]
     return Comparison(
         format=3,
         metric=measure.key,
@@ -244,9 +247,9 @@ class _ConditionBuilder:
                 mean_difference_bound=_mean_bound(condition, baseline, self.margin, rate),
             )
         condition = replace(condition, verdict=verdict(condition, analysis.outcome, measure))
-        text = sentence(
-            condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=varied_by(runs)
-        )
+        campaign = next((run.config["campaign"] for run in runs if run.config.get("campaign")), {})
+        varied = str(campaign.get("vary", "all"))
+        text = sentence(condition, baseline, measure, comparisons=self.comparisons, margin=self.margin, varied=varied)
         return replace(condition, sentence=text)
 
     def _differences(
@@ -322,10 +325,6 @@ def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measur
 def _missing(run: RunResult, measure: Measure) -> MissingRun:
     absent = f"its files have no {measure.name}" if run.done else None
     return MissingRun(run.run_id, run.seed, run.state, run.reason or absent)
-
-
-def varied_by(runs: Sequence[RunResult]) -> str:
-    return str(next((run.config["campaign"] for run in runs if run.config.get("campaign")), {}).get("vary", "all"))
 
 
 def possible(interval: Interval, measure: Measure, *, level: bool = False) -> Interval:
@@ -453,14 +452,6 @@ def _graded(runs: Sequence[RunResult], measure: Measure) -> list[str]:
         "The reward has values other than 0 and 1, and what decides here counts an answer as correct or not: "
         f'primary_metric = "{other}" sees the whole reward.'
     ]
-
-
-def _hacked_rewards(runs: Sequence[RunResult], labels: Sequence[str]) -> list[str]:
-    return [f"{audit.sentence}." for audit in audited(runs, labels) if audit.standing == "hacked"]
-
-
-def _rule_notes(rule: DeclaredRule) -> list[str]:
-    return [f"Declared under the rule of {rule.earlier}; judged by the present rule."] if rule.earlier else []
 
 
 def _warnings(conditions: Sequence[ConditionComparison], measure: Measure, metric: str | None) -> list[str]:

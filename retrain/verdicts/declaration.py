@@ -74,14 +74,12 @@ class Standing:
 
     def of(self, label: str, baseline: str, runs: Sequence[RunResult], analysed: Collection[int]) -> ConditionStanding:
         """Return the standing of a compared condition whose analysis has the seeds ``analysed``."""
-        both = [run for run in runs if run.label in (label, baseline) and self._counts(run)]
+        declared = [run for run in runs if self.seeds is None or run.seed in self.seeds]
+        both = [run for run in declared if run.label in (label, baseline)]
         is_incomplete = any(run.state not in COMPLETE for run in both if run.seed in analysed)
         reasons = (*self.reasons, *self.of_condition.get(label, ()), *self.of_condition.get(baseline, ()))
         name = EXPLORATORY if reasons else INTERIM if is_incomplete else DECLARED
         return ConditionStanding(name, list(dict.fromkeys(reasons)), len({run.seed for run in both}))
-
-    def _counts(self, run: RunResult) -> bool:
-        return self.seeds is None or run.seed in self.seeds
 
 
 def standing(

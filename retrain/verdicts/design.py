@@ -17,7 +17,7 @@ from retrain.errors import UsageError, plural
 from retrain.records.schema.layout import MANIFEST
 from retrain.verdicts.planning import EFFECTS, PLANNED_SEEDS, WANTED_POWER, pair_spread, power, seeds_needed
 from retrain.verdicts.pooling import read_source
-from retrain.verdicts.results import Measure, RunResult, require_measure, values_of
+from retrain.verdicts.results import Measure, require_measure, values_of
 from retrain.verdicts.rule import FEWEST_INTERIM_SEEDS, FEWEST_PAIRS, interim_seeds
 
 
@@ -36,16 +36,12 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
     source = read_source(directory)
     require_measure(measure, source.runs)
-    spread, pairs = _spread_of(source.runs, source.labels, measure)
+    base, *others = (values_of(label, source.runs, measure) for label in source.labels)
+    differences = [[value - base[pair] for pair, value in values.items() if pair in base] for values in others]
+    spread, pairs = pair_spread(differences), sum(map(len, differences))
     if spread is None:
         raise UsageError(f"{directory} does not show a spread: it needs finished runs of two conditions and two seeds")
     return Spread(spread, f"{plural(pairs, 'pair')} of {directory}")
-
-
-def _spread_of(runs: Sequence[RunResult], labels: Sequence[str], measure: Measure) -> tuple[float | None, int]:
-    base, *others = (values_of(label, runs, measure) for label in labels)
-    differences = [[value - base[pair] for pair, value in values.items() if pair in base] for values in others]
-    return pair_spread(differences), sum(map(len, differences))
 
 
 def verdict_lines(

@@ -17,7 +17,7 @@ from retrain.records.reader import RunReader, planned_configs, read_manifest
 from retrain.records.schema.base import Row
 from retrain.records.schema.comparison import Comparison
 from retrain.verdicts.pooling import compare_directories, read_source
-from retrain.verdicts.results import Measure, RunResult, first_set
+from retrain.verdicts.results import Measure, RunResult, first_set, value_text
 
 Point = tuple[float, float]
 Completion = Row  # A row of ``emergence/evaluations.jsonl`` or ``emergence/generations.jsonl``
@@ -263,11 +263,7 @@ def settings(configs: Sequence[Row]) -> list[tuple[str, list[str]]]:
     for key in dict.fromkeys(key for table in tables for key in table):
         if key.startswith(("campaign.", "logging.")) or key == "training.seed":
             continue  # the name of a run and where its logs go always differ
-        values = [_value_text(table.get(key)) for table in tables]
+        values = [value_text(table.get(key)) for table in tables]
         if len(set(values)) > 1:
             out.append((key, values))
     return out
-
-
-def _value_text(value: object) -> str:
-    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

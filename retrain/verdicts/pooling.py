@@ -20,11 +20,11 @@ from retrain.records.registry import history
 from retrain.records.schema.base import Row, Values
 from retrain.records.schema.campaign import CampaignDeclaration, RunEntry
 from retrain.records.schema.layout import COMPARISON, MANIFEST
-from retrain.records.seals import UNSEALED, declared_entries, deviations, is_sealed
 from retrain.verdicts.comparison import baseline_of, compare_runs
 from retrain.verdicts.declaration import EARLIER_RULE_KEYS, DeclaredRule, Standing, pooled, standing
+from retrain.verdicts.deviations import UNSEALED, declared_entries, deviations
 from retrain.verdicts.planning import follow_up
-from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations
+from retrain.verdicts.results import Measure, RunResult, first_set, read_run, require_evaluations, value_text
 
 SAMPLING = ("samples", "temperature", "max_tokens", "top_p", "top_k", "min_p")
 NAMED_KEYS = 4
@@ -163,6 +163,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
     declared = {key: campaign[key] for key in keys if key in campaign} | recorded
     configs, registered = {run.run_id: run.config for run in runs}, history(directory, manifest)
     labels = dict.fromkeys(run.label for run in runs)
+    unsealed = [UNSEALED] if any(row["state"] == "done" and not row.get("seal") for row in manifest["runs"]) else []
     return Source(
         name or directory.name,
         runs,
@@ -170,7 +171,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
         declared,
         _changed(directory, declared),
         [*deviations(directory, recorded, entries, configs), *registered.deviations],
-        [*manifest.get("notes", []), *([] if is_sealed(manifest) else [UNSEALED]), *registered.notes],
+        [*manifest.get("notes", []), *unsealed, *registered.notes],
         DeclaredRule.of(declared, manifest.get("interim")),
     )
 
@@ -179,7 +180,7 @@ def _changed(directory: Path, declared: Values) -> list[str]:
     """Name the settings whose present value in the campaign's file differs from the declared one, which decides."""
     now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
     return [
-        f"[campaign] {key} was declared as {_value_text(declared[key])} and is {_value_text(now[key])} in the file "
+        f"[campaign] {key} was declared as {value_text(declared[key])} and is {value_text(now[key])} in the file "
         "now: what was declared decides."
         for key in DECIDING_KEYS
         if key in declared and key in now and _present(key, declared[key]) != _present(key, now[key])
@@ -189,10 +190,6 @@ def _changed(directory: Path, declared: Values) -> list[str]:
 def _present(key: str, value: object) -> object:
     """Return what a declared value means now: the stopping rules of earlier versions all mean the interim analysis."""
     return "on" if key == "sequential" and value != "off" else value
-
-
-def _value_text(value: object) -> str:
-    return "unset" if value is None else str(value)
 
 
 def _names(directories: Sequence[Path]) -> list[str]:

@@ -82,7 +82,8 @@ def _curves(campaign: Campaign) -> list[Chart]:
 
 def _curve_chart(campaign: Campaign, metric: ChartedMetric) -> Chart | None:
     key, smooth = metric.key, metric.is_noisy
-    if key == "mean_reward" and _same_as_correct(campaign):
+    rows = (row for run in campaign.runs for row in run.rows)
+    if key == "mean_reward" and all(row.get(key) == row.get("correct_rate") for row in rows):
         return None  # Rewards are 0 and 1: the curve would repeat that of the correct rate.
     # Back pressure steers what all runs of a cohort do together: one line says it for all.
     labels = campaign.labels[:1] if key.startswith("bp_") else campaign.labels
@@ -111,10 +112,6 @@ def _lines(
 ) -> Chart:  # fmt: skip
     return {"kind": "curves", "title": title, "words": caption, "x": x, "unit": unit, "range": limits,
             "body": {"key": key, "conditions": curves}}  # fmt: skip
-
-
-def _same_as_correct(campaign: Campaign) -> bool:
-    return all(row.get("mean_reward") == row.get("correct_rate") for run in campaign.runs for row in run.rows)
 
 
 def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:

@@ -323,6 +323,10 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def value_text(value: object) -> str:
+    return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _device_seconds(row: Values) -> float:
     # What a cohort does together is split among its runs
     separate = sum(row.get(f"time/{part}") or 0.0 for part in OWN_SPANS)

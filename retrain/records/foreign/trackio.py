@@ -11,9 +11,9 @@ import sqlite3
 import tempfile
 from collections.abc import Hashable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from retrain.files import stamp_of
 from retrain.records.foreign import NO_VERDICT, FindFile, ForeignReader, ForeignRun, condition_and_seed, is_recent
@@ -32,22 +32,14 @@ class TrackioReader(ForeignReader):
         self._runs_of: dict[Path, tuple[Hashable, list[tuple[ForeignRun, str, Row]]]] = {}
 
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
-        files = _databases(directory, find)
-        prefixed = len(files) > 1  # runs of several projects may have the same names
-        return [
-            ForeignRun(
-                directory, f"{path.stem}/{run.name}" if prefixed else run.name,
-                f"{path.stem}: {run.condition}" if prefixed else run.condition, run.seed,
-                "running" if is_recent(run.written) else "done", run.step, 0, run.written,
-            )
-            for path in files for run, _, _ in self._of(path)
-        ]  # fmt: skip
+        return [run for run, _, _, _ in self._entries(directory, find)]
 
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
-        path, run_id, _ = self._entry(run, find)
+        entries = self._entries(run.directory, find)
+        path, run_id = next(((path, run_id) for each, path, run_id, _ in entries if each.name == run.name), (None, ""))
+        rows: dict[int, Row] = {}
         if path is None:
             return None
-        rows: dict[int, Row] = {}
         try:
             with _opened(path) as database:
                 query = "SELECT step, metrics FROM metrics WHERE run_id = ? ORDER BY id"
@@ -58,18 +50,21 @@ class TrackioReader(ForeignReader):
         return [rows[step] | {"step": step} for step in sorted(rows)]
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        return self._entry(run, find)[2]
+        return next((config for each, _, _, config in self._entries(run.directory, find) if each.name == run.name), {})
 
     def stamp(self, run: ForeignRun, find: FindFile) -> Hashable:
         return tuple((path, _stamp(path)) for path in _databases(run.directory, find))
 
-    def _entry(self, run: ForeignRun, find: FindFile) -> tuple[Path | None, str, Row]:
-        files = _databases(run.directory, find)
+    def _entries(self, directory: Path, find: FindFile) -> Iterator[tuple[ForeignRun, Path, str, Row]]:
+        """Yield all runs with their files, ids and settings. Runs of several projects may have the same names."""
+        files = _databases(directory, find)
         for path in files:
-            for entry, run_id, config in self._of(path):
-                if run.name == (f"{path.stem}/{entry.name}" if len(files) > 1 else entry.name):
-                    return path, run_id, config
-        return None, "", {}
+            for run, run_id, config in self._of(path):
+                state = "running" if is_recent(run.written) else "done"
+                named = replace(run, directory=directory, state=state)
+                if len(files) > 1:
+                    named = replace(named, name=f"{path.stem}/{run.name}", condition=f"{path.stem}: {run.condition}")
+                yield named, path, run_id, config
 
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
         """Return the runs of a file with their ids and settings, read again where it has changed."""
@@ -134,6 +129,6 @@ def _copied(path: Path, log: Path, copy: Path) -> Path:
 
 def _object(text: str | bytes) -> Row:
     """Return the object of a JSON text; "NaN", "Infinity" and "-Infinity" become numbers."""
-    found: Any = json.loads(text)
+    found: Row = json.loads(text)
     texts = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
     return {key: texts.get(value, value) if isinstance(value, str) else value for key, value in found.items()}

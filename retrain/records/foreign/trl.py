@@ -6,13 +6,11 @@ names its own numbers alike in all of them (``eval_reward``): only ``eval_<set>_
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from retrain.records.foreign import NO_VERDICT, DirectoryReader, FindFile, ForeignRun, integer
 from retrain.records.reader import read_object
-from retrain.records.schema.base import Row
+from retrain.records.schema.base import Row, Values
 
 STATE = "trainer_state.json"
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
@@ -55,7 +53,7 @@ class TrlReader(DirectoryReader):
         return {"trainer_state": state, **{name: part for name, part in parts.items() if part}}
 
 
-def _rows(history: Any) -> list[Row]:
+def _rows(history: object) -> list[Row]:
     """Return what was logged by step; a line without a step belongs to the one before."""
     rows: dict[int, Row] = {}
     step = 0
@@ -66,7 +64,7 @@ def _rows(history: Any) -> list[Row]:
     return [rows[step] | {"step": step} for step in sorted(rows)]
 
 
-def _named_by_set(line: Mapping[str, Any]) -> Row:
+def _named_by_set(line: Values) -> Row:
     """Return an evaluation with its set in all keys, as the Trainer names its own: ``eval_<set>_reward``."""
     name = next((match[1] for key in line if (match := SET.fullmatch(key))), None)
     if name is None:

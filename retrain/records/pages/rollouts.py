@@ -133,14 +133,13 @@ def _overview(groups: Sequence[CreditedGroup]) -> dict[str, object]:
 def _modes(groups: Sequence[CreditedGroup]) -> dict[str, str]:
     """Return the names of the token colourings that these groups have data for, by the letter of their attribute."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    modes = {"none": "plain", "s": "surprisal"}
-    if any(rollout.token_advantages_T is not None for rollout in rollouts):
-        modes["a"] = "advantage"
-    if any(rollout.values_T is not None for rollout in rollouts):
-        modes["v"] = "value"
-    if any(rollout.planning_T is not None for rollout in rollouts):
-        modes["p"] = "planning"
-    return modes
+    columns = {
+        "a": ("advantage", [rollout.token_advantages_T for rollout in rollouts]),
+        "v": ("value", [rollout.values_T for rollout in rollouts]),
+        "p": ("planning", [rollout.planning_T for rollout in rollouts]),
+    }
+    known = {letter: name for letter, (name, column) in columns.items() if any(part is not None for part in column)}
+    return {"none": "plain", "s": "surprisal"} | known
 
 
 def _group(batch: Batch, group: CreditedGroup, limit: int) -> dict[str, object]:

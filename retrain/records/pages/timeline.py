@@ -35,14 +35,10 @@ class StepTimes:
     seconds: dict[str, float]
 
 
-def write_timeline(directory: Path) -> Path | None:
-    """Write ``timeline.html`` beside ``timing_spans.jsonl``; None, and nothing written, while there is no span."""
-    steps = steps_of(RunReader(directory).spans())
-    if not steps:
-        return None
-    path = directory / TIMELINE
-    write_text(path, timeline_page(steps, directory.resolve().name), durable=False)
-    return path
+def write_timeline(directory: Path) -> None:
+    """Write ``timeline.html`` beside ``timing_spans.jsonl``, unless that has no span yet."""
+    if steps := steps_of(RunReader(directory).spans()):
+        write_text(directory / TIMELINE, timeline_page(steps, directory.resolve().name), durable=False)
 
 
 def steps_of(rows: Sequence[Row]) -> list[StepTimes]:

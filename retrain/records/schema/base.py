@@ -12,9 +12,8 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """A row or an object of a file, declared as a dataclass. Pydantic reads the docstrings of its fields."""
+    """A row or an object of a file, as a dataclass. The text in a field's annotation is its meaning in the docs."""
 
-    __pydantic_config__: ClassVar = {"use_attribute_docstrings": True}
     omitted_if_empty: ClassVar[tuple[str, ...]] = ()
     """Fields that a row has only where they hold something."""
 

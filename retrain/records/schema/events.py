@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from retrain.records.schema.base import Record, Row
 
@@ -22,8 +22,7 @@ class Event(Record):
 class RunEvent(Event):
     """An event of one run."""
 
-    run: str
-    """The run."""
+    run: Annotated[str, "The run."]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class PlanEvent(Event):
     """Runs that have been seen for the first time."""
 
     event = "plan"
-    runs: list[str]
-    """Their run ids."""
+    runs: Annotated[list[str], "Their run ids."]
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,7 @@ class WorkerEvent(RunEvent):
     """A worker has taken a run, where there are several workers."""
 
     event = "worker"
-    worker: str
-    """Name of the worker, such as `1 gpu:0`."""
+    worker: Annotated[str, "Name of the worker, such as `1 gpu:0`."]
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,10 @@ class StartEvent(RunEvent):
     """A run trains."""
 
     event = "start"
-    label: str
-    """Label of its condition."""
-    seed: int
-    """Its seed."""
-    step: int
-    """The step at which it begins; above 0 when it was resumed."""
-    max_steps: int
-    """Steps planned."""
+    label: Annotated[str, "Label of its condition."]
+    seed: Annotated[int, "Its seed."]
+    step: Annotated[int, "The step at which it begins; above 0 when it was resumed."]
+    max_steps: Annotated[int, "Steps planned."]
 
 
 @dataclass(frozen=True)
@@ -64,10 +57,8 @@ class StepEvent(RunEvent):
     """A step was recorded."""
 
     event = "step"
-    step: int
-    """The step, from 0."""
-    row: Row
-    """Its row of `metrics.jsonl`."""
+    step: Annotated[int, "The step, from 0."]
+    row: Annotated[Row, "Its row of `metrics.jsonl`."]
 
 
 @dataclass(frozen=True)
@@ -75,10 +66,8 @@ class EvaluationEvent(RunEvent):
     """A held-out evaluation was recorded."""
 
     event = "eval"
-    name: str
-    """The held-out set."""
-    row: Row
-    """Its row of `evals.jsonl`."""
+    name: Annotated[str, "The held-out set."]
+    row: Annotated[Row, "Its row of `evals.jsonl`."]
 
 
 @dataclass(frozen=True)
@@ -86,10 +75,8 @@ class EndEvent(RunEvent):
     """A run has ended."""
 
     event = "end"
-    status: str
-    """`done`, `failed`, `interrupted` or `stopped`."""
-    reason: str | None
-    """Why."""
+    status: Annotated[str, "`done`, `failed`, `interrupted` or `stopped`."]
+    reason: Annotated[str | None, "Why."]
 
 
 @dataclass(frozen=True)
@@ -97,10 +84,8 @@ class MessageEvent(Event):
     """A line for the reader."""
 
     event = "message"
-    level: str
-    """`info`, `warning` or `error`."""
-    text: str
-    """The line."""
+    level: Annotated[str, "`info`, `warning` or `error`."]
+    text: Annotated[str, "The line."]
 
 
 EVENTS = (PlanEvent, WorkerEvent, StartEvent, StepEvent, EvaluationEvent, EndEvent, MessageEvent)

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from retrain.ownership import MARK
 from retrain.records.schema import rows
@@ -39,8 +40,7 @@ class RecordFile:
 
     name: str
     content: str
-    row: type[Record] | None = None
-    """Type of its rows, or of the object that it holds."""
+    row: Annotated[type[Record] | None, "Type of its rows, or of the object that it holds."] = None
 
 
 MACHINE_FILES = (

@@ -1,6 +1,7 @@
 """``registry.jsonl`` beside the directories of campaigns."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from retrain.records.schema.base import Record
 
@@ -9,36 +10,26 @@ from retrain.records.schema.base import Record
 class RegistryLine(Record):
     """Keys that the line of a declaration and that of a finished run have."""
 
-    kind: str
-    """`declaration` or `run`."""
-    time: str
-    """When it was written."""
-    owner: str
-    """Id in the `retrain.json` of the campaign's directory."""
-    directory: str
-    """Name of that directory."""
-    data: str
-    """Hash of the problems, training and held-out; of a declaration those of its first run."""
+    kind: Annotated[str, "`declaration` or `run`."]
+    time: Annotated[str, "When it was written."]
+    owner: Annotated[str, "Id in the `retrain.json` of the campaign's directory."]
+    directory: Annotated[str, "Name of that directory."]
+    data: Annotated[str, "Hash of the problems, training and held-out; of a declaration those of its first run."]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration(RegistryLine):
     """A comparison that was declared."""
 
-    conditions: dict[str, str]
-    """Hash of the settings of each condition, by label."""
-    max_steps: dict[str, int]
-    """Steps of each condition, by label."""
-    seeds: list[int]
-    """Seeds in their order."""
-    baseline: str
-    """Label of the baseline."""
-    primary_metric: str
-    """Metric that decides."""
-    equivalence_margin: float | None
-    """Accuracies closer than this count as alike, null where none was declared."""
-    sequential: str
-    """`on` with an interim analysis."""
+    conditions: Annotated[dict[str, str], "Hash of the settings of each condition, by label."]
+    max_steps: Annotated[dict[str, int], "Steps of each condition, by label."]
+    seeds: Annotated[list[int], "Seeds in their order."]
+    baseline: Annotated[str, "Label of the baseline."]
+    primary_metric: Annotated[str, "Metric that decides."]
+    equivalence_margin: Annotated[
+        float | None, "Accuracies closer than this count as alike, null where none was declared."
+    ]
+    sequential: Annotated[str, "`on` with an interim analysis."]
 
     @property
     def comparison(self) -> frozenset[tuple[str, int]]:
@@ -54,18 +45,12 @@ class Declaration(RegistryLine):
 class FinishedRun(RegistryLine):
     """A run and its result, written when it ends as `done`."""
 
-    run_id: str
-    """Name of the run."""
-    condition: str
-    """Hash of its settings."""
-    max_steps: int
-    """Steps that were trained."""
-    seed: int
-    """Seed of the run."""
-    result: dict[str, float | None]
-    """Last accuracy on each held-out set."""
-    sha256: str
-    """Hash of its evaluations, as in its seal."""
+    run_id: Annotated[str, "Name of the run."]
+    condition: Annotated[str, "Hash of its settings."]
+    max_steps: Annotated[int, "Steps that were trained."]
+    seed: Annotated[int, "Seed of the run."]
+    result: Annotated[dict[str, float | None], "Last accuracy on each held-out set."]
+    sha256: Annotated[str, "Hash of its evaluations, as in its seal."]
 
     def belongs_to(self, declaration: Declaration) -> bool:
         """Return whether the run has a condition, the problems and a seed of the declaration."""

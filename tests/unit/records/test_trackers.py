@@ -14,13 +14,14 @@ import pytest
 from helpers.campaigns import blocks
 from helpers.records import config, context, group, step, wandb_run
 
+from retrain.adapters.squeeze import log_squeeze_analysis
 from retrain.config import parse_dict
 from retrain.config.evaluation import trackers
 from retrain.errors import MissingExtra, RetrainError
 from retrain.ownership import claim
 from retrain.records.recorder import RunRecorder
 from retrain.records.reporter import make_trackers
-from retrain.records.trackers import TrackedRun, log_squeeze_analysis
+from retrain.records.trackers import TrackedRun
 
 STATE = {
     "sepa_lambda": 0.25, "sepa_gate_open": True, "exec_surprisal_mean": 1.5, "bp_regime": "warmup", "bp_warmup": True,
