@@ -99,17 +99,20 @@ def learned(out: Path) -> dict[str, Any]:
 
 
 def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
-    """The same bytes without an audit, with one whose judge fails, and with one, interrupted, that decides. The reward
-    is the punishment of long answers, which needs no process; the entropy bonus trains where all of them are equal."""
+    """The same bytes without an audit, with one whose judge fails, and with one, interrupted, that decides. All
+    answers have the same reward, which needs no process of its own; what trains is the entropy bonus."""
     judging.respond = lambda handler, request: (400, b"not today", {})
     audits = {
         "without": [],
         "format": ["audit.type=format", 'campaign.primary_metric="final:audit"'],
         "broken": ["audit.type=judge", "audit.judge_model=j", f'audit.judge_url="{judging.url}"'],
     }
-    reward = {"type": "match", "custom_module": None, "workers": None, "overlong_tokens": 4}
-    sections = {"reward": reward, "training": {"max_tokens": 6, "save_every": 1, "eval_every": 2}}
-    sections["algorithm"] = {"entropy_coef": 0.1, "discard_group_zero_advantage": False}
+    penalty = [{"type": "format", "weight": 0.5, "offset": -1.0}]
+    sections = {
+        "reward": {"type": "weighted", "components": penalty, "custom_module": None, "workers": None},
+        "training": {"max_tokens": 6, "save_every": 1, "eval_every": 2},
+        "algorithm": {"entropy_coef": 0.1, "discard_group_zero_advantage": False},
+    }
     path = tmp_path / "audited.toml"
     head = campaign_head(("grpo", "none"), seeds=[1, 2], max_steps=2)
     path.write_text(head + toy_toml(model, evaluation={"problems": 5}, **sections))
