@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.campaigns import ROOT, Heard, campaign, suspended_writer, toy_world, train
+from helpers.campaigns import ROOT, Heard, campaign, eventually, suspended_writer, toy_world, train
 
 from retrain.campaign.executors.ray import slots_in
 from retrain.campaign.running.protocol import JobStarted, StepDone
@@ -76,7 +76,7 @@ def test_an_actor_that_dies_takes_its_worker_along(out, workers):
     (end,) = clusters.ends(events).values()
     assert end.status == "died"
     assert end.reason.endswith(f"(process {pid}) was lost with its Ray actor")
-    clusters.eventually(lambda: process_start(pid) is None)
+    eventually(lambda: process_start(pid) is None)
 
 
 def test_nodes_that_do_not_share_the_directory_are_named(out, workers):
@@ -126,9 +126,9 @@ def test_five_conditions_lose_a_node_of_three_and_end_as_in_one_process(tmp_path
     assert started(alone, "--executor", "inprocess").wait(300) == 0
     with clusters.cluster_of(*[{"num_cpus": 1}] * 3) as nodes:
         program = started(out, "--executor", "ray", "--address", nodes.address)
-        clusters.eventually(lambda: sum(map(len, clusters.rows_of(out).values())) >= 12, 200)
+        eventually(lambda: sum(map(len, clusters.rows_of(out).values())) >= 12, 200)
         found: list[tuple[int, Path]] = []
-        clusters.eventually(lambda: found or found.extend(filter(None, [suspended_writer(out)])) or found)
+        eventually(lambda: found or found.extend(filter(None, [suspended_writer(out)])) or found)
         worker = found[0][0]
         (number,) = nodes.that_have(worker)
         os.kill(worker, signal.SIGCONT)
@@ -172,7 +172,7 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, tmp_path, la
     removed = []
 
     def server() -> psutil.Process:  # steps that had their samples are reported while a dead one is being replaced
-        clusters.eventually(lambda: servers(large))
+        eventually(lambda: servers(large))
         return servers(large)[0]
 
     def disturb(spec, count: int) -> None:
@@ -194,7 +194,7 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, tmp_path, la
     assert "the server has died (signal 9) and is started again" in said
     assert "was lost with its actor or its node, and is started elsewhere" in said
     assert sum(line.startswith("canary: base within") for line in heard.messages) >= 3
-    clusters.eventually(lambda: servers(large) == [])
+    eventually(lambda: servers(large) == [])
     assert (out / "server.log").is_file()
 
 
