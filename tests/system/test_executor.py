@@ -77,7 +77,7 @@ class Player:
         if isinstance(job, CohortJob):
             self.begun.append({spec.seed for spec in job.runs})
         else:
-            self.analysed.append((job.place, job.runs[0].run_id))
+            self.analysed.append((job.subfolder, job.runs[0].run_id))
         name = str(len(self.begun) + len(self.analysed))
         self.jobs.append((name, job))
         return SimpleNamespace(id=name, stop=lambda: None)
