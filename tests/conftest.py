@@ -80,7 +80,6 @@ def gpus(monkeypatch):
 
 @pytest.fixture
 def nvidia_smi(tmp_path, monkeypatch):
-    """An nvidia-smi that lists one GPU."""
     tool = tmp_path / "bin" / "nvidia-smi"
     tool.parent.mkdir()
     tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559 MiB, 580.65.06'\n")
@@ -147,7 +146,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def world(model):
-    """The folder of that model."""
     return model.parent
 
 
@@ -179,12 +177,12 @@ def toy_home(tmp_path_factory):
 def mixed_campaign(toy_home, tmp_path_factory):
     """The directory of ``mixed.toml`` and its finished campaign ``out``: a cohort of two conditions that differ in
     every key that has reached sampling and update."""
-    from helpers.campaigns import OTHER, launch_file, toy_file
+    from helpers.campaigns import OTHER, toy_file, train
 
     folder = tmp_path_factory.mktemp("mixed")
     path = toy_file(toy_home, folder / "mixed.toml", pair=OTHER)
     export, trackers = f'backend.adapter_path="{folder}/export"', 'logging.report_to=["tensorboard"]'
-    assert launch_file(path, folder / "out", "campaign.lanes=4", export, trackers).exit_status == 0
+    train(path, folder / "out", "campaign.lanes=4", export, trackers)
     return folder
 
 
@@ -192,9 +190,9 @@ def mixed_campaign(toy_home, tmp_path_factory):
 def silent_campaign(toy_home, tmp_path_factory):
     """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same: no
     update, the adapters stay as initialised."""
-    from helpers.campaigns import launch_file, toy_file
+    from helpers.campaigns import toy_file, train
 
     folder = tmp_path_factory.mktemp("silent")
     path = toy_file(toy_home, folder / "silent.toml", pair="", reward="same")
-    assert launch_file(path, folder / "out", "training.save_every=1", "data.shuffle=false").exit_status == 0
+    train(path, folder / "out", "training.save_every=1", "data.shuffle=false")
     return folder

@@ -5,41 +5,26 @@ from pathlib import Path
 import pytest
 from helpers.campaigns import blocks, run_cli
 
+from retrain.config.describe import document
 from retrain.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-
-
-TOOL_USER = """
-[model]
-model = "tiny-tool-user"
-lora_rank = 2
-[environment]
-tools = ["calculator"]
-tools_prompt = ""
-max_turns = 3
-[algorithm]
-turn_credit = "turn"
-[data]
-source = "calculations:problems"
-[training]
-max_steps = 2
-batch_size = 3
-group_size = 6
-max_tokens = 48
-lr = 0.001
-[evaluation]
-problems = 6
-[squeeze]
-enabled = false
-"""
+TOOL_USER = {
+    "model": {"model": "tiny-tool-user", "lora_rank": 2},
+    "environment": {"tools": ["calculator"], "tools_prompt": "", "max_turns": 3},
+    "algorithm": {"turn_credit": "turn"},
+    "data": {"source": "calculations:problems"},
+    "training": {"max_steps": 2, "batch_size": 3, "group_size": 6, "max_tokens": 48, "lr": 0.001},
+    "evaluation": {"problems": 6},
+    "squeeze": {"enabled": False},
+}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("episodes")
     shutil.copy(ROOT / "campaigns" / "calculations.py", folder)
-    (folder / "run.toml").write_text(TOOL_USER, encoding="utf-8")
+    (folder / "run.toml").write_text(document(TOOL_USER))
     done = run_cli("train", folder / "run.toml", "--out", folder / "out", "--plain")
     assert done.exit_code == 0, done.output
     return folder / "out"

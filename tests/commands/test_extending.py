@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from helpers.campaigns import FENCE, ROOT
 from helpers.models import campaign_head, qwen3_directory
 from helpers.servers import TEXTS, StandIn
 
+from retrain.config.describe import document
 from retrain.files import read_jsonl
 
 PAGE = FENCE.findall((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
@@ -77,13 +77,6 @@ def retrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def toml_of(tables: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for section, keys in tables.items():
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
-    return "\n".join(lines) + "\n"
-
-
 def test_one_campaign_trains_with_all_of_the_page(folder, server):
     tables = {section: dict(keys) for section, keys in WORLD.items()}
     for text in blocks_of("toml"):
@@ -95,7 +88,7 @@ def test_one_campaign_trains_with_all_of_the_page(folder, server):
     tables["model"]["model"], tables["inference"]["url"] = str(folder / "model"), server.url
     plug_ins = (tables["algorithm"].pop("advantage_mode"), tables["algorithm"].pop("transform_mode"))
     head = campaign_head(plug_ins, ("softened", "gtpo"), **tables.pop("campaign")) + "softened_epsilon = 0.5\n"
-    (folder / "run.toml").write_text(head + toml_of(tables), encoding="utf-8")
+    (folder / "run.toml").write_text(head + document(tables), encoding="utf-8")
 
     done = retrain(folder, "train", "run.toml", "--out", "out", "--plain")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,13 +19,7 @@ from retrain.policy.plugin import PluginSnapshot
 from retrain.records.reader import read_manifest
 from retrain.records.recorder import RunRecorder
 from retrain.records.schema.layout import MANIFEST, PLAN
-from retrain.training.checkpoints import (
-    Snapshot,
-    checkpoint_directory,
-    newest_undamaged,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from retrain.training import checkpoints
 from retrain.types import CreditedGroup
 
 
@@ -50,17 +44,19 @@ def test_a_full_disk_leaves_the_old_files_whole_and_no_remains(tmp_path):
     with largest_file(len(before) + 100), pytest.raises(OSError, match="too large"):  # the kernel writes a part
         append_jsonl(tmp_path / "metrics.jsonl", [{"step": 1, "pad": "x" * 300}])
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    write_checkpoint(checkpoint_directory(tmp_path, 2), small_snapshot(2))
+    checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 2), small_snapshot(2))
     for size in (0, 10, 100, 400, 700):
         with largest_file(size), pytest.raises(StorageError, match=r"cannot be written: file too large") as error:
-            write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))
+            checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))
         assert error.value.shared
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
-    assert newest_undamaged(tmp_path, []) == checkpoint_directory(tmp_path, 2)
-    write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 60))  # there is room again
+    assert checkpoints.newest_undamaged(tmp_path, []) == checkpoints.checkpoint_directory(tmp_path, 2)
+    checkpoints.write_checkpoint(
+        checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 60)
+    )  # there is room again
     with largest_file(700), pytest.raises(StorageError):  # written anew over the old one
-        write_checkpoint(checkpoint_directory(tmp_path, 4), small_snapshot(4, 600))
-    assert newest_undamaged(tmp_path, []) == checkpoint_directory(tmp_path, 4)
+        checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 4), small_snapshot(4, 600))
+    assert checkpoints.newest_undamaged(tmp_path, []) == checkpoints.checkpoint_directory(tmp_path, 4)
 
 
 def test_a_directory_that_vanishes_is_not_begun_anew(tmp_path):
@@ -106,10 +102,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
     monkeypatch.setattr(os, "replace", renamed)
     (tmp_path / "own/parts").mkdir(parents=True)
     (tmp_path / "own/parts/table").write_text("of a backend of the user's")
-    for snapshot in (small_snapshot(2), Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')):
+    for snapshot in (small_snapshot(2), checkpoints.Snapshot(4, PluginSnapshot(None, tmp_path / "own"), '{"step": 4}')):
         events.clear()
-        directory = checkpoint_directory(tmp_path, snapshot.step)
-        write_checkpoint(directory, snapshot)
+        directory = checkpoints.checkpoint_directory(tmp_path, snapshot.step)
+        checkpoints.write_checkpoint(directory, snapshot)
         end = events.index(f"-> {directory.name}")
         there = [*(path.name for path in directory.rglob("*")), aside_of(directory).name]
         assert sorted(event for event in events[:end] if "->" not in event) == sorted(there)
@@ -117,9 +113,9 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_each_file_is_syn
 
 
 def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
-    write_checkpoint(checkpoint_directory(tmp_path, 2), small_snapshot(2))
-    torn = checkpoint_directory(tmp_path, 4)
-    write_checkpoint(torn, small_snapshot(4))
+    checkpoints.write_checkpoint(checkpoints.checkpoint_directory(tmp_path, 2), small_snapshot(2))
+    torn = checkpoints.checkpoint_directory(tmp_path, 4)
+    checkpoints.write_checkpoint(torn, small_snapshot(4))
     cuts = 0
     for path in sorted(torn.iterdir()):
         data = path.read_bytes()
@@ -127,14 +123,14 @@ def test_a_power_cut_at_every_byte_of_a_checkpoint(tmp_path):
         for length in range(len(data) - without_line_break):
             path.write_bytes(data[:length])
             with pytest.raises(CheckpointError):
-                verify_checkpoint(torn)
+                checkpoints.verify_checkpoint(torn)
             cuts += 1
         path.write_bytes(data)
-    verify_checkpoint(torn)
+    checkpoints.verify_checkpoint(torn)
     assert cuts > 500
     (torn / "state.json").unlink()
     report: list[str] = []
-    assert newest_undamaged(tmp_path, report) == checkpoint_directory(tmp_path, 2)
+    assert checkpoints.newest_undamaged(tmp_path, report) == checkpoints.checkpoint_directory(tmp_path, 2)
     assert "skipped a damaged checkpoint" in report[0]
 
 
@@ -187,8 +183,8 @@ def test_hostile_texts_leave_every_record_strict_json(tmp_path):
 
 
 def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
-    directory = checkpoint_directory(tmp_path, 2)
-    write_checkpoint(directory, small_snapshot(2))
+    directory = checkpoints.checkpoint_directory(tmp_path, 2)
+    checkpoints.write_checkpoint(directory, small_snapshot(2))
     good = read_json(directory / "manifest.json")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").write_bytes(b"x")
@@ -197,13 +193,13 @@ def test_a_checkpoint_manifest_names_only_its_own_files(tmp_path):
         named = good["sha256"] | {name: sha256(tmp_path / "elsewhere/file")}
         write_json(directory / "manifest.json", good | {"sha256": named})
         with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
-            verify_checkpoint(directory)
+            checkpoints.verify_checkpoint(directory)
     (directory / "linked").unlink()
     write_json(directory / "manifest.json", good)
     (directory / "state.json").rename(tmp_path / "copy")
     (directory / "state.json").symlink_to(tmp_path / "copy")
     with pytest.raises(CheckpointError, match="not a file of this checkpoint"):
-        verify_checkpoint(directory)
+        checkpoints.verify_checkpoint(directory)
 
 
 def test_what_was_changed_is_in_the_manifest_whoever_writes_meanwhile(tmp_path):

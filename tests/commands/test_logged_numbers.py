@@ -3,70 +3,55 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
-from helpers.models import TINY_RUN, train_quietly
+from helpers.campaigns import train_quietly
+from helpers.models import TINY_RUN
 from helpers.records import context, group, step
 
+from retrain.config.describe import document
 from retrain.files import read_jsonl
 from retrain.records.recorder import RunRecorder
 
-UNIFORM = """
-[algorithm]
-advantage_mode = "grpo"
-discard_group_zero_advantage = {discard}
-[reward]
-type = "custom"
-custom_module = "{module}"
-[training]
-max_steps = 2
-batch_size = 3
-group_size = 4
-max_tokens = 24
-[backend]
-devices = "cpu"
-"""
+UNIFORM = {
+    "training": {"max_steps": 2, "batch_size": 3, "group_size": 4, "max_tokens": 24},
+    "backend": {"devices": "cpu"},
+}
 
 
 def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_kept(tmp_path):
     module = tmp_path / "constant.py"
     module.write_text("def score(completion, answer):\n    return -0.5\n")
     rows = {}
-    for discard in ("true", "false"):
-        (tmp_path / discard).mkdir()
-        rows[discard] = train_quietly(tmp_path / discard, UNIFORM.format(module=module, discard=discard))
-    for row in rows["true"]:
+    reward = {"type": "custom", "custom_module": str(module)}
+    for discard in (True, False):
+        (tmp_path / str(discard)).mkdir()
+        algorithm = {"advantage_mode": "grpo", "discard_group_zero_advantage": discard}
+        toml = document({"algorithm": algorithm, "reward": reward, **UNIFORM})
+        rows[discard] = train_quietly(tmp_path / str(discard), toml)
+    for row in rows[True]:
         assert (row["num_datums"], row["discarded_count"], row["loss"], row["grad_norm"]) == (0, 3, None, None)
         assert row["val/ratio"] is None
         assert 0 <= row["kl_divergence_inference"] < 1e-6
         assert (row["objective/non_score_reward"], row["objective/rlhf_reward"]) == (0.0, -0.5)
-    for row in rows["false"]:
+    for row in rows[False]:
         assert (row["num_datums"], row["discarded_count"], row["loss"], row["grad_norm"]) == (12, 0, 0.0, 0.0)
         assert row["val/ratio"] == pytest.approx(1.0, abs=1e-4)
-    for row in rows["true"] + rows["false"]:
+    for row in rows[True] + rows[False]:
         assert row["kl_sample_train_v2"] < 1e-6
-        assert row["entropy"] == rows["true"][row["step"]]["entropy"] > 0
+        assert row["entropy"] == rows[True][row["step"]]["entropy"] > 0
 
 
-SEPA = """
-[algorithm]
-transform_mode = "gtpo_sepa"
-[gtpo]
-beta = 0.5
-[sepa]
-steps = 2
-correct_rate_gate = 0.0
-[training]
-max_steps = 3
-batch_size = 4
-group_size = 4
-max_tokens = 40
-[backend]
-devices = "cpu"
-"""
+SEPA = {
+    "algorithm": {"transform_mode": "gtpo_sepa"},
+    "gtpo": {"beta": 0.5},
+    "sepa": {"steps": 2, "correct_rate_gate": 0.0},
+    "training": {"max_steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 40},
+    "backend": {"devices": "cpu"},
+}
 
 
 def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):
     """λ follows its ramp, pooling shrinks the variance of execution weights by (1 − λ)², planning weights stay."""
-    train_quietly(tmp_path, SEPA)
+    train_quietly(tmp_path, document(SEPA))
     rows = read_jsonl(tmp_path / "out" / "metrics.jsonl")
     assert [row["sepa_lambda"] for row in rows] == [0.0, 0.5, 1.0]
     for row in rows:

@@ -4,13 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import blocks
+from helpers.campaigns import blocks, train
 
-from retrain.campaign.controller import launch
-from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.models.directory import bundled_model_path
-from retrain.records.observer import NullObserver
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +20,7 @@ def quickstart(tmp_path_factory):
     """The shipped campaign with one seed and fewer steps."""
     out = tmp_path_factory.mktemp("quickstart") / "out"
     sets = ["campaign.seeds=[1]", f"campaign.max_steps={STEPS}", "evaluation.problems=120", "training.eval_every=0"]
-    assert launch(load(ROOT / "campaigns" / "quickstart.toml", sets), out, NullObserver()).exit_status == 0
+    train(ROOT / "campaigns" / "quickstart.toml", out, *sets)
     return out
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from helpers.campaigns import run_cli, toy_world
-from helpers.models import TINY_RUN, train_quietly
+from helpers.campaigns import run_cli, toy_world, train_quietly
+from helpers.models import TINY_RUN
 
 from retrain.adapters.sources import sources
 

@@ -3,8 +3,8 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli
-from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory, train_quietly
+from helpers.campaigns import run_cli, train_quietly
+from helpers.models import TINY_RUN, TWO_CONDITIONS, qwen3_directory
 from helpers.records import HOSTILE
 
 from retrain.campaign.planning.plan import Plan

@@ -76,7 +76,7 @@ def digest_of(*names: str) -> str:
 
 def world() -> Path:
     """Return the folder of the shared model and problems, made once."""
-    folder = BUILD / f"world-{digest_of('world.py')}"
+    folder = BUILD / f"world-{digest_of('world.py', '../helpers/models.py')}"
     if not folder.is_dir():
         aside = folder.with_suffix(".part")
         shutil.rmtree(aside, ignore_errors=True)
@@ -153,7 +153,7 @@ def main() -> int:
         parser.error("name the commit to compare with, such as HEAD~1")
     begin = time.monotonic()
     tree = tree_of_commit(options.commit)
-    base = tree.parent / f"results-{digest_of('driver.py', 'scenarios.py', 'world.py')}"
+    base = tree.parent / f"results-{digest_of('driver.py', 'scenarios.py', 'world.py', '../helpers/models.py')}"
     if missing := [name for name in options.only if not (base / name).is_dir()]:
         print(f"the base, {options.commit}:", flush=True)
         run(tree, base, missing)

@@ -55,7 +55,6 @@ def toml(value: Any) -> str:
 
 
 def conditions(*pairs: Condition, seeds: tuple[int, ...] = (1,), **keys: Any) -> str:
-    """A [campaign] with these conditions."""
     lines = ["[campaign]", f"seeds = {toml(seeds)}", *(f"{key} = {toml(value)}" for key, value in keys.items())]
     for advantage, transform, overrides in pairs:
         lines += ["[[campaign.conditions]]", f'advantage_mode = "{advantage}"', f'transform_mode = "{transform}"']
@@ -77,7 +76,6 @@ def train(session: Session, text: str, *arguments: str, file: str = "c.toml", ou
 
 
 def variants(*overrides: dict[str, Any]) -> list[Condition]:
-    """Conditions of GRPO that differ in these keys."""
     return [("grpo", "none", each) for each in overrides]
 
 

@@ -44,32 +44,10 @@ def problems(split):
 
 
 def main(folder: Path) -> None:
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from helpers.models import qwen3_directory
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<pad>", "<end>", "<turn>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    fast.chat_template = "{% for m in messages %}<turn>{{ m['content'] }}{% endfor %}<turn>"
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    ends = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id}
-    config = Qwen3Config(
-        vocab_size=len(fast), max_position_embeddings=256, tie_word_embeddings=False, **sizes, **heads, **ends
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(8)  # a spread-out distribution, unlike that of a fresh initialisation
-    model.save_pretrained(folder / "model")
-    fast.save_pretrained(folder / "model")
+    qwen3_directory(folder / "model", TEXTS, positions=256)
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "plugins.py").write_text(PLUGINS)
     problems = [{"prompt": f"{n}+{n % 3}=?", "answer": str(n + n % 3), "kind": f"mod{n % 3}"} for n in range(40)]

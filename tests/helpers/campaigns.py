@@ -14,7 +14,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from retrain.campaign.controller import execute, launch
+from retrain.campaign.controller import execute, launch, resume
+from retrain.campaign.planning.manifest import CampaignOutcome
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.cli.app import app
@@ -23,7 +24,7 @@ from retrain.config.describe import document
 from retrain.files import read_json, read_jsonl
 from retrain.ownership import process_start
 from retrain.records.catalogue import METRICS
-from retrain.records.observer import NullObserver
+from retrain.records.observer import NullObserver, Observer
 from retrain.util.session import LEASE
 
 from .models import TWO_CONDITIONS, campaign_head, qwen3_directory
@@ -65,7 +66,6 @@ def eventually(happens: Callable[[], Value], seconds: float = 60.0) -> Value:
 
 
 def run_cli(*arguments: object, **options: Any) -> Result:
-    """Run a command of retrain in this process."""
     return CliRunner().invoke(app, [*map(str, arguments)], **options)
 
 
@@ -159,8 +159,29 @@ def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "
     return path
 
 
-def launch_file(path: Path, out: Path, *sets: str):
-    return launch(load(path, sets), out, NullObserver())
+def train(
+    path: Path, out: Path, *sets: str, observer: Observer | None = None, status: int | None = 0, **options: Any
+) -> CampaignOutcome:
+    """Train a file with these settings, or continue it; it must end with this status unless that is None."""
+    outcome = launch(load(path, sets), out, observer or NullObserver(), **options)
+    assert status in (None, outcome.exit_status), outcome.summary
+    return outcome
+
+
+def train_quietly(folder: Path, toml: str) -> list[dict]:
+    """Train without evaluation and squeeze to ``folder``/out; the rows of a single run's steps, none of a campaign."""
+    (folder / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
+    train(folder / "run.toml", folder / "out")
+    return rows_of(folder / "out")
+
+
+def continue_training(
+    out: Path, *sets: str, observer: Observer | None = None, status: int | None = 0, **options: Any
+) -> CampaignOutcome:
+    """Continue a directory with these settings; it must end with this status unless that is None."""
+    outcome = resume(out, observer or NullObserver(), sets=sets, **options)
+    assert status in (None, outcome.exit_status), outcome.summary
+    return outcome
 
 
 def runs_of(out: Path) -> dict[tuple[int, int], Path]:
@@ -232,10 +253,12 @@ def differing(mine: dict, reference: dict, runs: int = 8) -> list[str]:
 
 
 class Heard(NullObserver):
-    """What was told; ``on_step`` is called after each step with the number of steps so far."""
+    """What was told; ``on_step`` is called after each step with the number of steps so far, and the evaluation
+    ``stop``, a pair (name, step), interrupts the process."""
 
-    def __init__(self, on_step=lambda spec, count: None):
-        self.on_step, self.steps, self.workers, self.messages = on_step, 0, {}, []
+    def __init__(self, on_step=lambda spec, count: None, stop: tuple[str, int] | None = None):
+        self.on_step, self.stop, self.steps, self.workers = on_step, stop, 0, {}
+        self.messages: list[str] = []
 
     def placed(self, spec, worker):
         self.workers.setdefault(spec.run_id, []).append(worker)
@@ -244,12 +267,15 @@ class Heard(NullObserver):
         self.steps += 1
         self.on_step(spec, self.steps)
 
+    def evaluated(self, spec, name, row):
+        if (name, row[f"eval/{name}/step"]) == self.stop:
+            raise KeyboardInterrupt
+
     def message(self, text, level="info"):
         self.messages.append(text)
 
 
 def writer(out: Path, run_id: str) -> int:
-    """The process that trains a run."""
     return read_json(out / "runs" / run_id / LEASE)["pid"]
 
 

@@ -5,10 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from retrain.algorithms import GROUP_ADVANTAGES, Modes, build_algorithm, load_modes
+from retrain.algorithms import GROUP_ADVANTAGES, GroupAdvantage, Modes, RegexDetector, build_algorithm, load_modes
 from retrain.algorithms.algorithm import Algorithm, CreditStep, StepContext
-from retrain.algorithms.credit.group_advantage import GroupAdvantage
-from retrain.algorithms.credit.planning_tokens import RegexDetector
 from retrain.config import parse_dict
 from retrain.config.modes import advantage_of
 from retrain.types import CreditedBatch, CreditedGroup, Group, Scores

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrain.algorithms.losses import LOSSES
-from retrain.algorithms.losses.plugin import PluginLoss
+from retrain.algorithms import LOSSES, PluginLoss
 from retrain.config import parse_dict
-from retrain.engines.local import LocalEngine
-from retrain.engines.protocol import Engine
+from retrain.engines import Engine, LocalEngine
 from retrain.engines.step import DecodeSettings
 from retrain.files import read_json, read_jsonl
 from retrain.maths.corrections import Correction
@@ -90,7 +88,6 @@ def small_snapshot(step: int, size: int = 4) -> Snapshot:
 
 
 def publish(engine: Engine, adapters: Sequence[Adapter]) -> None:
-    """Publish the weights of every lane as they are now."""
     for lane, adapter in enumerate(adapters):
         engine.publish(ref(lane), LocalSnapshot(adapter.frozen()))
 
@@ -115,6 +112,19 @@ def fresh_logprobs(base, lanes, adapter, prompt_ids, token_ids, temperature):
     with torch.no_grad():
         scores = fresh_scores(lanes, adapter, Sample.single_turn(prompt_ids, token_ids, zeros, zeros), temperature)
     return scores[0].numpy(), scores[1].numpy()
+
+
+def assert_fresh(base, lanes, adapters, asked, groups):
+    """Check log-probabilities and entropies against one unpadded forward pass for every completion."""
+    for request, group in zip(asked, groups, strict=True):
+        assert len(group) == request.samples
+        for completion in group:
+            adapter = adapters[lane_of(request)]
+            expected, entropy = fresh_logprobs(
+                base, lanes, adapter, request.prompt_ids, completion.token_ids, request.temperature
+            )
+            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
+            np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
 
 
 def rollout(base, lanes, adapter, temperature: float = 1.0, asked: Sequence[SampleRequest] = ()) -> list[Sample]:
@@ -152,6 +162,16 @@ def in_turns(of: Sample) -> Sample:
         advantages=np.where(read, 0, of.advantages),
         loss_mask=of.loss_mask & ~read,
     )
+
+
+def with_values(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
+    """Return the samples with made-up values from before the update and targets, which a critic's loss reads."""
+    noise = np.random.default_rng(seed)
+
+    def table(sample: Sample) -> np.ndarray:
+        return np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
+
+    return [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
 
 
 def totals(samples: Sequence[Sample]) -> Denominators:

@@ -1,28 +1,10 @@
-"""Toy models, tokenizers and configurations."""
+"""Toy models, tokenizers and configurations, made without any code of retrain."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from retrain.policy.base import BaseModel, load_base
-from retrain.records.observer import NullObserver
-
-
-class Messages(NullObserver):
-    """Collects messages in ``lines``; interrupts the process at the evaluation ``stop``, a pair (name, step)."""
-
-    def __init__(self, stop: tuple[str, int] | None = None):
-        self.lines: list[str] = []
-        self.stop = stop
-
-    def message(self, text: str, level: str = "info") -> None:
-        self.lines.append(text)
-
-    def evaluated(self, spec, name, row) -> None:
-        if (name, row[f"eval/{name}/step"]) == self.stop:
-            raise KeyboardInterrupt
 
 
 def campaign_head(*conditions: tuple[str, str], **keys: Any) -> str:
@@ -68,7 +50,9 @@ def word_tokenizer(texts: list[str], vocab_size: int = 300):
     return fast
 
 
-def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int = 32, layers: int = 2) -> Path:
+def qwen3_directory(
+    path: Path, texts: list[str], *, seed: int = 0, hidden: int = 32, layers: int = 2, positions: int = 2048
+) -> Path:
     """A Qwen3 with random weights and a trained tokenizer, saved as an ordinary model directory."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -82,7 +66,7 @@ def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int 
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=hidden // 4,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
@@ -95,19 +79,8 @@ def qwen3_directory(path: Path, texts: list[str], *, seed: int = 0, hidden: int 
     return path
 
 
-def train_quietly(folder: Path, toml: str) -> list[dict]:
-    """Train one file without evaluation and squeeze to ``folder``/out, and see that it ends well; the rows of a single
-    run's steps, none of a campaign."""
-    from retrain.campaign.controller import launch
-    from retrain.config import load
-    from retrain.files import read_jsonl
+def toy_base(path: Path, dtype: str = "float32"):
+    from retrain.policy.base import load_base
 
-    (folder / "run.toml").write_text(toml + "\n[evaluation]\nproblems = 0\n[squeeze]\nenabled = false\n")
-    outcome = launch(load(folder / "run.toml"), folder / "out", NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
-    return read_jsonl(folder / "out" / "metrics.jsonl")
-
-
-def toy_base(path: Path, dtype: str = "float32") -> BaseModel:
     directory = qwen3_directory(path, ["12 + 34 = 46 so the answer is \\boxed{46}", "wait let me check the key is"])
     return load_base(str(directory), devices="cpu", dtype=dtype)

@@ -67,14 +67,12 @@ def campaign(path: Path, seeds: int = 2, steps: int = 6, state: str = "done", la
 
 
 def evaluation(step: int, rate: float) -> dict[str, Any]:
-    """A row of evals.jsonl."""
     facts = {"correct_rate": rate, "problems": 64, "reward_mean": rate}
     values = {f"eval/heldout/{key}": value for key, value in facts.items()}
     return {"name": "heldout", "step": step, "samples": 1} | values
 
 
 def note(step: int, key: str, level: str = "info") -> dict[str, Any]:
-    """A row of notes.jsonl."""
     return {"step": step, "key": key, "level": level, "text": f"about {key}", "remedy": "nothing to do"}
 
 

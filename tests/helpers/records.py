@@ -113,7 +113,6 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def context(**changes: Any) -> RunContext:
-    """A run of 10 steps."""
     values = {"condition": "grpo+none", "run_id": "grpo+none_s1", "seed": 1, "config": config(), "max_steps": 10}
     return RunContext(**{**values, **changes})
 
@@ -339,17 +338,22 @@ class Reader(HTMLParser):
         return "".join(self.texts)
 
 
-def wandb_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """Return the run record, the history rows and the last summary values of a wandb file, by wandb's own reader."""
+def wandb_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a wandb file by wandb's own reader."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    if "No such command" in done.stderr:
+        pytest.skip("this release of wandb has no reader of its files")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wandb_run(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """Return the run record, the history rows and the last summary values of a wandb file."""
     deadline = time.monotonic() + 30
     records: list[dict[str, Any]] = []
     while not any(record["type"] == "exit" for record in records):  # it is written a moment after finish()
         assert time.monotonic() < deadline, "wandb never finished its file"
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-        if "No such command" in done.stderr:
-            pytest.skip("this release of wandb has no reader of its files")
-        records = [json.loads(line) for line in done.stdout.splitlines()]
+        records = wandb_records(path)
     (run,) = [record["run"] for record in records if record["type"] == "run"]
     history = [record["history"]["item"] for record in records if record["type"] == "history"]
     summary: dict[str, Any] = {}

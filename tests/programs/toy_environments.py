@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from retrain.environments.protocol import Observation, Step
-from retrain.types import Action, Problem, RewardResult
+from retrain import Action, Observation, Problem, RewardResult, Step
 
 
 class Echo:

@@ -24,7 +24,6 @@ class WandbServer:
         return [json.loads(lines[number]) for number in sorted(lines)]
 
     def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Take one request."""
         if match := re.fullmatch(r"/files/[^/]+/[^/]+/([^/]+)/file_stream", path):
             return self._take(self.runs[match[1]], body)
         query, variables = body.get("query", ""), body.get("variables", {})

@@ -13,13 +13,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from helpers.campaigns import Heard, StopAfter, eventually
+from helpers.campaigns import Heard, StopAfter, continue_training, eventually, train
 from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
 
 from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.engines.server.canary import Canary, CanarySettings
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import ServerProcess, server_environment
@@ -29,7 +27,6 @@ from retrain.models.directory import bundled_model_path
 from retrain.policy.base import load_base
 from retrain.policy.local import LocalSnapshot
 from retrain.policy.lora import Lanes
-from retrain.records.observer import NullObserver
 from tests.system.clusters import SERVE, cluster_of, rows_of
 
 VLLM = os.environ.get("RETRAIN_VLLM", "")
@@ -169,7 +166,7 @@ def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_pa
     for place, keys in (("here", ""), ("there", f'url = "{teaching}"\n')):
         sizes = {"seeds": [1, 2], "steps": 4, "problems": 0, "batch": 4, "max_tokens": 60, "lr": 1e-2}
         (tmp_path / f"{place}.toml").write_text(TOML.format(more=DISTILLED + keys, **sizes))
-        assert launch(load(tmp_path / f"{place}.toml"), tmp_path / place, NullObserver()).exit_status == 0
+        train(tmp_path / f"{place}.toml", tmp_path / place)
         rows = [row for own in rows_of(tmp_path / place).values() for row in own]
         learned.append([row["distillation/reverse_kl"] for row in rows])
     assert len(learned[0]) == 2 * 4
@@ -220,7 +217,7 @@ def mismatches(directory: Path) -> list[float]:
 @real
 def test_two_lanes_learn_arithmetic(tmp_path, server):
     path = file_of(tmp_path, f'url = "{server}"', 30, 128)
-    assert launch(load(path), tmp_path / "out", NullObserver()).exit_status == 0
+    train(path, tmp_path / "out")
     assert len(mismatches(tmp_path / "out")) == 60
     assert max(mismatches(tmp_path / "out")) < 1e-4
     for run in (tmp_path / "out/runs").iterdir():
@@ -234,8 +231,7 @@ def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
     sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
     path = file_of(tmp_path, f'url = "{server}"', 4, 16)
-    outcome = launch(load(path, [*sets, "training.max_tokens=40"]), tmp_path / "out", NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
+    train(path, tmp_path / "out", *sets, "training.max_tokens=40")
     assert names_at(server) == []
     rows = rows_of(tmp_path / "out")
     assert [len(own) for own in rows.values()] == [4] * 4
@@ -265,9 +261,9 @@ LAUNCHES = {"standin": SERVE, "vllm": COMMAND}
 def test_a_server_that_is_killed_in_the_middle_of_a_step(tmp_path, kind):
     path = file_of(tmp_path, f"launch = '{LAUNCHES[kind]}'", 4)
     undisturbed = tmp_path / "undisturbed"
-    assert launch(load(path), undisturbed, NullObserver()).exit_status == 0
+    train(path, undisturbed)
     told = kill_in_the_middle(tmp_path / "out/server.json")
-    assert launch(load(path), tmp_path / "out", told).exit_status == 0
+    train(path, tmp_path / "out", observer=told)
     assert any("has died (signal 9) and is started again" in line for line in told.messages)
     assert max(mismatches(tmp_path / "out")) < 1e-4
     again = rows_of(tmp_path / "out")
@@ -287,7 +283,7 @@ def test_two_workers_share_two_servers(tmp_path, executor):
         if executor == "ray":
             nodes = stack.enter_context(cluster_of({"num_cpus": 2}, {"num_cpus": 2}))
             sets.append(f"ray.address={nodes.address}")
-        assert launch(load(file_of(tmp_path, f"launch = '{command}'", 3), sets), out, told).exit_status == 0
+        train(file_of(tmp_path, f"launch = '{command}'", 3), out, *sets, observer=told)
     assert any("has died (signal 9) and is started again" in line for line in told.messages)
     assert len(mismatches(out)) == 12
     assert max(mismatches(out)) < 1e-4
@@ -298,8 +294,8 @@ def test_two_workers_share_two_servers(tmp_path, executor):
 @real
 def test_a_stopped_campaign_goes_on(tmp_path, server):
     path = file_of(tmp_path, f'url = "{server}"', 4)
-    assert launch(load(path), tmp_path / "out", StopAfter(4)).exit_status == 130
-    assert resume(tmp_path / "out", NullObserver()).exit_status == 0
+    train(path, tmp_path / "out", observer=StopAfter(4), status=130)
+    continue_training(tmp_path / "out")
     assert len(mismatches(tmp_path / "out")) == 8
     assert max(mismatches(tmp_path / "out")) < 1e-4
     assert names_at(server) == []

@@ -129,7 +129,6 @@ def records(out: Path, exact: bool) -> dict[str, Any]:
 
 
 def differences(disturbed: dict[str, Any], reference: dict[str, Any]) -> list[str]:
-    """Name what is not equal."""
     lines = []
     for name in sorted(disturbed.keys() | reference.keys()):
         one, other = disturbed.get(name, []), reference.get(name, [])

@@ -102,7 +102,6 @@ class Trial:
         return self.controller.poll() is None
 
     def _act(self, what: str) -> None:
-        """Do one of ``acts``."""
         who, _, how = what.partition(", ")
         workers = processes_of(self.toml.parent, "retrain.campaign.worker")
         worker = self.chance.choice(workers or [0])
@@ -139,7 +138,6 @@ class Trial:
         return False
 
     def _suspend(self, name: str, *pids: int) -> None:
-        """Stop processes together."""
         self.besides[name] += any(pids)
         end = time.monotonic() + self.chance.uniform(0.1, SUSPENDED_SECONDS[name.partition(",")[0]])
         self._suspended |= {pid: end for pid in pids if self._send(pid, signal.SIGSTOP)}

@@ -86,7 +86,6 @@ class SlurmStandin:
         return [words[1:] for words in lines if words[0] == name]
 
     def script(self) -> list[str]:
-        """Return the lines that sbatch was given."""
         return (self.home / "script_4711.sh").read_text().splitlines()
 
     def state(self, task: str) -> str:
@@ -129,7 +128,6 @@ class Nodes:
         self.cluster.remove_node(self.members.pop(number), allow_graceful=False)
 
     def raylet(self, number: int) -> Any:
-        """Return the process that is a node."""
         return self.members[number].all_processes["raylet"][0].process
 
     def that_have(self, pid: int) -> list[int]:

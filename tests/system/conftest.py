@@ -1,6 +1,5 @@
 """Fixtures that several files of the system suite share."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +16,7 @@ from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running.protocol import WorkerDevice
 from retrain.campaign.running.workers import CampaignWorkers
 from retrain.config import load
+from retrain.config.describe import toml
 from retrain.ownership import claim
 from retrain.util.session import DirectoryLock
 from tests.system.clusters import STUB, Nodes, SlurmStandin, cluster_of
@@ -34,7 +34,6 @@ def standin(tmp_path_factory, monkeypatch) -> Iterator[SlurmStandin]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    """A Ray cluster of two nodes."""
     pytest.importorskip("ray")
     with cluster_of(*[{"num_cpus": 1, "num_gpus": 1}] * 2) as made:
         yield made
@@ -92,10 +91,3 @@ def stub_workers(request, tmp_path, out, monkeypatch, impatient_slurm):
             return made
 
         yield make
-
-
-def toml(value: object) -> str:
-    """Return a value as ``--set`` takes it."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {toml(inner)}" for key, inner in value.items()) + "}"
-    return json.dumps(value)

@@ -14,7 +14,6 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture(scope="module")
 def benchmark():
-    """Imports a benchmark by its name."""
     sys.path.insert(0, str(BENCHMARKS))
     before = {*sys.modules}
     yield importlib.import_module
@@ -33,7 +32,6 @@ def models(benchmark, tmp_path_factory):
 
 @pytest.fixture
 def script(tmp_path):
-    """Runs a benchmark and returns what it printed and wrote."""
 
     def run(name: str, *arguments: object) -> tuple[str, dict]:
         words = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", *map(str, arguments), "--json", tmp_path / "out"]

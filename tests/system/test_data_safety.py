@@ -15,27 +15,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, eventually, files_of
-from helpers.models import TINY_RUN
+from helpers.campaigns import campaign, continue_training, eventually, files_of, toy_toml, train
 
-from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.config import load
 from retrain.errors import LeaseLost, RetrainError, UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
 
-SINGLE = """save_every = 2
-max_tokens = 6
-[evaluation]
-problems = 3
-[squeeze]
-enabled = false
-[reward]
-type = "custom"
-custom_module = "{module}"
-workers = 1
-"""
 OWNER_FILES = {".lock", ".lease"}
 contents = partial(files_of, without=OWNER_FILES)
 NOBODY = 65534
@@ -53,11 +39,9 @@ class At(NullObserver):
             self.action()
 
 
-def single(folder: Path, model: Path, steps: int = 4, rewards: Path | None = None) -> Path:
-    path = folder / "single.toml"
-    module = rewards or model.parent / "toyrewards.py"
-    text = TINY_RUN.format(model=model).replace("max_steps = 2", f"max_steps = {steps}")
-    path.write_text(text + SINGLE.format(module=module))
+def single(folder: Path, model: Path, steps: int = 4, rewards: str = "toyrewards.py") -> Path:
+    path, training = folder / "single.toml", {"batch_size": 2, "max_steps": steps, "save_every": 2, "max_tokens": 6}
+    path.write_text(toy_toml(model, rewards, training=training, evaluation={"problems": 3}))
     return path
 
 
@@ -89,7 +73,7 @@ def refused(work: Callable[[], object], unchanged: Path | None = None) -> str:
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    assert launch(load(single(folder, model)), folder / "out", NullObserver()).exit_status == 0
+    train(single(folder, model), folder / "out")
     return folder / "out"
 
 
@@ -106,8 +90,8 @@ def interrupted(model, public) -> Path:
     """A single run of eight steps, interrupted after its step 4: it has checkpoints of steps 2, 4 and 5."""
     shutil.copytree(model, public / "model")
     shutil.copy(model.parent / "toyrewards.py", public)
-    loaded = load(single(public, public / "model", 8), ["training.keep_last=5"])
-    assert launch(loaded, public / "interrupted", At(4, interrupt)).exit_status == 130
+    path, observer = single(public, public / "model", 8), At(4, interrupt)
+    train(path, public / "interrupted", "training.keep_last=5", observer=observer, status=130)
     assert steps_of(public / "interrupted") == [0, 1, 2, 3, 4]
     return public / "interrupted"
 
@@ -120,7 +104,7 @@ def run(interrupted, tmp_path) -> Path:
 def test_a_suspended_process_whose_directory_was_taken_over_stops_without_writing(tmp_path, model):
     out, slow = tmp_path / "out", tmp_path / "slow.py"
     slow.write_text("import time\n\ndef score(completion, answer):\n    time.sleep(0.2)\n    return 0.5\n")
-    path = single(tmp_path, model, 100_000, slow)
+    path = single(tmp_path, model, 100_000, str(slow))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     retrain = [sys.executable, "-m", "retrain"]
     first = subprocess.Popen(
@@ -156,10 +140,10 @@ def test_another_directory_in_the_place_of_a_moved_one_stays_as_it_is(tmp_path, 
         shutil.copytree(finished, out)
 
     with pytest.raises(LeaseLost, match="moved or replaced") as caught:
-        launch(load(single(tmp_path, model, 8)), out, At(4, swap))
+        train(single(tmp_path, model, 8), out, observer=At(4, swap))
     assert caught.value.exit_status == 1
     assert contents(out) == contents(finished)
-    assert resume(moved, NullObserver()).exit_status == 0  # what was moved is whole
+    continue_training(moved)  # what was moved is whole
     assert steps_of(moved) == list(range(8))
 
 
@@ -173,16 +157,16 @@ def test_a_run_of_a_campaign_whose_directory_was_replaced_is_not_written(tmp_pat
         shutil.copytree(tmp_path / "moved", victim)
         before.update(contents(victim))
 
-    loaded = load(campaign(tmp_path, model), ["campaign.seeds=[1]"])
+    path = campaign(tmp_path, model)
     with pytest.raises(LeaseLost, match=r"grpo\+none_s1 is another directory"):
-        launch(loaded, tmp_path / "out", At(2, swap))  # no checkpoint is due at this step
+        train(path, tmp_path / "out", "campaign.seeds=[1]", observer=At(2, swap))  # no checkpoint is due at this step
     assert contents(victim) == before
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evals.jsonl", "emergence/generations.jsonl"])
 def test_an_interrupted_run_whose_records_were_emptied_is_refused(run, name):
     (run / name).write_text("")
-    message = refused(lambda: resume(run, NullObserver()), run)
+    message = refused(lambda: continue_training(run), run)
     assert f"{name} has 0 of its " in message
     assert "cannot be restored" in message
 
@@ -190,23 +174,23 @@ def test_an_interrupted_run_whose_records_were_emptied_is_refused(run, name):
 def test_an_earlier_checkpoint_restores_what_a_shortened_record_lacks(run, interrupted, tmp_path):
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(rows[1:]))
-    assert "metrics.jsonl has 4 of its 5 rows" in refused(lambda: resume(run, NullObserver()))
+    assert "metrics.jsonl has 4 of its 5 rows" in refused(lambda: continue_training(run))
     (run / "metrics.jsonl").write_text("".join(rows[:3]))
-    assert resume(run, NullObserver()).exit_status == 0
+    continue_training(run)
     log = (run / "run.log").read_text()
     assert "went back to step 2, the newest with all rows: metrics.jsonl has 3 of its 5 rows" in log
     assert "continues at step 2" in log
     assert steps_of(run) == list(range(8))
     whole = Path(shutil.copytree(interrupted, tmp_path / "whole"))
-    assert resume(whole, NullObserver()).exit_status == 0
+    continue_training(whole)
     final = "final/adapter_model.safetensors"
     assert (run / final).read_bytes() == (whole / final).read_bytes()
 
 
 def test_missing_rows_that_were_accepted_are_asked_about_once(run):
     (run / "metrics.jsonl").write_text("")
-    assert resume(run, At(6, interrupt), approval=Approval(accept=True)).exit_status == 130
-    assert resume(run, NullObserver()).exit_status == 0
+    continue_training(run, observer=At(6, interrupt), approval=Approval(accept=True), status=130)
+    continue_training(run)
     assert steps_of(run) == [5, 6, 7]
 
 
@@ -215,7 +199,7 @@ def test_a_refused_resume_leaves_a_finished_run_finished(finished, tmp_path):
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     facts = read_json(out / "config.json")
     (out / "config.json").write_text(json.dumps(facts | {"data_hash": "another"}))
-    message = refused(lambda: resume(out, NullObserver(), sets=["training.max_steps=6"]), out)
+    message = refused(lambda: continue_training(out, "training.max_steps=6"), out)
     assert "data: another → " in message
     assert read_json(out / "manifest.json")["runs"][0]["state"] == "done"
 
@@ -225,7 +209,7 @@ def two_runs(model, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("two")
     path = campaign(folder, model, steps=2)
     path.write_text(path.read_text().replace("seeds = [1, 2]", "seeds = [1]"))
-    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    train(path, folder / "out")
     return path, folder / "out"
 
 
@@ -237,9 +221,9 @@ def test_a_command_that_is_refused_late_changes_no_record_and_leaves_no_new_dire
     weights.write_bytes(weights_before[:-64])
     try:
         more = ["campaign.seeds=[1, 2]", "training.max_steps=4"]
-        assert refused(lambda: launch(load(path, more), out, NullObserver()), out)
+        assert refused(lambda: train(path, out, *more), out)
         for file in (single(tmp_path, model), path):
-            assert refused(lambda file=file: launch(load(file), tmp_path / "out", NullObserver()))
+            assert refused(lambda file=file: train(file, tmp_path / "out"))
             assert not (tmp_path / "out").exists()
     finally:
         weights.write_bytes(weights_before)
@@ -249,12 +233,12 @@ def test_a_campaign_without_its_plan_continues_with_the_same_settings_only(two_r
     path, whole = two_runs
     out = Path(shutil.copytree(whole, tmp_path / "out"))
     (out / "plan.json").unlink()
-    message = refused(lambda: launch(load(path, ["training.max_steps=3", "training.lr=0.5"]), out, NullObserver()))
+    message = refused(lambda: train(path, out, "training.max_steps=3", "training.lr=0.5"))
     assert "plan.json is missing, and grpo+none_s1 did not begin with these settings" in message
-    assert launch(load(path), out, NullObserver()).exit_status == 0
+    train(path, out)
     shutil.rmtree(out / "runs/grpo+none_s1")
     with pytest.raises(UsageError, match=r"runs/grpo\+none_s1/metrics.jsonl is missing, and the run counts as done"):
-        resume(out, NullObserver())
+        continue_training(out)
 
 
 def as_other_user(work: Callable[[], object]) -> str:
@@ -295,7 +279,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(interrupted, public, 
         os.chown(out / name, 0, 0)
     (out / name).chmod(0)
     before = contents(out) if os.getuid() == 0 else None
-    message = as_other_user(lambda: resume(out, NullObserver()))
+    message = as_other_user(lambda: continue_training(out))
     assert re.search(f"{re.escape(str(out / name))}[^ ]* cannot be read: permission denied", message)
     assert "damaged" not in message
     assert before is None or contents(out) == before

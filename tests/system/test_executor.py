@@ -10,18 +10,8 @@ from retrain.campaign.controller import execute
 from retrain.campaign.planning.changes import Approval
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
+from retrain.campaign.running import protocol
 from retrain.campaign.running.jobs import InProcess
-from retrain.campaign.running.protocol import (
-    JobEnded,
-    JobStarted,
-    RunEnded,
-    RunStarted,
-    SqueezeJob,
-    StepDone,
-    Tick,
-    job_from_json,
-    job_to_json,
-)
 from retrain.config import load
 from retrain.errors import UsageError
 from retrain.files import append_jsonl, read_json
@@ -41,9 +31,9 @@ def test_a_job_of_one_run_knows_the_longest_completions_of_the_plan(tmp_path, mo
 
 def test_a_job_that_was_written_as_json_is_the_same(tmp_path, model):
     plan = planned(tmp_path, model)
-    squeeze = SqueezeJob(plan.directory, plan.folder, plan.specs[:1], plan.longest, "squeeze/one")
+    squeeze = protocol.SqueezeJob(plan.directory, plan.folder, plan.specs[:1], plan.longest, "squeeze/one")
     for job in (plan.job(plan.specs, failed_at={"grpo+none_s1": 3}, accepted=["data: a → b"]), squeeze):
-        assert job_from_json(json.loads(json.dumps(job_to_json(job)))) == job
+        assert protocol.job_from_json(json.loads(json.dumps(protocol.job_to_json(job)))) == job
 
 
 def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
@@ -87,29 +77,29 @@ class Player:
         if isinstance(job, CohortJob):
             self.begun.append({spec.seed for spec in job.runs})
         else:
-            self.analysed.append((job.place, job.runs[0].run_id))
+            self.analysed.append((job.subfolder, job.runs[0].run_id))
         name = str(len(self.begun) + len(self.analysed))
         self.jobs.append((name, job))
         return SimpleNamespace(id=name, stop=lambda: None)
 
     def events(self):
         while self.jobs:
-            yield Tick()
+            yield protocol.Tick()
             name, job = self.jobs.pop()
             runs = job.runs if isinstance(job, CohortJob) else []
             if runs:
-                yield JobStarted(name, "1 cpu", [run.run_id for run in runs])
+                yield protocol.JobStarted(name, "1 cpu", [run.run_id for run in runs])
             if runs and self.dies:
                 self.dies -= 1
-                yield JobEnded(name, "died", "worker 1 was ended by SIGKILL")
+                yield protocol.JobEnded(name, "died", "worker 1 was ended by SIGKILL")
                 continue
             for run in runs:
                 row = {"step": 0, "num_tokens": 5, "correct_rate": 0.5}
-                yield RunStarted(run.run_id, 0, 1)
+                yield protocol.RunStarted(run.run_id, 0, 1)
                 append_jsonl(job.directory / "runs" / run.run_id / "metrics.jsonl", [row])
-                yield StepDone(run.run_id, row)
-                yield RunEnded(run.run_id, "done")
-            yield JobEnded(name)
+                yield protocol.StepDone(run.run_id, row)
+                yield protocol.RunEnded(run.run_id, "done")
+            yield protocol.JobEnded(name)
 
 
 def plan_for(tmp_path: Path, *sets: str, squeeze: bool = False, **settings) -> Plan:

@@ -6,16 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import campaign, run_cli
-from helpers.lanes import fresh_logprobs, lane_of, requests, rollout, sample, trained, update
+from helpers.campaigns import campaign, run_cli, train
+from helpers.lanes import assert_fresh, requests, rollout, sample, trained, update
 from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retrain.adapters.provenance import provenance
-from retrain.campaign.controller import launch
-from retrain.config import load, parse_dict
-from retrain.engines.local import LocalEngine
+from retrain.config import parse_dict
+from retrain.engines import LocalEngine
 from retrain.errors import ModelError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.models.layers import Architecture
@@ -23,7 +22,6 @@ from retrain.policy import quantized
 from retrain.policy.base import BaseModel, find_model_files, load_weights
 from retrain.policy.lora import Lanes
 from retrain.policy.quantized import QuantizedLinear
-from retrain.records.observer import NullObserver
 from retrain.training.estimate import base_bytes
 
 KINDS = ["int8", "nf4"]
@@ -135,13 +133,7 @@ def test_logprobs_equal_a_fresh_forward(quant, lanes, dense, count):
     engine, adapters = LocalEngine(quant, lanes, dense=dense), [trained(lanes, i) for i in range(count)]
     assert engine.fast is dense
     asked = [request for lane in range(count) for request in requests(lane)]
-    for request, group in zip(asked, sample(engine, asked, adapters), strict=True):
-        for completion in group:
-            expected, entropy = fresh_logprobs(
-                quant, lanes, adapters[lane_of(request)], request.prompt_ids, completion.token_ids, 1.0
-            )
-            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
-            np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
+    assert_fresh(quant, lanes, adapters, asked, sample(engine, asked, adapters))
 
 
 def test_on_policy_ratio_is_one_and_every_split_gives_the_same_gradient(quant, lanes):
@@ -214,8 +206,7 @@ def test_a_real_model_samples_and_trains_with_the_same_weights(kind, share, leas
 def test_a_run_in_a_cohort_equals_the_run_alone_and_says_what_it_trained_over(model, tmp_path, kind):
     path = campaign(tmp_path, model, steps=2, dtype="float64")
     for name, lanes in (("together", 4), ("alone", 1)):
-        loaded = load(path, [f"campaign.lanes={lanes}", f"model.quantize={kind}"])
-        assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
+        train(path, tmp_path / name, f"campaign.lanes={lanes}", f"model.quantize={kind}")
     for run in sorted((tmp_path / "together/runs").iterdir()):
         both = (run, tmp_path / "alone/runs" / run.name)
         texts = [[row["completion"] for row in read_jsonl(each / "emergence/generations.jsonl")] for each in both]
@@ -236,8 +227,7 @@ def test_more_steps_equal_a_run_that_had_them_from_the_start(model, tmp_path, ki
         + 'save_every = 2\nmax_tokens = 6\n[optimizer]\nschedule = "constant"\n[squeeze]\nenabled = false\n'
     )
     for name, steps in (("a", 2), ("a", 4), ("b", 4)):
-        loaded = load(path, [f"model.quantize={kind}", f"training.max_steps={steps}"])
-        assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
+        train(path, tmp_path / name, f"model.quantize={kind}", f"training.max_steps={steps}")
     first, second = (tmp_path / name / "final/adapter_model.safetensors" for name in "ab")
     assert first.read_bytes() == second.read_bytes()
     source = provenance(tmp_path / "b/final")

@@ -7,13 +7,12 @@ import pickle
 import socket
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers.lanes import drawn, rollout, trained, with_tokens
+from helpers.lanes import rollout, trained, with_tokens, with_values
 from helpers.models import qwen3_directory, word_tokenizer
 from programs import fsdp_rank, update_rank
 from programs.update_rank import config_of, updated
@@ -71,40 +70,23 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def samples_of(base, lanes):
-    noise = np.random.default_rng(3)
-    samples = [with_tokens(each) for each in rollout(base, lanes, trained(lanes, 1, size=0.05))]
-    samples[4] = with_tokens(samples[4], advantages=0.0)
-
-    def table(sample):
-        values = np.zeros(len(sample))
-        values[sample.action_mask] = noise.normal(size=len(drawn(sample)))
-        return values
-
-    return [replace(each, value_targets=table(each), values=table(each)) for each in samples]
-
-
 @pytest.fixture(scope="module")
 def one(folder):
     """The results of one process; the samples are those of all."""
     torch.set_num_threads(1)
     with Bases() as bases:
         base, lanes, _ = bases.with_engine(config_of({}))
-        samples = samples_of(base, lanes)
+        samples = [with_tokens(each) for each in rollout(base, lanes, trained(lanes, 1, size=0.05))]
+        samples[4] = with_tokens(samples[4], advantages=0.0)
+        samples = with_values(samples, seed=3)
         cases = {**CASES, **FAULTS}
         (folder / "cases.pickle").write_bytes(pickle.dumps((cases, samples)))
         return {name: updated(config_of(sections), bases, folder, samples) for name, sections in cases.items()}
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def together(program: str, count: int, *words: str, each=lambda rank: ()) -> None:
-    """Run a program as so many ranks."""
-    port = str(free_port())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     root = Path(__file__).parents[1]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{root.parent}:{root}"}
     environment["MALLOC_MMAP_THRESHOLD_"] = "65536"

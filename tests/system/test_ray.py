@@ -6,28 +6,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers.campaigns import ROOT, Heard, campaign, suspended_writer, toy_world
+from helpers.campaigns import ROOT, Heard, campaign, eventually, suspended_writer, toy_world, train
 
-from retrain.campaign.controller import launch
 from retrain.campaign.executors.ray import slots_in
 from retrain.campaign.running.protocol import JobStarted, StepDone
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.errors import UsageError, WorkersLost
 from retrain.files import read_json, write_json
 from retrain.ownership import MARK, process_start
 from tests.soak.campaigns import differences, records
-from tests.system.clusters import (
-    SERVE,
-    Nodes,
-    check_complete,
-    cluster_of,
-    ends,
-    events_of,
-    eventually,
-    job,
-    of_kind,
-    rows_of,
-)
+from tests.system import clusters
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)
@@ -62,10 +50,10 @@ def test_each_gpu_of_the_cluster_has_a_worker_or_each_cpu(out, workers, monkeypa
     monkeypatch.delenv("OMP_NUM_THREADS")
     made = workers(*(["backend.devices=cpu"] if device == "cpu" else []))
     assert (made.slots, made.has_gpu()) == (2, device != "cpu")
-    handles, rows = [made.submit(job(out, name)) for name in ("wait-a", "wait-b")], []
-    events = events_of(made, all_waiting(handles, 2, rows))
+    handles, rows = [made.submit(clusters.job(out, name)) for name in ("wait-a", "wait-b")], []
+    events = clusters.events_of(made, all_waiting(handles, 2, rows))
     address = ray.util.get_node_ip_address()
-    names = {event.worker for event in of_kind(events, JobStarted)}
+    names = {event.worker for event in clusters.of_kind(events, JobStarted)}
     assert names == {f"{number} {address} {device}" for number in (1, 2)}
     assert {(row["RETRAIN_OWN_GPU"], row["OMP_NUM_THREADS"]) for row in rows} == {
         (None if device == "cpu" else "1", "1")
@@ -77,15 +65,15 @@ def test_each_gpu_of_the_cluster_has_a_worker_or_each_cpu(out, workers, monkeypa
 
 def test_an_actor_that_dies_takes_its_worker_along(out, workers):
     made = workers(count=1)
-    made.submit(job(out, "wait"))
+    made.submit(clusters.job(out, "wait"))
 
     def kill(event):
         if isinstance(event, StepDone):
             ray.kill(made.executor._actors[1].handle)
 
-    events = events_of(made, kill)
-    pid = of_kind(events, StepDone)[0].row["pid"]
-    (end,) = ends(events).values()
+    events = clusters.events_of(made, kill)
+    pid = clusters.of_kind(events, StepDone)[0].row["pid"]
+    (end,) = clusters.ends(events).values()
     assert end.status == "died"
     assert end.reason.endswith(f"(process {pid}) was lost with its Ray actor")
     eventually(lambda: process_start(pid) is None)
@@ -100,7 +88,7 @@ def test_nodes_that_do_not_share_the_directory_are_named(out, workers):
         write_json(out / MARK, read_json(out / MARK) | {"owner": "b" * 32})
 
     made.executor.start = elsewhere
-    made.submit(job(out, "a"))
+    made.submit(clusters.job(out, "a"))
     with pytest.raises(WorkersLost, match=r"worker \d gets no work: node [\d.]+ \(.*\) does not see .*/out"):
         list(made.events())
 
@@ -136,9 +124,9 @@ def started(out: Path, *words: str) -> subprocess.Popen:
 def test_five_conditions_lose_a_node_of_three_and_end_as_in_one_process(tmp_path):
     out, alone = tmp_path / "ray", tmp_path / "alone"
     assert started(alone, "--executor", "inprocess").wait(300) == 0
-    with cluster_of(*[{"num_cpus": 1}] * 3) as nodes:
+    with clusters.cluster_of(*[{"num_cpus": 1}] * 3) as nodes:
         program = started(out, "--executor", "ray", "--address", nodes.address)
-        eventually(lambda: sum(map(len, rows_of(out).values())) >= 12, 200)
+        eventually(lambda: sum(map(len, clusters.rows_of(out).values())) >= 12, 200)
         found: list[tuple[int, Path]] = []
         eventually(lambda: found or found.extend(filter(None, [suspended_writer(out)])) or found)
         worker = found[0][0]
@@ -164,11 +152,11 @@ def large():
     """A cluster with room for workers and servers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(KEY, "of all nodes")
-        with cluster_of({"num_cpus": 2}, {"num_cpus": 2}) as made:
+        with clusters.cluster_of({"num_cpus": 2}, {"num_cpus": 2}) as made:
             yield made
 
 
-def servers(nodes: Nodes) -> list[psutil.Process]:
+def servers(nodes: clusters.Nodes) -> list[psutil.Process]:
     """The servers of the cluster's actors; another test's are none of them."""
     found = []
     for process in psutil.process_iter():
@@ -199,9 +187,9 @@ def test_servers_and_workers_share_a_cluster_that_loses_a_node(out, tmp_path, la
 
     heard = Heard(disturb)
     path = campaign(tmp_path, toy_world(tmp_path), steps=30)
-    sets = [*SERVED, f"ray.address={large.address}", f"inference.launch='{SERVE}'"]
-    assert launch(load(path, sets), out, heard).exit_status == 0
-    check_complete(out, steps=30)
+    sets = [*SERVED, f"ray.address={large.address}", f"inference.launch='{clusters.SERVE}'"]
+    train(path, out, *sets, observer=heard)
+    clusters.check_complete(out, steps=30)
     said = "\n".join(heard.messages)
     assert "the server has died (signal 9) and is started again" in said
     assert "was lost with its actor or its node, and is started elsewhere" in said

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file as load_tensors
 
 from retrain.adapters.talk import lane_adapter
-from retrain.engines.local import LocalEngine
+from retrain.config.describe import document
+from retrain.engines import LocalEngine
 from retrain.files import read_jsonl
 from retrain.plugins import load_file
 from retrain.policy.adapter_io import AdapterFile
@@ -54,41 +55,28 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-RUN = """
-[model]
-model = "{model}"
-lora_rank = 8
-[inference]
-dtype = "{dtype}"
-[data]
-source = "everyday_math:problems"
-tags_column = "kind"
-prompt_template = "{{prompt}}\\nAnswer in one short sentence."
-[reward]
-strict = false
-[training]
-max_steps = 3
-batch_size = 4
-group_size = 4
-max_tokens = 16
-lr = 1e-3
-[evaluation]
-problems = 8
-[squeeze]
-enabled = false
-"""
+RUN = {
+    "model": {"model": str(MODEL), "lora_rank": 8},
+    "data": {
+        "source": "everyday_math:problems", "tags_column": "kind",
+        "prompt_template": "{prompt}\nAnswer in one short sentence.",
+    },
+    "reward": {"strict": False},
+    "training": {"max_steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 16, "lr": 1e-3},
+    "evaluation": {"problems": 8},
+    "squeeze": {"enabled": False},
+}  # fmt: skip
 
 
 def trained(folder: Path, dtype: str) -> Path:
     """The directory of a short run on the problems of campaigns/smollm2.toml."""
     shutil.copy(ROOT / "campaigns" / "everyday_math.py", folder)
-    (folder / "real.toml").write_text(RUN.format(model=MODEL, dtype=dtype))
+    (folder / "real.toml").write_text(document({**RUN, "inference": {"dtype": dtype}}))
     told("train", folder / "real.toml", "--out", folder / "out")
     return folder / "out"
 
 
 def told(*arguments: object) -> str:
-    """What a command of retrain prints, typed at a shell."""
     words = [sys.executable, "-m", "retrain", *map(str, arguments)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

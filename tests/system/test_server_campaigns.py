@@ -5,17 +5,12 @@ import sys
 
 import psutil
 import pytest
-from helpers.campaigns import Heard, campaign
-from helpers.models import Messages, qwen3_directory
+from helpers.campaigns import Heard, campaign, continue_training, train
+from helpers.models import qwen3_directory
 from helpers.servers import StandIn
 
-from retrain.campaign.controller import execute, launch, resume
-from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.planning.references import check
-from retrain.config import load
 from retrain.errors import ModelError, RetrainError, UsageError
 from retrain.files import read_json
-from retrain.records.observer import NullObserver
 from tests.system.clusters import SERVE, check_complete, recorded, rows_of
 
 QUIET = ("training.save_every=2", "squeeze.enabled=false", "campaign.lanes=4")
@@ -39,15 +34,11 @@ def at(server: StandIn) -> str:
     return f'inference.url="{server.url}"'
 
 
-def canaries(lines: list[str]) -> int:
-    return sum(line.startswith("canary: base within") for line in lines)
-
-
 def test_a_cohort_is_sampled_by_servers_and_trained_here(tmp_path, model, server):
-    told, out = Messages(), tmp_path / "out"
+    told, out = Heard(), tmp_path / "out"
     sets = [*QUIET, *SERVED, at(server), "squeeze.enabled=true"]
-    outcome = launch(load(campaign(tmp_path, model, steps=4), sets), out, told)
-    assert (outcome.exit_status, canaries(told.lines)) == (0, 1)
+    outcome = train(campaign(tmp_path, model, steps=4), out, *sets, observer=told)
+    assert sum(line.startswith("canary: base within") for line in told.messages) == 1
     assert outcome.summary["squeeze"]["verified"]["full"]["accuracy"] is not None
     rows = rows_of(out)
     assert len(rows) == 4
@@ -71,10 +62,10 @@ def test_a_cohort_is_sampled_by_servers_and_trained_here(tmp_path, model, server
 def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path, model, server):
     path, out = campaign(tmp_path, model, steps=4), tmp_path / "out"
     sets = [*QUIET, *SERVED, at(server), "training.eval_every=0"]
-    assert launch(load(path, sets), tmp_path / "whole", NullObserver()).exit_status == 0
+    train(path, tmp_path / "whole", *sets)
     away = Heard(lambda spec, count: server.stop() if count == 12 else None)
     with pytest.raises(RetrainError, match=r"(?s)no server answers.*retrain resume") as caught:
-        launch(load(path, sets), out, away)
+        train(path, out, *sets, observer=away)
     assert caught.value.exit_status == 1
     assert all(recorded(out, f"{server.url} is left out: "))
     assert all(recorded(out, "no server answers, for "))
@@ -83,9 +74,9 @@ def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path,
     for run in runs:
         assert (out / run["path"] / "checkpoints/step_000003").is_dir()  # the steps before are saved
     with pytest.raises(UsageError, match="no server answers"):
-        resume(out, NullObserver())
+        continue_training(out)
     server.start()
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     rewards = [
         {name: [row["mean_reward"] for row in own] for name, own in rows_of(tmp_path / folder).items()}
         for folder in ("out", "whole")
@@ -96,7 +87,7 @@ def test_a_server_that_stays_away_stops_the_runs_with_everything_saved(tmp_path,
 def test_a_server_that_computes_something_else_is_refused_before_step_0(tmp_path, model, impatient):
     other = StandIn(qwen3_directory(tmp_path / "other", ["12+34=? the answer is"], seed=3))
     with pytest.raises(ModelError):
-        launch(load(campaign(tmp_path, model), [*QUIET, *SERVED, at(other)]), tmp_path / "out", NullObserver())
+        train(campaign(tmp_path, model), tmp_path / "out", *QUIET, *SERVED, at(other))
     assert not list((tmp_path / "out").rglob("metrics.jsonl"))
     other.close()
 
@@ -110,7 +101,7 @@ def test_a_launched_server_that_is_killed_is_started_again(tmp_path, model):
             os.kill(killed[0], signal.SIGKILL)
 
     sets = [*QUIET, *LAUNCHED, "campaign.lanes=2"]
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), out, Heard(kill)).exit_status == 0
+    train(campaign(tmp_path, model, steps=3), out, *sets, observer=Heard(kill))
     assert sum(recorded(out, DIED)) == 2
     assert all("canary: base within" in log.read_text() for log in out.glob("runs/*/run.log"))
     assert not psutil.pid_exists(killed[0])
@@ -129,8 +120,7 @@ def test_workers_share_servers_that_the_controller_keeps(tmp_path, model):
 
     heard = Heard(kill)
     sets = [*WORKERS, *LAUNCHED, "inference.replicas=2", "squeeze.enabled=true"]
-    outcome = launch(load(campaign(tmp_path, model, steps=3), sets), out, heard)
-    assert outcome.exit_status == 0
+    outcome = train(campaign(tmp_path, model, steps=3), out, *sets, observer=heard)
     assert outcome.summary["squeeze"]["verified"]["full"]["accuracy"] is not None
     check_complete(out)
     assert sum(line.startswith(DIED) for line in heard.messages) == 1
@@ -152,7 +142,7 @@ def test_servers_and_workers_end_with_their_controller_and_another_goes_on(tmp_p
         process.kill()
     gone, there = psutil.wait_procs([server, *workers], timeout=90)
     assert (len(gone), there) == (3, [])
-    assert execute(check(read_plan(out)), NullObserver()).exit_status == 0
+    continue_training(out)
     check_complete(out)
 
 
@@ -160,4 +150,4 @@ def test_a_command_that_is_no_server_ends_the_campaign_with_what_it_said(tmp_pat
     dies = f"{sys.executable} -c 'raise SystemExit(\"no such option\")'"
     sets = [*WORKERS, "inference.engine=openai", f'inference.launch="""{dies}"""', "inference.patience_s=120"]
     with pytest.raises(UsageError, match=r"(?s)launch: the server died 4 times in a row.*no such option"):
-        launch(load(campaign(tmp_path, model, steps=3), sets), tmp_path / "out", NullObserver())
+        train(campaign(tmp_path, model, steps=3), tmp_path / "out", *sets)

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import StopAfter, campaign
+from helpers.campaigns import StopAfter, campaign, continue_training, train
 from helpers.servers import StandIn
 
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.observer import NullObserver
 from tests.system.clusters import rows_of
@@ -84,15 +82,15 @@ class AfterStep(NullObserver):
 
 def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, model, server):
     path, sets = campaign(tmp_path, model, steps=5), settings(server, *AHEAD)
-    assert launch(load(path, sets), tmp_path / "whole", NullObserver()).exit_status == 0
+    train(path, tmp_path / "whole", *sets)
     whole = rows_of(tmp_path / "whole")
     for own in whole.values():
         assert [row["off_policy_steps_max"] for row in own] == [0, 1, 1, 1, 1]
         assert all(row["queue_depth"] in (0, 1) for row in own)
         assert sum(row["time/overlap"] for row in own) > 0
-    launch(load(path, sets), tmp_path / "parts", StopAfter(8))
+    train(path, tmp_path / "parts", *sets, observer=StopAfter(8), status=None)
     assert {len(own) for own in rows_of(tmp_path / "parts").values()} == {2}
-    assert resume(tmp_path / "parts", NullObserver()).exit_status == 0
+    continue_training(tmp_path / "parts")
     for run, own in rows_of(tmp_path / "parts").items():  # this server's draws do repeat
         assert [row["mean_reward"] for row in own] == [row["mean_reward"] for row in whole[run]]
         assert [row["loss"] for row in own] == pytest.approx([row["loss"] for row in whole[run]], abs=1e-6)
@@ -105,8 +103,8 @@ def test_sampling_goes_on_during_updates_and_a_stopped_run_goes_on(tmp_path, mod
 @pytest.mark.parametrize("ahead", [(), AHEAD])
 def test_a_server_that_keeps_an_old_adapter_is_found_out(tmp_path, model, server, ahead):
     out, stick = tmp_path / "out", AfterStep(lambda step: setattr(server, "stuck", step >= 1))
-    loaded = load(campaign(tmp_path, model, steps=8), settings(server, *ahead, "training.lr=0.05"))
-    assert launch(loaded, out, stick).exit_status == 1
+    sets = settings(server, *ahead, "training.lr=0.05")
+    train(campaign(tmp_path, model, steps=8), out, *sets, observer=stick, status=1)
     for own, text in zip(rows_of(out).values(), logs_of(out), strict=True):
         assert 2 < len(own) < 8
         assert text.count("sampler and trainer disagree about the same tokens") >= 2
@@ -121,7 +119,7 @@ def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
     worsen = AfterStep(lambda step: setattr(server, "always", imprecise if step in (0, 2, 3) else None))
     out = tmp_path / "out"
     sets = settings(server, "campaign.seeds=[1]", "training.save_every=1", "training.keep_last=0")
-    assert launch(load(campaign(tmp_path, model, steps=8), sets), out, worsen).exit_status == 1
+    train(campaign(tmp_path, model, steps=8), out, *sets, observer=worsen, status=1)
     for place, text in zip(sorted((out / "runs").iterdir()), logs_of(out), strict=True):
         assert len(read_jsonl(place / "metrics.jsonl")) == 4
         assert "step 1: sampler and trainer disagree" in text
@@ -130,7 +128,7 @@ def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
         assert "RunFailed: step 4: sampler and trainer disagree" in text
         assert (place / "checkpoints" / "step_000004").is_dir()
     server.always = None
-    resume(out, NullObserver())
+    continue_training(out, status=None)
     assert {len(own) for own in rows_of(out).values()} == {4}  # failed runs stay failed unless they are asked for
 
 
@@ -143,7 +141,7 @@ def test_the_mismatch_of_sampler_and_trainer_is_half_the_mean_square(tmp_path, m
 
     out = tmp_path / "out"
     sets = settings(server, "campaign.seeds=[1]")
-    assert launch(load(campaign(tmp_path, model, steps=3), sets), out, AfterStep(lower)).exit_status == 0
+    train(campaign(tmp_path, model, steps=3), out, *sets, observer=AfterStep(lower))
     for text in logs_of(out):
         assert "nats² for version 1" not in text
         assert "step 2: sampler and trainer disagree about the same tokens: 0.005 nats² for version 2" in text

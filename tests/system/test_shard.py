@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from helpers.campaigns import Heard, StopAfter, campaign, contents
+from helpers.campaigns import Heard, StopAfter, campaign, contents, continue_training, train
 from helpers.servers import StandIn
 
-from retrain.campaign.controller import execute, launch
-from retrain.campaign.planning.manifest import read_plan
+from retrain.campaign.controller import execute
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.campaign.running import team
@@ -158,7 +157,7 @@ def resumed(stopped: Path, name: str, *sets: str) -> dict[str, Any]:
     """What a copy leaves that goes on with these settings; nothing has to be accepted."""
     out = stopped.with_name(name)
     shutil.copytree(stopped, out)
-    assert execute(check(read_plan(out, sets)), NullObserver()).exit_status == 0
+    continue_training(out, *sets)
     return left_by(out)
 
 
@@ -219,7 +218,7 @@ def test_a_rank_that_dies_ends_the_others_within_30_s_and_costs_steps_alone(fold
     assert time.monotonic() - killed[0] < 30
     assert [psutil.pid_exists(rank) for rank in started] == [False, False]
     assert {run["state"] for run in read_json(out / "manifest.json")["runs"]} == {"interrupted"}
-    assert execute(check(read_plan(out, on_ranks(2, shard))), NullObserver()).exit_status == 0
+    continue_training(out, *on_ranks(2, shard))
     assert_equal_but_for_rounding(left_by(out), two)
 
 
@@ -240,7 +239,6 @@ def started_here(out: Path, before: tuple[str, ...] = (), shard: str = "dp") -> 
 
 
 def until_step(process: subprocess.Popen[str]) -> None:
-    """Read on until a step has been printed."""
     assert process.stdout is not None
     assert any(line.startswith("step ") for line in process.stdout), "it ended before"
 
@@ -268,7 +266,7 @@ def test_ctrl_c_saves_and_says_so_once(folder, two, before, shard):
     said, _ = process.communicate(timeout=400)
     assert process.returncode == 130 if not before else process.returncode != 0
     assert said.count(INTERRUPTED) == 1, said
-    assert execute(check(read_plan(out, on_ranks(2) if before else [])), NullObserver()).exit_status == 0
+    continue_training(out, *on_ranks(2) if before else ())
     assert left_by(out) == two
 
 
@@ -291,8 +289,7 @@ def test_servers_are_asked_by_rank_0_alone(tmp_path, model):
         server = StandIn(model)
         served = ["inference.engine='vllm'", f"inference.url='{server.url}'", "training.micro_batch_tokens=40"]
         try:
-            loaded = load(campaign(tmp_path, model, steps=2), [*quiet, *served, *sets])
-            assert launch(loaded, tmp_path / name, NullObserver()).exit_status == 0
+            train(campaign(tmp_path, model, steps=2), tmp_path / name, *quiet, *served, *sets)
         finally:
             server.close()
         counts.append(len(server.asked))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.campaigns import eventually
+from helpers.records import wandb_records
 from programs.wandb_server import wandb_server
 
 RECORD = """
@@ -74,14 +75,6 @@ def output(process: subprocess.Popen[str], status: int = 0) -> str:
     wrote, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
     return wrote
-
-
-def wandb_records(path: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
-    if "No such command" in done.stderr:
-        pytest.skip("this release of wandb has no reader of its files")
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_a_killed_wandb_run_has_no_gap_offline(tmp_path):

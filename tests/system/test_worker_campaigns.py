@@ -16,6 +16,7 @@ from helpers.campaigns import (
     StopAfter,
     alone,
     contents,
+    continue_training,
     differing,
     eventually,
     planned,
@@ -25,8 +26,6 @@ from helpers.campaigns import (
 )
 
 from retrain.campaign.controller import execute
-from retrain.campaign.planning.manifest import read_plan
-from retrain.campaign.planning.references import check
 from retrain.cli.run_status import read_status
 from retrain.files import ASIDE, read_json
 from retrain.ownership import process_start
@@ -60,10 +59,6 @@ def there(request) -> list[str]:
         request.getfixturevalue("impatient_slurm")
         return [*SLURM, "slurm.cluster=local"]
     return ["campaign.executor=ray", f"ray.address={request.getfixturevalue('nodes').address}", CPU]
-
-
-def goes_on(out: Path, sets: list[str], observer: NullObserver | None = None, **options: bool) -> int:
-    return execute(check(read_plan(out, sets)), observer or NullObserver(), **options).exit_status
 
 
 def leases(out: Path) -> list[Path]:
@@ -145,8 +140,7 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
             os.kill(os.getpid(), signal.SIGINT)
 
     heard = Heard(interrupt)
-    stopped = execute(check(read_plan(out, there)), heard)
-    assert (stopped.exit_status, stopped.saved) == (130, True)
+    assert continue_training(out, *there, observer=heard, status=130).saved
     assert lived[0]
     assert not any("begins again" in text or text.startswith("waiting for process") for text in heard.messages)
     eventually(lambda: process_start(pid) is None)
@@ -158,7 +152,7 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
     def look(spec, count):  # the lock that a worker has left there says nothing
         shown.append(read_status(out / "runs" / spec.run_id)["runs"][0]["state"])
 
-    assert goes_on(out, [HERE], Heard(look)) == 0
+    continue_training(out, HERE, observer=Heard(look))
     assert {*shown} == {"running"}
     assert differing(contents(out), whole) == []
 
@@ -166,7 +160,7 @@ def test_a_killed_controller_and_an_interrupted_one_lose_nothing_and_another_exe
 def test_what_one_process_began_workers_finish(tmp_path, world, whole, there):
     out = tmp_path / "out"
     assert execute(planned(world, out, [CPU]), StopAfter(3)).exit_status == 130
-    assert goes_on(out, there) == 0
+    continue_training(out, *there)
     assert differing(contents(out), whole) == []
 
 
@@ -265,7 +259,7 @@ def test_a_campaign_goes_from_ranks_of_slurm_jobs_to_those_of_one_process(
 ):
     out = tmp_path / "out"
     assert execute(planned(world, out, [*SLURM, "slurm.cluster=local", *RANKS]), StopAfter(3)).exit_status == 130
-    assert goes_on(out, [HERE]) == 0
+    continue_training(out, HERE)
     assert differing(contents(out), whole_of_ranks) == []
 
 

@@ -44,7 +44,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def retrain(*arguments: str, **more: str) -> None:
-    """Run the command, which must end well."""
     command = [sys.executable, "-m", "retrain", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment(**more), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -52,7 +51,6 @@ def retrain(*arguments: str, **more: str) -> None:
 
 @contextlib.contextmanager
 def serving(directories: Sequence[Path], cache: Path, port: str = "0") -> Iterator[str]:
-    """The address of a server over these directories."""
     command = [sys.executable, "-m", "retrain", "ui", *map(str, directories), "--port", port]
     log_path = cache.with_suffix(".log")
     with open(log_path, "w") as log:
@@ -88,13 +86,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A campaign whose every text wants to be a script."""
     return hostile_campaign(tmp_path_factory.mktemp("hostile") / "hostile")
 
 
 @pytest.fixture(scope="session")
 def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of the Tinker cookbook and one of TRL."""
     home = tmp_path_factory.mktemp("others")
     trainer_state(home / "grpo_out/checkpoint-10", 10)
     return cookbook_run(home / "math_rl"), home / "grpo_out"
@@ -104,7 +100,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def server(
     logs: Path, hostile: Path, others: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The address of the page over all of them."""
     with serving([logs, hostile, hostile.parent / ALONE, *others], tmp_path_factory.mktemp("cache") / "c") as url:
         yield url
 

@@ -22,7 +22,6 @@ LINES = """[
 
 @pytest.fixture
 def kit(page):
-    """A page in which the components can be rendered alone."""
     page.open("/").page.evaluate(LOAD)
     return page
 

@@ -20,7 +20,6 @@ SELECTS = """() => [...document.querySelectorAll("main select")].map((each) =>
 
 @pytest.fixture
 def other(context, server):
-    """A second page, always opened anew."""
     watched = Watched(context.new_page(), server)
     yield watched
     watched.page.close()

@@ -102,7 +102,6 @@ class Training:
 
 
 def pieces(ids):
-    """A letter for each token."""
     return "x" * len(ids), [(at, at + 1) for at in range(len(ids))]
 
 

@@ -16,15 +16,6 @@ def value(step):
     return 50.0 if step == 2345 else step % 7
 
 
-def averages(values, weight):
-    """TensorBoard's debiased average."""
-    last, out = 0.0, []
-    for n, each in enumerate(values, 1):
-        last = weight * last + (1 - weight) * each
-        out.append(last / (1 - weight**n))
-    return out
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """Two conditions with a seed each: a long line, a custom metric, checkpoints, a resume and a plan."""
@@ -40,16 +31,7 @@ def url(tmp_path_factory):
         yield address
 
 
-def reading(page):
-    """Return the readout of the first chart: the step, the first line's value and what stands beside it."""
-    own = page.page.locator(".chartcard .readout").first
-    value = own.locator("b").first.inner_text()
-    return own.locator(".at").inner_text(), value, own.locator(".item .muted").first.inner_text()
-
-
-def ticks(page):
-    """Return the texts of the x axis of the first chart, as they are drawn."""
-    script = """() => { const texts = []; const fill = CanvasRenderingContext2D.prototype.fillText;
+TICKS = """() => { const texts = []; const fill = CanvasRenderingContext2D.prototype.fillText;
       CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
         if (this.canvas === document.querySelector(".plot canvas")) texts.push([text, Math.round(y)]);
         return fill.call(this, text, x, y); };
@@ -57,7 +39,7 @@ def ticks(page):
       return new Promise((done) => setTimeout(() => { CanvasRenderingContext2D.prototype.fillText = fill;
         const bottom = Math.max(...texts.map(([, y]) => y)); done(texts.filter(([, y]) => y === bottom)
           .map(([text]) => text)); }, 100)); }"""
-    return page.page.evaluate(script)
+"""The texts of the x axis of the first chart, as they are drawn."""
 
 
 @pytest.mark.parametrize("zoom", ["", "&zoom=2000,2010"])
@@ -65,18 +47,22 @@ def test_the_step_s_own_value_stands_beside_the_smoothed_one(page, zoom):
     page.open(f"/metrics/long?keys=mean_reward&smooth=ema:0.9{zoom}")
     page.page.locator(".plot").first.focus()
     page.press("Home", "ArrowRight", "ArrowRight")
-    at, smoothed, own = reading(page)
-    step = int(at)
+    readout = page.page.locator(".chartcard .readout").first
+    step = int(readout.locator(".at").inner_text())
     assert step == 2002 if zoom else step > 1
-    expected = averages([value(each) for each in range(step + 1)], 0.9)[-1]
-    assert float(smoothed) == pytest.approx(expected, rel=6e-3), "all rows are smoothed, then thinned"
-    assert own == f"step {value(step)}"
+    last = 0.0  # TensorBoard's debiased average
+    for each in range(step + 1):
+        last = 0.9 * last + 0.1 * value(each)
+    smoothed = float(readout.locator("b").first.inner_text())
+    expected = last / (1 - 0.9 ** (step + 1))
+    assert smoothed == pytest.approx(expected, rel=6e-3), "all rows are smoothed, then thinned"
+    assert readout.locator(".item .muted").first.inner_text() == f"step {value(step)}"
 
 
 @pytest.mark.parametrize("zoom", ["100,102.2", "10,15", "0,3999", "2000,2000.6"])
 def test_ticks_of_a_step_axis_are_whole_and_do_not_repeat(page, zoom):
     page.open(f"/metrics/long?keys=mean_reward&zoom={zoom}")
-    texts = [text for text in ticks(page) if text]
+    texts = [text for text in page.page.evaluate(TICKS) if text]
     assert texts
     assert all(text.isdecimal() for text in texts)
     assert len(set(texts)) == len(texts)

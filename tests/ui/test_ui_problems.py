@@ -35,7 +35,6 @@ def campaign(path, seeds):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """The address of a server over a campaign of eight seeds, and one of one."""
     home = tmp_path_factory.mktemp("problems")
     directories = [campaign(home / name, seeds) for name, seeds in (("eight", 8), ("one", 1))]
     with serving(directories, home / "cache") as url:

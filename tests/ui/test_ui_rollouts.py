@@ -36,7 +36,6 @@ def group_of(problem):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """The address of a server over a run of two steps."""
     home = tmp_path_factory.mktemp("rollouts")
     settings = run_context(config=config(logging={"rollouts_every": 1}))
     with closing(RunRecorder(home / "run", settings, {}, token_text=pieces)) as recorder:
@@ -47,7 +46,6 @@ def url(tmp_path_factory):
 
 
 def shown(page):
-    """Return the rollouts of the table in their order."""
     return [
         int(row)
         for row in page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
@@ -125,17 +123,14 @@ def test_a_search_of_all_steps_goes_on_from_a_step(page):
     assert len(found(page)) == 4
 
 
-def colours(page):
-    page.settle()
-    return page.page.eval_on_selector_all(".t[data-at]", "all => all.map((each) => each.className)")
-
-
 def test_tokens_are_coloured_by_advantage_log_ratio_and_entropy(page):
     page.open(f"/tokens{RUN}?iteration=1&index=1")
     for button, wanted in (("advantage", ["t m6", "t", "t p6"]), ("log-ratio", ["t m6", "t m3", "t p6"]),
                            ("entropy", ["t s1", "t s3", "t s6"]), ("plain", ["t", "t", "t"])):  # fmt: skip
         page.page.get_by_role("button", name=button, exact=True).click()
-        assert colours(page) == wanted, button
+        page.settle()
+        colours = page.page.eval_on_selector_all(".t[data-at]", "all => all.map((each) => each.className)")
+        assert colours == wanted, button
     page.page.get_by_role("button", name="log-ratio", exact=True).click()
     page.settle()
     page.page.locator(".t[data-at='2']").hover()

@@ -106,13 +106,11 @@ class Watched:
         return self
 
     def fine(self) -> Watched:
-        """Nothing has gone wrong so far."""
         assert self.wrong == [], f"{self.path}:\n" + "\n".join(self.wrong)
         return self
 
     @property
     def path(self) -> str:
-        """Path and query of the address."""
         return urlsplit(self.page.url)._replace(scheme="", netloc="").geturl()
 
     @property
@@ -121,11 +119,9 @@ class Watched:
         return self.page.evaluate("() => Object.fromEntries(new URLSearchParams(location.search))")
 
     def seen(self) -> dict[str, Any]:
-        """What is shown, to be compared."""
         return self.page.evaluate(SEEN)
 
     def text(self, selector: str = "#main") -> str:
-        """The text of the first such element as it is drawn."""
         return self.page.inner_text(selector)
 
     def until(self, script: str, what: str, seconds: float = SECONDS) -> Any:
@@ -146,7 +142,6 @@ class Watched:
 
 @contextmanager
 def browser_of(playwright: Any) -> Iterator[Any]:
-    """Chromium without a window."""
     browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
     try:
         yield browser

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.campaigns import run_cli
-from helpers.models import TINY_RUN, qwen3_directory, train_quietly
+from helpers.campaigns import run_cli, train_quietly
+from helpers.models import TINY_RUN, qwen3_directory
 from safetensors.torch import load_file, save_file
 
 from retrain.adapters import export as exporting

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.campaigns import StopAfter, run_cli, toy_toml
+from helpers.campaigns import StopAfter, continue_training, run_cli, toy_toml, train
 from helpers.models import campaign_head
 from helpers.records import config
 from safetensors.torch import load_file
 
 from retrain.adapters.squeeze import compress_adapter
 from retrain.adapters.verify import sufficient_rank, verdict, verify_ranks
-from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.manifest import read_plan
 from retrain.campaign.running.rank_evaluation import evaluate_ranks
 from retrain.config import load
@@ -22,7 +21,6 @@ from retrain.environments.build import longest_completions
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.policy.adapter_io import read_adapter
-from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
 from retrain.verdicts.report import write_report
 
@@ -44,9 +42,9 @@ def squeeze(*arguments: str | Path):
 def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
     path = annealed(tmp_path, model, [[1, 3], [2, 1]])
     run, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
-    assert launch(load(path), run, NullObserver()).exit_status == 0
-    assert launch(load(path), stopped, StopAfter(2)).exit_status == 130  # between the stages
-    assert resume(stopped, NullObserver()).exit_status == 0
+    train(path, run)
+    train(path, stopped, observer=StopAfter(2), status=130)  # between the stages
+    continue_training(stopped)
     one, other = (load_file(folder / "final/adapter_model.safetensors") for folder in (run, stopped))
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert read_json(run / "final/adapter_config.json")["r"] == 1
@@ -74,7 +72,7 @@ def home(model, tmp_path_factory) -> Path:
     head = campaign_head(("grpo", "none"), ("maxrl", "none"), seeds=[1], max_steps=2)
     squeeze = {"enabled": True, "runs": "one per condition", "compress_to": 1}
     path = written(folder, model, head, evaluation={"problems": 6, "samples": 3}, squeeze=squeeze)
-    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    train(path, folder / "out")
     return folder / "out"
 
 
@@ -113,7 +111,7 @@ def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
     shutil.rmtree(out / "squeeze/maxrl+none")
     verification["sentence"] = "read, not sampled again"
     write_json(out / "squeeze/maxrl+none/verification.json", verification)
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     after = read_json(out / "manifest.json")
     assert after["squeeze"] == old  # not made again
     assert {label: report["rows"] for label, report in after["squeezes"].items()} == {"maxrl+none": rows}

@@ -8,9 +8,8 @@ import torch
 from helpers.credit import advantages_of, algorithm_of, apply, batch_of, compare, credit
 from helpers.models import word_tokenizer
 
-from retrain.algorithms import Modes
+from retrain.algorithms import Modes, PlanningTokens, RegexDetector
 from retrain.algorithms.algorithm import Algorithm, training_samples
-from retrain.algorithms.credit.planning_tokens import PlanningTokens, RegexDetector
 from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps

@@ -8,10 +8,9 @@ from helpers.credit import STREAM, apply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retrain.algorithms import TOKEN_CREDIT
+from retrain.algorithms import TOKEN_CREDIT, SpreadAdvantage
 from retrain.algorithms.algorithm import pad_field
 from retrain.algorithms.credit.entropy_mask import EntropyMask, entropy_mask
-from retrain.algorithms.credit.group_advantage import SpreadAdvantage
 from retrain.algorithms.credit.gtpo import gtpo_weights
 from retrain.algorithms.credit.gtpo_paper import gtpo_paper
 from retrain.algorithms.credit.hicra import hicra, placebo_mask

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers.credit import apply, batch_of, credit
 
-from retrain.algorithms.credit.group_advantage import ZeroAdvantage
+from retrain.algorithms import ZeroAdvantage
 from retrain.algorithms.credit.teacher import distillation_advantages
 from retrain.algorithms.losses import PPO, Reinforce
 from retrain.maths.distillation import divergence, with_tail

@@ -1,9 +1,7 @@
 import pytest
 
-from retrain.algorithms import GROUP_ADVANTAGES, TOKEN_CREDIT, build_loss
-from retrain.algorithms.credit.gae import GaeAdvantage
+from retrain.algorithms import GROUP_ADVANTAGES, LOSSES, TOKEN_CREDIT, GaeAdvantage, build_loss
 from retrain.algorithms.credit.uncertainty import UNCERTAINTIES
-from retrain.algorithms.losses import LOSSES
 from retrain.cli.formulas import DIVISORS, advantage_text, credit_formula, credit_text, critic_text, loss_text
 from retrain.config import parse_dict
 from retrain.config.base import ActiveIf

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from retrain.algorithms import PluginLoss
 from retrain.algorithms.losses import M2PO, PPO, Reinforce
-from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.maths.corrections import Correction
 from retrain.policy.objective import EntropyTerm, KLTerm, NoLoss, Objective, PolicyTerm, TeacherTerm, TokenScores
 from retrain.policy.packing import MicroBatch

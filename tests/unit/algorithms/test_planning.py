@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrain.algorithms.credit.planning_tokens import STRATEGIC_GRAMS, RegexDetector
+from retrain.algorithms import STRATEGIC_GRAMS, RegexDetector
 from retrain.tokenizer import text_and_offsets
 
 DETECTOR = RegexDetector()

@@ -7,13 +7,9 @@ import torch
 from helpers.credit import apply, compare
 from helpers.records import completion
 
-from retrain.algorithms import load_detector, load_modes
+from retrain.algorithms import PluginDetector, PluginLoss, TokenUncertainty, TransformPlugin, load_detector, load_modes
 from retrain.algorithms.credit.group_advantage import SpreadAdvantage, plugin_advantages
-from retrain.algorithms.credit.planning_tokens import PluginDetector
-from retrain.algorithms.credit.transform_plugin import TransformPlugin
-from retrain.algorithms.credit.uncertainty import TokenUncertainty
 from retrain.algorithms.losses import Reinforce
-from retrain.algorithms.losses.plugin import PluginLoss
 from retrain.campaign.planning.plan import plan
 from retrain.config import parse_dict
 from retrain.errors import PluginError

@@ -4,36 +4,40 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.campaigns import CHANGED, StopAfter, campaign, completions_of, launch_file, rows_of, runs_of, timeless
+from helpers.campaigns import (
+    CHANGED,
+    StopAfter,
+    campaign,
+    completions_of,
+    continue_training,
+    rows_of,
+    runs_of,
+    timeless,
+    train,
+)
 
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import claim
 from retrain.records.observer import NullObserver
 
-
-def train(path: Path, out: Path, observer=None, sets=()):
-    return launch(load(path, ['squeeze.verify="off"', *sets]), out, observer or NullObserver())
+UNVERIFIED = 'squeeze.verify="off"'
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("campaign")
-    outcome = train(campaign(folder, model), folder / "out")
-    return folder / "out", outcome
+    train(campaign(folder, model), folder / "out", UNVERIFIED)
+    return folder / "out"
 
 
 def test_a_campaign_ends_with_everything_written(finished):
-    out, outcome = finished
-    assert outcome.exit_status == 0
-    manifest = read_json(out / "manifest.json")
+    manifest = read_json(finished / "manifest.json")
     assert [run["state"] for run in manifest["runs"]] == ["done"] * 4
     assert manifest["comparison"]["conditions"][1]["pairs"] == 2
     assert "cannot tell" in manifest["comparison"]["conditions"][1]["verdict"]
     assert manifest["squeeze"]["recommended_rank"] in range(1, 5)
     for run in manifest["runs"]:
-        folder = out / run["path"]
+        folder = finished / run["path"]
         rows = rows_of(folder)
         assert [row["step"] for row in rows] == [0, 1, 2, 3]
         assert all(abs(row["val/ratio"] - 1) < 1e-5 for row in rows if row["val/ratio"] is not None)
@@ -41,20 +45,20 @@ def test_a_campaign_ends_with_everything_written(finished):
         assert [row["name"] for row in read_jsonl(folder / "checkpoints.jsonl")] == ["000002", "000004", "final"]
         assert [row["step"] for row in read_jsonl(folder / "evals.jsonl")] == [0, 2, 4]
         assert (len(completions_of(folder)), len(read_jsonl(folder / "emergence" / "steps.jsonl"))) == (4 * 12, 4)
-    texts = {run.name: [row["completion"] for row in completions_of(run)[:12]] for run in (out / "runs").iterdir()}
+    texts = {run.name: [row["completion"] for row in completions_of(run)[:12]] for run in (finished / "runs").iterdir()}
     assert texts["grpo+none_s1"] == texts["rloo+gtpo_hicra_placebo_s1"] != texts["grpo+none_s2"]
     initial = {
-        (run["seed"], read_json(out / run["path"] / "config.json")["initial_adapter"]) for run in manifest["runs"]
+        (run["seed"], read_json(finished / run["path"] / "config.json")["initial_adapter"]) for run in manifest["runs"]
     }
     assert len(initial) == 2  # the seed decides it, and no condition
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path):
-    out, again = finished[0], tmp_path / "out"
-    assert train(campaign(tmp_path, model), again, StopAfter(9)).exit_status == 130
+    again = tmp_path / "out"
+    train(campaign(tmp_path, model), again, UNVERIFIED, observer=StopAfter(9), status=130)
     assert {run["state"] for run in read_json(again / "manifest.json")["runs"]} == {"interrupted"}
-    assert resume(again, NullObserver()).exit_status == 0
-    for run in (out / "runs").iterdir():
+    continue_training(again)
+    for run in (finished / "runs").iterdir():
         mine = again / "runs" / run.name
         assert timeless(mine / "metrics.jsonl") == timeless(run / "metrics.jsonl")
         for name in ("final/adapter_model.safetensors", "emergence/generations.jsonl", "notes.jsonl"):
@@ -62,7 +66,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, model, tmp_path)
 
 
 def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, tmp_path):
-    out = Path(shutil.copytree(finished[0], tmp_path / "out"))
+    out = Path(shutil.copytree(finished, tmp_path / "out"))
     manifest = read_json(out / "manifest.json")
     manifest["runs"][1]["state"] = "running"
     write_json(out / "manifest.json", manifest)
@@ -71,7 +75,7 @@ def test_a_crash_after_the_last_checkpoint_is_finished_by_resume(finished, tmp_p
     lines = (folder / "checkpoints.jsonl").read_text().splitlines(keepends=True)
     (folder / "checkpoints.jsonl").write_text("".join(lines[:-1]))
     metrics = (folder / "metrics.jsonl").read_bytes()
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     assert read_json(out / "manifest.json")["runs"][1]["state"] == "done"
     assert (folder / "final" / "adapter_model.safetensors").is_file()
     assert (folder / "checkpoints.jsonl").read_text() == "".join(lines)
@@ -91,11 +95,9 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
         def run_finished(self, spec, status, message=""):
             ends.append(spec.run_id)
 
-    path, sets = (
-        campaign(tmp_path, model, condition='reward = {custom_function = "fragile"}'),
-        ["evaluation.at_start=false"],
-    )
-    assert train(path, out, Plants(), sets).exit_status == 1
+    path = campaign(tmp_path, model, condition='reward = {custom_function = "fragile"}')
+    sets = [UNVERIFIED, "evaluation.at_start=false"]
+    train(path, out, *sets, observer=Plants(), status=1)
     assert len(ends) == len({*ends}) == 4  # the end of each once
     runs = {run["run_id"]: run for run in read_json(out / "manifest.json")["runs"]}
     assert runs.pop("grpo+none_s2")["state"] == "done"
@@ -108,17 +110,17 @@ def test_a_failing_run_leaves_the_others_alone(model, tmp_path):
     logs = [out / run["log"] for run in runs.values()]
     before = [log.read_text().count("Traceback") for log in logs]
     assert min(before) > 0
-    assert train(path, out, sets=sets).exit_status == 1
+    train(path, out, *sets, status=1)
     assert [log.read_text().count("Traceback") for log in logs] == before
     blocked.unlink()
-    resume(out, NullObserver(), retry_failed=True)
+    continue_training(out, retry_failed=True, status=None)
     assert [log.read_text().count("Traceback") for log in logs] > before
     states = {run["run_id"]: run["state"] for run in read_json(out / "manifest.json")["runs"]}
     assert states["grpo+none_s1"] == "done"
 
 
 def test_parameters_of_a_condition_reach_its_runs_in_a_cohort(mixed_campaign, tmp_path):
-    launch_file(mixed_campaign / "mixed.toml", tmp_path / "alone", "campaign.lanes=1")
+    train(mixed_campaign / "mixed.toml", tmp_path / "alone", "campaign.lanes=1")
     together, alone = runs_of(mixed_campaign / "out"), runs_of(tmp_path / "alone")
     for key, run in together.items():
         changed = key[0] == CHANGED

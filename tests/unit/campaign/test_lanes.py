@@ -2,32 +2,23 @@ import re
 
 import pytest
 import torch
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, train
 from helpers.lanes import ref, sample
 from helpers.models import toy_base
 
-from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import plan, smaller_cohorts
 from retrain.config import load
-from retrain.engines.local import LocalEngine
+from retrain.engines import LocalEngine
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl
 from retrain.policy import local
 from retrain.policy.local import DoesNotFit, check_memory
 from retrain.policy.lora import Lanes
-from retrain.records.observer import NullObserver
 from retrain.types import SampleRequest
 
 
-def unevaluated(path):
-    text = path.read_text().replace("eval_every = 2\n", "")
-    path.write_text(text.replace("problems = 5", "problems = 0"))
-    return path
-
-
 def trained(path, out):
-    outcome = launch(load(path), out, NullObserver())
-    assert outcome.exit_status == 0
+    train(path, out, "training.eval_every=0", "evaluation.problems=0")
     return {row.parent.name: read_jsonl(row) for row in sorted(out.glob("runs/*/metrics.jsonl"))}
 
 
@@ -77,7 +68,7 @@ def allow_runs(monkeypatch, most: int) -> None:
 
 
 def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path, monkeypatch):
-    path = unevaluated(campaign(tmp_path, model, steps=2, dtype="float64"))
+    path = campaign(tmp_path, model, steps=2, dtype="float64")
     whole = trained(path, tmp_path / "whole")
     allow_runs(monkeypatch, 2)
     parts = trained(path, tmp_path / "cut")
@@ -88,8 +79,7 @@ def test_a_campaign_that_does_not_fit_trains_in_smaller_cohorts(model, tmp_path,
 
 def test_runs_that_do_not_even_fit_alone_fail(model, tmp_path, monkeypatch):
     allow_runs(monkeypatch, 0)
-    loaded = load(campaign(tmp_path, model, steps=1), ["campaign.seeds=[1]"])
-    assert launch(loaded, tmp_path / "out", NullObserver()).exit_status == 1
+    train(campaign(tmp_path, model, steps=1), tmp_path / "out", "campaign.seeds=[1]", status=1)
     for run in read_json(tmp_path / "out/manifest.json")["runs"]:
         assert run["state"] == "failed"
         assert re.fullmatch(r".*out of memory in retrain\..*", run["reason"])

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from helpers.campaigns import StopAfter, contents, differing, eventually, files_of, planned, run_cli
+from helpers.campaigns import StopAfter, contents, continue_training, differing, eventually, files_of, planned, run_cli
 
 from retrain.campaign.controller import execute
-from retrain.campaign.planning.manifest import read_plan
 from retrain.errors import ConfigError, LeaseLost, NotOurs, RetrainError, StorageError, UsageError
 from retrain.files import ASIDE, read_json
 from retrain.ownership import MARK, Owner, claim, owner_of, publish, remove
@@ -255,7 +254,7 @@ def test_a_campaign_resumes_from_its_copy(tmp_path, world, monkeypatch):
     assert f"{url} is in logs/store now" in result.output
     assert differing(contents(again), contents(tmp_path / "whole"), runs=2) == []
     shutil.rmtree(tmp_path / "store")
-    assert execute(read_plan(again), NullObserver()).exit_status == 0
+    continue_training(again)
     assert files(tmp_path / "store") == files(again)
 
 

@@ -4,35 +4,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, files_of, run_cli, toy_toml
+from helpers.campaigns import campaign, continue_training, files_of, run_cli, toy_toml, train
 from helpers.lanes import small_snapshot
 
+from retrain import ownership
 from retrain.adapters.squeeze import compress_adapter, squeeze
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.errors import NotOurs
 from retrain.files import aside_of, read_json, read_jsonl, write_json
-from retrain.ownership import (
-    LAYOUT,
-    MARK,
-    Owner,
-    check_claim,
-    claim,
-    install,
-    mark_of,
-    owner_of,
-    publish,
-    remove,
-    remove_leftovers,
-)
-from retrain.records.observer import NullObserver
-from retrain.training.checkpoints import (
-    checkpoint_directories,
-    checkpoint_directory,
-    delete_checkpoints_after,
-    prune,
-    write_checkpoint,
-)
+from retrain.training import checkpoints
 from retrain.util.session import machine
 from retrain.verdicts.report import write_report
 
@@ -52,15 +31,11 @@ def single(folder: Path, model: Path, steps: int = 3) -> Path:
     return path
 
 
-def train(path: Path, out: Path, *sets: str):
-    return launch(load(path, sets), out, NullObserver())
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("trained")
     path = single(folder, model)
-    assert train(path, folder / "out", "training.keep_last=0").exit_status == 0
+    train(path, folder / "out", "training.keep_last=0")
     return folder / "out", path
 
 
@@ -75,43 +50,45 @@ def test_every_name_that_a_run_writes_is_looked_for(trained):
     lines = [line.split()[0] for line in GOLDEN.read_text().splitlines() if line and not line.startswith(" ")]
     names = {line.split("/")[0] for line in lines} | {p.split("/")[2] for p in lines if p.startswith("runs/")}
     names |= {path.name for path in trained[0].iterdir()}
-    assert {"metrics.jsonl", "final", "squeeze", "plan.json", MARK} <= names
-    assert [name for name in names - {".lock"} if not any(fnmatchcase(name, pattern) for pattern in LAYOUT)] == []
+    assert {"metrics.jsonl", "final", "squeeze", "plan.json", ownership.MARK} <= names
+    assert [
+        name for name in names - {".lock"} if not any(fnmatchcase(name, pattern) for pattern in ownership.LAYOUT)
+    ] == []
 
 
 def test_a_claimed_directory_is_known_again_and_others_are_not(tmp_path):
-    owner = claim(tmp_path / "a")
-    assert claim(tmp_path / "a") == owner == owner_of(tmp_path / "a")
+    owner = ownership.claim(tmp_path / "a")
+    assert ownership.claim(tmp_path / "a") == owner == ownership.owner_of(tmp_path / "a")
     put(tmp_path / "a/metrics.jsonl")
-    check_claim(tmp_path / "a")
-    assert claim(tmp_path / "a/runs/x", owner.at("runs/x")) == Owner(owner.id, "runs/x")
+    ownership.check_claim(tmp_path / "a")
+    assert ownership.claim(tmp_path / "a/runs/x", owner.at("runs/x")) == ownership.Owner(owner.id, "runs/x")
     with pytest.raises(NotOurs, match="runs/x of another directory"):
-        check_claim(tmp_path / "a/runs/x")  # a run of a campaign is no place for another campaign
+        ownership.check_claim(tmp_path / "a/runs/x")  # a run of a campaign is no place for another campaign
     shutil.copytree(tmp_path / "a/runs/x", tmp_path / "a/runs/y")
     with pytest.raises(NotOurs):
-        check_claim(tmp_path / "a/runs/y", owner.at("runs/y"))
+        ownership.check_claim(tmp_path / "a/runs/y", owner.at("runs/y"))
 
 
 def test_what_was_published_is_replaced_and_what_lies_beside_it_stays(tmp_path):
-    owner, target = Owner("me", "final"), tmp_path / "final"
+    owner, target = ownership.Owner("me", "final"), tmp_path / "final"
 
     def write(**files: str) -> None:
         for name, text in files.items():
             put(aside_of(target) / name, text)
-        publish(aside_of(target), target, owner)
+        ownership.publish(aside_of(target), target, owner)
 
     write(a="1", b="1")
     write(a="2")
     put(target / "notes.txt")
     write(b="3")
-    assert files_of(target).keys() == {"b", "notes.txt", MARK}
+    assert files_of(target).keys() == {"b", "notes.txt", ownership.MARK}
     put(target / "a")
     with pytest.raises(NotOurs, match=r"holds a, which this run did not write"):
         write(a="4")
     assert (target / "a").read_text() == THEIRS
-    assert not remove(target, Owner("other", "final"))
-    assert not remove(target, Owner("me", "elsewhere"))
-    assert remove(target, owner)
+    assert not ownership.remove(target, ownership.Owner("other", "final"))
+    assert not ownership.remove(target, ownership.Owner("me", "elsewhere"))
+    assert ownership.remove(target, owner)
     assert files_of(target).keys() == {"a", "notes.txt"}
 
 
@@ -121,22 +98,22 @@ def test_a_published_directory_is_not_written_through_links(tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/sub").symlink_to(tmp_path / "theirs")
     with pytest.raises(NotOurs, match="sub/b"):
-        install(tmp_path / "new", tmp_path / "target", Owner("me"))
-    write_json(tmp_path / "target" / MARK, {"owner": "me", "place": ".", "files": ["sub/b"]})
-    remove(tmp_path / "target", Owner("me"))
+        ownership.install(tmp_path / "new", tmp_path / "target", ownership.Owner("me"))
+    write_json(tmp_path / "target" / ownership.MARK, {"owner": "me", "place": ".", "files": ["sub/b"]})
+    ownership.remove(tmp_path / "target", ownership.Owner("me"))
     assert theirs.read_text() == THEIRS
-    write_json(tmp_path / "target" / MARK, {"owner": "me", "place": ".", "files": ["../theirs/b"]})
-    assert mark_of(tmp_path / "target") is None
+    write_json(tmp_path / "target" / ownership.MARK, {"owner": "me", "place": ".", "files": ["../theirs/b"]})
+    assert ownership.mark_of(tmp_path / "target") is None
 
 
 def test_leftovers_of_others_stay(tmp_path):
-    claim(tmp_path)
+    ownership.claim(tmp_path)
     dead = "4194305.retrain-tmp"  # above the highest process number
     mine = [put(tmp_path / "runs/x" / f".metrics.jsonl.{dead}"), put(tmp_path / "checkpoints" / f".step.{dead}/file")]
-    claim(tmp_path / "squeeze/continue_2")
+    ownership.claim(tmp_path / "squeeze/continue_2")
     stay = [put(tmp_path / "runs/x/.metrics.jsonl.77.tmp"), put(tmp_path / "checkpoints/.final.old/file"),
             put(tmp_path / "squeeze/continue_2" / f".metrics.jsonl.{dead}")]  # fmt: skip
-    remove_leftovers(tmp_path)
+    ownership.remove_leftovers(tmp_path)
     assert not any(path.exists() for path in mine)
     assert all(path.read_text() == THEIRS for path in stay)
 
@@ -157,7 +134,7 @@ def test_every_name_that_retrain_writes_is_refused_where_it_is_foreign(tmp_path,
     for directory in (theirs, tmp_path / "linked"):
         before = files_of(directory)
         with pytest.raises(NotOurs, match=rf"holds {re.escape(top)}, which retrain did not write"):
-            claim(directory)
+            ownership.claim(directory)
         assert files_of(directory) == before
 
 
@@ -179,12 +156,12 @@ def test_unrelated_files_and_a_start_that_was_killed_are_continued(tmp_path, mod
     stays = [put(out / name) for name in ("notes.txt", ".notes.1.tmp", ".lock", "data/config.json")]
     (out / "link").symlink_to("/nowhere")
     put(out / ".retrain.json.4194305.retrain-tmp", "{")
-    claim(out)
+    ownership.claim(out)
     write_json(out / ".lease", {"token": "x", "pid": 4194305, "process_start": "0", **machine()})
     leftover = put(out / ".manifest.json.4194305.retrain-tmp", "{")
-    assert train(path, out).exit_status == 0
+    train(path, out)
     assert not leftover.exists()
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     assert [file.read_text() for file in stays] == [THEIRS] * 4
     assert (out / "link").is_symlink()
     assert len(read_jsonl(out / "metrics.jsonl")) == 1
@@ -202,7 +179,7 @@ def test_another_campaigns_runs_are_not_joined_nor_those_of_another_seed(trained
 
 def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, model):
     path, out = campaign(tmp_path, model, steps=1), tmp_path / "out"
-    owner = claim(out)
+    owner = ownership.claim(out)
     put(out / "runs/grpo+none_s2/metrics.jsonl", '{"step": 0}\n')
     put(out / "runs/grpo+none_s2/final/adapter_model.safetensors")
     before = files_of(out)
@@ -210,7 +187,7 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, mod
         train(path, out)
     assert files_of(out) == before
     shutil.rmtree(out / "runs")
-    claim(out / "runs/grpo+none_s2", owner.at("runs/grpo+none_s1"))  # ours, but another run's
+    ownership.claim(out / "runs/grpo+none_s2", owner.at("runs/grpo+none_s1"))  # ours, but another run's
     with pytest.raises(NotOurs, match=r"grpo\+none_s1 of another directory"):
         train(path, out)
 
@@ -218,32 +195,32 @@ def test_a_foreign_directory_of_a_run_is_refused_before_a_campaign(tmp_path, mod
 def test_foreign_checkpoints_survive_pruning_and_forgetting_and_are_not_continued(tmp_path):
     """Any directory, a checkpoint of another run, and a link."""
     run, other = tmp_path / "run", tmp_path / "other"
-    claim(run)
-    claim(other)
+    ownership.claim(run)
+    ownership.claim(other)
     for step in (2, 4, 6):
-        write_checkpoint(checkpoint_directory(run, step), small_snapshot(step))
-    put(checkpoint_directory(run, 1) / "state.json")
-    write_checkpoint(checkpoint_directory(other, 5), small_snapshot(5))
-    shutil.copytree(checkpoint_directory(other, 5), checkpoint_directory(run, 5))
-    checkpoint_directory(run, 9).symlink_to(put(tmp_path / "theirs/weights.pt").parent)
-    put(checkpoint_directory(run, 2) / "notes.txt")
+        checkpoints.write_checkpoint(checkpoints.checkpoint_directory(run, step), small_snapshot(step))
+    put(checkpoints.checkpoint_directory(run, 1) / "state.json")
+    checkpoints.write_checkpoint(checkpoints.checkpoint_directory(other, 5), small_snapshot(5))
+    shutil.copytree(checkpoints.checkpoint_directory(other, 5), checkpoints.checkpoint_directory(run, 5))
+    checkpoints.checkpoint_directory(run, 9).symlink_to(put(tmp_path / "theirs/weights.pt").parent)
+    put(checkpoints.checkpoint_directory(run, 2) / "notes.txt")
 
     def foreign() -> list[dict]:
-        return [files_of(checkpoint_directory(run, step)) for step in (1, 5, 9)]
+        return [files_of(checkpoints.checkpoint_directory(run, step)) for step in (1, 5, 9)]
 
     def ours() -> list[str]:
-        return [path.name[-1] for path in checkpoint_directories(run)]
+        return [path.name[-1] for path in checkpoints.checkpoint_directories(run)]
 
     before = foreign()
     assert ours() == ["2", "4", "6"]
     with pytest.raises(NotOurs, match=r"step_000001 holds state\.json"):
-        write_checkpoint(checkpoint_directory(run, 1), small_snapshot(1))
-    delete_checkpoints_after(run, 4)
-    assert not checkpoint_directory(run, 6).exists()
-    prune(run, keep_last=1)
-    assert files_of(checkpoint_directory(run, 2)).keys() == {"notes.txt"}
+        checkpoints.write_checkpoint(checkpoints.checkpoint_directory(run, 1), small_snapshot(1))
+    checkpoints.delete_checkpoints_after(run, 4)
+    assert not checkpoints.checkpoint_directory(run, 6).exists()
+    checkpoints.prune(run, keep_last=1)
+    assert files_of(checkpoints.checkpoint_directory(run, 2)).keys() == {"notes.txt"}
     assert ours() == ["4"]
-    delete_checkpoints_after(run, 0)
+    checkpoints.delete_checkpoints_after(run, 0)
     assert ours() == []
     assert foreign() == before
 
@@ -256,11 +233,11 @@ def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the
     blocked = put(out / "checkpoints/step_000004/state.json")
     before = files_of(out)
     with pytest.raises(NotOurs, match=r"step_000004 holds state\.json.*move it away"):
-        resume(out, NullObserver(), sets=sets)
+        continue_training(out, *sets)
     assert files_of(out) == before
     shutil.rmtree(blocked.parent)
     put(out / "final/README.md")
-    assert resume(out, NullObserver(), sets=sets).exit_status == 0
+    continue_training(out, *sets)
     assert theirs.read_text() == (out / "final/README.md").read_text() == THEIRS
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
     last = out / "checkpoints/step_000004/adapter_model.safetensors"
@@ -269,7 +246,7 @@ def test_a_run_goes_on_beside_foreign_files_and_is_refused_where_they_are_in_the
     put(out / "final/adapter_model.safetensors")
     before = files_of(out)
     with pytest.raises(NotOurs, match=r"final holds adapter_model\.safetensors"):
-        resume(out, NullObserver(), sets=["training.max_steps=5"])
+        continue_training(out, "training.max_steps=5")
     assert files_of(out) == before
 
 
@@ -293,7 +270,7 @@ def test_an_adapter_path_is_used_again_by_its_run_and_by_no_other(out, trained, 
     notes, final = put(tmp_path / "mine/notes.txt"), out / "final/adapter_model.safetensors"
     here = f'backend.adapter_path="{notes.parent}"'
     for steps in (4, 5):
-        assert train(trained[1], out, here, f"training.max_steps={steps}").exit_status == 0
+        train(trained[1], out, here, f"training.max_steps={steps}")
         assert (notes.parent / "adapter_model.safetensors").read_bytes() == final.read_bytes()
     before = files_of(notes.parent)
     with pytest.raises(NotOurs, match="adapter_path to another directory"):
@@ -333,7 +310,7 @@ def test_a_report_replaces_only_a_report_of_the_same_directory(out, tmp_path):
     file.unlink()
     for _ in range(2):
         write_report(out, file)
-    claim(tmp_path / "b")
+    ownership.claim(tmp_path / "b")
     for name in ("manifest.json", "plan.json"):
         shutil.copy(out / name, tmp_path / "b" / name)
     with pytest.raises(NotOurs):

@@ -3,36 +3,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, run_cli, timeless
-from helpers.models import Messages
+from helpers.campaigns import campaign, run_cli, train
 
-from retrain.campaign.controller import launch, resume
 from retrain.config import load, parse_dict
 from retrain.config.evaluation import whole_evaluations
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.records.observer import NullObserver
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.report import write_report
 from retrain.verdicts.results import METRIC, Measure, RunResult
 
 PART = "heldout~part"
 SETS = ("evaluation.schedule=verdict", "evaluation.problems=17", "evaluation.samples=2", "training.eval_every=3")
+SMALL = ("squeeze.enabled=false", "training.batch_size=2", "training.max_tokens=6")
 STEPS = 10
 MARKS = (8, 9, 10)
 
 
-def toy(folder: Path, model: Path, steps: int = STEPS, *sets: str):
-    small = ("squeeze.enabled=false", "training.batch_size=2", "training.max_tokens=6")
-    declared = ("campaign.primary_metric=last3", f"campaign.max_steps={steps}", *small, *SETS, *sets)
-    return load(campaign(folder, model, "toy", steps=steps, dtype="float64"), list(declared))
+def train_toy(folder: Path, model: Path, *sets: str) -> Path:
+    declared = ("campaign.primary_metric=last3", *SMALL, *SETS, *sets)
+    train(campaign(folder, model, steps=STEPS, dtype="float64"), folder / "out", *declared)
+    return folder / "out"
 
 
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("verdict")
-    assert launch(toy(folder, model), folder / "out", NullObserver()).exit_status == 0
-    return folder / "out"
+    return train_toy(tmp_path_factory.mktemp("verdict"), model)
 
 
 def test_each_schedule_says_when_all_problems_are_asked():
@@ -80,10 +76,10 @@ def test_few_evaluations_have_all_problems_and_the_others_a_name_of_their_own(tr
 def test_the_answer_to_a_problem_of_the_part_is_the_first_of_the_whole_set(trained, model, tmp_path):
     """The same campaign with all problems every three steps trains alike, and asks the part among the others."""
     sets = ("evaluation.schedule=every", "campaign.primary_metric=final", "campaign.seeds=[1]", "campaign.max_steps=3")
-    assert launch(toy(tmp_path, model, 3, *sets), tmp_path / "out", NullObserver()).exit_status == 0
+    out = train_toy(tmp_path, model, *sets)
     run = "runs/grpo+none_s1/emergence/evaluations.jsonl"
     asked = [row for row in read_jsonl(trained / run) if (row["name"], row["step"]) == (PART, 3)]
-    every = [row for row in read_jsonl(tmp_path / "out" / run) if row["step"] == 3]
+    every = [row for row in read_jsonl(out / run) if row["step"] == 3]
     assert len(asked) == 3
     assert [row | {"name": "heldout"} for row in asked] == [row for row in every if row["sample"] == 0][::8]
 
@@ -102,17 +98,6 @@ def test_the_last_three_decide(trained):
     assert "by condition, mean of the last three evaluations" in output
     page = write_report(trained, None).read_text()
     assert len(re.findall(r'"part": \[\[\d+, [^]]*\], \[\d+, [^]]*\]\]', page)) == 2  # two steps of two conditions
-
-
-def test_killed_between_evaluations_all_rows_are_those_of_a_whole_run(trained, model, tmp_path):
-    out = tmp_path / "out"
-    assert launch(toy(tmp_path, model), out, Messages((PART, 3))).exit_status == 130
-    assert resume(out, NullObserver()).exit_status == 0
-    for run in sorted((trained / "runs").iterdir()):
-        again = out / "runs" / run.name
-        assert timeless(again / "evals.jsonl") == timeless(run / "evals.jsonl")
-        name = "emergence/evaluations.jsonl"
-        assert (again / name).read_text() == (run / name).read_text()
 
 
 def row(step: int, value: float | None) -> dict:

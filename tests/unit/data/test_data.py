@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import BASE, completions_of, launch_file, rows_of, run_cli, runs_of, toy_file
+from helpers.campaigns import BASE, completions_of, rows_of, run_cli, runs_of, toy_file, train
 
 from retrain.config.tasks import Data, RewardSection
 from retrain.data import Dataset, content_hash, load_data
@@ -466,7 +466,7 @@ def test_problems_are_shuffled_by_default_and_by_seed(mixed_campaign, silent_cam
 def test_two_problems_fill_a_batch_of_five(toy_home, tmp_path):
     append_jsonl(tmp_path / "two.jsonl", [{"prompt": f"{i} + 2 = ?", "answer": "x"} for i in range(2)])
     path = toy_file(toy_home, tmp_path / "two.toml", reward="even")
-    outcome = launch_file(path, tmp_path / "out", f'data.source="{tmp_path}/two.jsonl"', "training.batch_size=5")
+    outcome = train(path, tmp_path / "out", f'data.source="{tmp_path}/two.jsonl"', "training.batch_size=5")
     assert outcome.exit_status == 0
     rows = rows_of(tmp_path / "out")
     assert [row["step"] for row in rows] == [0, 1, 2]

@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import REWARDS, run_cli, toy_toml
-from helpers.models import Messages, campaign_head, word_tokenizer
+from helpers.campaigns import REWARDS, Heard, run_cli, toy_toml, train
+from helpers.models import campaign_head, word_tokenizer
 
-from retrain.campaign.controller import launch
-from retrain.config import load
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
 from retrain.data import Dataset, content_hash
@@ -162,6 +160,6 @@ def test_a_template_that_raises_is_an_error_before_the_weights_are_loaded(model,
 
 def test_a_model_without_a_chat_template_is_noted(model, tmp_path):
     plain = shutil.copytree(model, tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
-    observer = Messages()
-    launch(load(campaign(tmp_path, plain, rows(12), heldout=0, max_steps=1)), tmp_path / "out", observer)
-    assert len([text for text in observer.lines if "has no chat template" in text]) == 1
+    observer = Heard()
+    train(campaign(tmp_path, plain, rows(12), heldout=0, max_steps=1), tmp_path / "out", observer=observer)
+    assert len([text for text in observer.messages if "has no chat template" in text]) == 1

@@ -2,19 +2,17 @@ import re
 
 import numpy as np
 import pytest
-from helpers.campaigns import run_cli
+from helpers.campaigns import continue_training, run_cli, train
 from helpers.lanes import in_turns, local_policy, rollout, trained
 from helpers.models import TINY_RUN, campaign_head
 from helpers.servers import served_world
 
 from retrain.algorithms.distillation import ModelTeacher
-from retrain.campaign.controller import launch, resume
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.engines.server.dialects import DIALECTS, InvalidAnswer, PromptLogprobs
 from retrain.engines.server.teacher import ServerTeacher, checked_prompt, server_teacher
 from retrain.errors import RunFailed, ServerFailed, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.records.observer import NullObserver
 
 model, base, lanes, standin, server = served_world()
 
@@ -109,7 +107,7 @@ def rows_of(out):
 def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(server, model, tmp_path):
     keys = f'url = "{server.url}"\npatience_s = 0.3'
     whole = campaign(tmp_path, model, keys, "whole")
-    assert launch(load(whole), tmp_path / "whole", NullObserver()).exit_status == 0
+    train(whole, tmp_path / "whole")
     begun = []
 
     def gone_after_the_first_step(status, payload):
@@ -129,6 +127,6 @@ def test_when_it_is_gone_everything_before_the_step_is_saved_and_goes_on_later(s
     for run in read_json(out / "manifest.json")["runs"]:
         assert [each.name for each in (out / run["path"] / "checkpoints").glob("step_*")] == ["step_000001"]
     server.always = None
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     for one, other in zip(rows_of(tmp_path / "whole"), rows_of(out), strict=True):
         assert one == pytest.approx(other, abs=1e-6)

@@ -7,8 +7,8 @@ import torch
 from helpers.lanes import (
     AS_ON_A_GPU,
     adamw,
+    assert_fresh,
     decoded,
-    fresh_logprobs,
     lane_of,
     publish,
     ref,
@@ -20,7 +20,7 @@ from helpers.lanes import (
 )
 from helpers.models import qwen3_directory, toy_base
 
-from retrain.engines.local import LocalEngine
+from retrain.engines import LocalEngine
 from retrain.engines.step import CPU_DECODING, compiled_decode_steps, decode_steps
 from retrain.errors import ModelError, RunFailed
 from retrain.files import read_json, write_json
@@ -33,19 +33,6 @@ from retrain.types import PolicyRef, SampleRequest
 
 def tokens(groups):
     return [[c.token_ids for c in group] for group in groups]
-
-
-def assert_fresh(base, lanes, adapters, asked, groups):
-    """Check log-probabilities and entropies against one unpadded forward pass for every completion."""
-    for request, group in zip(asked, groups, strict=True):
-        assert len(group) == request.samples
-        for completion in group:
-            adapter = adapters[lane_of(request)]
-            expected, entropy = fresh_logprobs(
-                base, lanes, adapter, request.prompt_ids, completion.token_ids, request.temperature
-            )
-            np.testing.assert_allclose(completion.logprobs_T, expected, atol=1e-4)
-            np.testing.assert_allclose(completion.entropy_T, entropy, atol=1e-4)
 
 
 @pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])

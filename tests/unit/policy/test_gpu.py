@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.campaigns import campaign
+from helpers.campaigns import campaign, continue_training, train
 from helpers.lanes import AS_ON_A_GPU, requests, sample, trained
 from helpers.models import qwen3_directory, toy_base
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -15,11 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from retrain import device as devices
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.device import available_memory, build_fault, cpu_build, is_out_of_memory, lost, nvidia_gpus, usable_gpu
+from retrain.engines import LocalEngine
 from retrain.engines.graphs import EmptyCapture, StepGraphs
-from retrain.engines.local import LocalEngine
 from retrain.errors import ConfigError, RetrainError, RunFailed, UsageError
 from retrain.files import read_jsonl
 from retrain.policy import arithmetic
@@ -238,8 +236,8 @@ def numbers(directory: Path) -> list[list]:
 
 def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_path, model):
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false", "training.save_every=1"]
-    loaded = load(campaign(tmp_path, model, steps=2), keys)
-    launch(loaded, tmp_path / "whole", NullObserver())
+    path = campaign(tmp_path, model, steps=2)
+    train(path, tmp_path / "whole", *keys)
     steps = []
 
     def lose_the_device(*step):
@@ -250,21 +248,21 @@ def test_a_lost_device_interrupts_every_run_saves_nothing_more_and_resumes(tmp_p
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(lose_the_device).remove)
         with pytest.raises(RetrainError, match=r"(?s)device-side assert.*nvidia-smi.*retrain resume"):
-            launch(loaded, tmp_path / "cut", NullObserver())
+            train(path, tmp_path / "cut", *keys)
     runs = read_manifest(tmp_path / "cut")["runs"]
     assert {run["state"] for run in runs} == {"interrupted"}
     assert all("device-side assert" in run["reason"] for run in runs)
     assert {path.name for path in (tmp_path / "cut").glob("runs/*/checkpoints/step_*")} == {"step_000001"}
-    assert resume(tmp_path / "cut", NullObserver()).exit_status == 0
+    continue_training(tmp_path / "cut")
     assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
 
 
 def test_a_fused_optimizer_publishes_every_update(tmp_path, model, fuse_on_cpu):
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.at_start=false", "training.lr=0.05"]
-    loaded = load(campaign(tmp_path, model, steps=2), keys)
-    launch(loaded, tmp_path / "plain", NullObserver())
+    path = campaign(tmp_path, model, steps=2)
+    train(path, tmp_path / "plain", *keys)
     fuse_on_cpu()
-    launch(loaded, tmp_path / "fused", NullObserver())
+    train(path, tmp_path / "fused", *keys)
     plain, fused = numbers(tmp_path / "plain"), numbers(tmp_path / "fused")
     assert any(row[3] for row in plain)  # some update had a gradient
     for row, other in zip(plain, fused, strict=True):
@@ -286,8 +284,8 @@ class LivePolicies(NullObserver):
 
 def test_the_next_cohort_finds_nothing_of_the_first_in_memory(tmp_path, model):
     policies = LivePolicies()
-    loaded = load(campaign(tmp_path, model, steps=1, lanes=2), ["squeeze.enabled=false", "evaluation.at_start=false"])
-    assert launch(loaded, tmp_path / "out", policies).exit_status == 0
+    path = campaign(tmp_path, model, steps=1, lanes=2)
+    train(path, tmp_path / "out", "squeeze.enabled=false", "evaluation.at_start=false", observer=policies)
     assert len(read_manifest(tmp_path / "out")["cohorts"]) == 2
     assert policies.counts == [2, 2, 2, 2]
 
@@ -308,7 +306,7 @@ def test_a_cpu_build_beside_a_gpu_is_refused_for_large_models(tmp_path, nvidia_s
     file = tmp_path / "large.toml"
     file.write_text(f'[model]\nmodel = "{large}"\n[data]\nsource = "arithmetic"\n[reward]\ntype = "match"\n')
     with pytest.raises(ConfigError, match=r"built for CPUs alone: install a CUDA build \(pip install"):
-        launch(load(file), tmp_path / "out", NullObserver())
+        train(file, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

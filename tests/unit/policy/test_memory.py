@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 import torch
 import transformers.masking_utils
-from helpers.campaigns import campaign
+from helpers.campaigns import Heard, campaign, train
 from helpers.lanes import local_policy, objective, requests, rollout, sample, totals, trained
-from helpers.models import Messages, toy_base
+from helpers.models import toy_base
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from retrain.campaign.controller import launch
-from retrain.config import load
+from retrain.engines import LocalEngine
 from retrain.engines.dense import DenseDecoder, KVCache
-from retrain.engines.local import LocalEngine
 from retrain.engines.slots import SlotBatch
 from retrain.engines.step import CPU_DECODING, Rows, SampledTokens, StepPlan, decode_steps
 from retrain.files import read_json, read_jsonl
@@ -185,29 +183,28 @@ def test_a_resumed_campaign_computes_in_the_same_shapes_on_any_machine(model, tm
     with a message."""
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
 
-    def train(name, steps, observer):
-        loaded = load(campaign(tmp_path, model, name, steps=steps), keys)
-        assert launch(loaded, tmp_path / name, observer).exit_status == 0
+    def train_to(name, steps, observer):
+        train(campaign(tmp_path, model, name, steps=steps), tmp_path / name, *keys, observer=observer)
         return read_json(tmp_path / name / "manifest.json")["memory"]
 
     shapes = machine(500_000, 60)
-    train("whole", 2, NullObserver())
+    train_to("whole", 2, NullObserver())
     expected = list(shapes)
     assert {kind for kind, number in expected if number > 1} == {"rows", "micro-batches"}
     assert max(number for kind, number in expected if kind == "rows") < 12
     shapes = machine(500_000, 60)
-    kept, before = train("cut", 1, NullObserver()), list(shapes)
+    kept, before = train_to("cut", 1, NullObserver()), list(shapes)
     assert {each["micro_batch_tokens"] for each in kept.values()} == {60}
     assert len({each["decode_bytes"] for each in kept.values()}) == 1 < len(kept)
-    shapes, seen = machine(2_000_000, 1000), Messages()
-    assert train("cut", 2, seen) == kept
+    shapes, seen = machine(2_000_000, 1000), Heard()
+    assert train_to("cut", 2, seen) == kept
     assert before + shapes == expected
     assert results(tmp_path / "cut") == results(tmp_path / "whole")
-    assert not any("do not fit" in line for line in seen.lines)
+    assert not any("do not fit" in line for line in seen.messages)
     shapes = machine(370_000, 40)
-    train("cut", 3, seen)
+    train_to("cut", 3, seen)
     assert {number for kind, number in shapes if kind == "rows"} == {1}
-    assert sum("decode batches of 0.0 GiB do not fit in this device's memory" in line for line in seen.lines) == 1
+    assert sum("decode batches of 0.0 GiB do not fit in this device's memory" in line for line in seen.messages) == 1
     for run in kept:
         log = (tmp_path / f"cut/runs/{run}/run.log").read_text()
         assert "micro-batches of 60 tokens do not fit in this device's memory" in log

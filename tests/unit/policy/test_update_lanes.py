@@ -7,15 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.campaigns import StopAfter
+from helpers.campaigns import StopAfter, continue_training, train
 from helpers.lanes import ALL, NAMES, by_name, critic_campaign, critic_files, last_checkpoint
 from safetensors.torch import load_file
 
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.files import read_json, read_jsonl
 from retrain.policy.local import LocalPolicy
-from retrain.records.observer import NullObserver
 from retrain.types import StepBatch
 
 SMALL = {"keep_last": 0, "micro_batch_tokens": 64}
@@ -23,16 +20,16 @@ SMALL = {"keep_last": 0, "micro_batch_tokens": 64}
 NUMBERS = ("loss", "optim/grad_norm", "policy/approxkl_avg", "kl", "critic/value_mean", "critic/explained_variance")
 
 
-def train(folder: Path, model: Path, *sets: str, conditions=ALL, observer=None):
+def train_critics(folder: Path, model: Path, *sets: str, conditions=ALL, **options) -> None:
     folder.mkdir()
     path = critic_campaign(folder, model, *conditions, training=SMALL, dtype="float64")
-    return launch(load(path, sets), folder / "out", observer or NullObserver())
+    train(path, folder / "out", *sets, **options)
 
 
 @pytest.fixture(scope="module")
 def cohort(model, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("lanes") / "cohort"
-    assert train(folder, model, "campaign.max_steps=3").exit_status == 0
+    train_critics(folder, model, "campaign.max_steps=3")
     return by_name(folder / "out")
 
 
@@ -63,7 +60,7 @@ def name_of(policy: LocalPolicy) -> str:
 
 
 def test_runs_in_a_cohort_equal_the_runs_alone(cohort, model, tmp_path):
-    assert train(tmp_path / "alone", model, "campaign.lanes=1", "campaign.max_steps=3").exit_status == 0
+    train_critics(tmp_path / "alone", model, "campaign.lanes=1", "campaign.max_steps=3")
     alone = by_name(tmp_path / "alone/out")
     for name in NAMES:
         assert_alike(cohort[name], alone[name])
@@ -96,8 +93,8 @@ def test_updates_that_are_not_finite_are_left_out_then_fail_their_run_alone(coho
     with monkeypatch.context() as patch:
         poison(patch, ("four", 1, 1), ("own", 1, 0), ("four", 2, 1))
         sets = ("campaign.max_steps=3", "training.nonfinite_limit=2")
-        assert train(tmp_path / "bad", model, *sets, observer=StopAfter(5)).exit_status == 130  # in step 1
-        assert resume(out, NullObserver()).exit_status == 1
+        train_critics(tmp_path / "bad", model, *sets, observer=StopAfter(5), status=130)  # in step 1
+        continue_training(out, status=1)
     runs = by_name(out)
     entries = dict(zip(NAMES, read_json(out / "manifest.json")["runs"], strict=True))
     assert {name: entry["state"] for name, entry in entries.items()} == {
@@ -108,7 +105,7 @@ def test_updates_that_are_not_finite_are_left_out_then_fail_their_run_alone(coho
     assert_alike(runs["once"], cohort["once"])
     assert_alike(runs["shared"], cohort["shared"])
     assert last_checkpoint(runs["four"]).name == "step_000002"
-    assert resume(out, NullObserver(), retry_failed=True).exit_status == 0
+    continue_training(out, retry_failed=True)
     for name, updates in (("own", None), ("four", 3)):
         rows = read_jsonl(runs[name] / "metrics.jsonl")
         assert [(row["step"], row["optim/skipped"]) for row in rows] == [(0, False), (1, True), (2, False)]

@@ -4,8 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.campaigns import train_quietly
 from helpers.lanes import drawn, local_policy, objective, rollout, trained, update
-from helpers.models import TINY_RUN, train_quietly
+from helpers.models import TINY_RUN
 from helpers.records import group
 
 from retrain.algorithms.losses import DPPO, PPO

@@ -3,14 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import toy_toml
+from helpers.campaigns import toy_toml, train
 from helpers.lanes import local_policy, rollout, totals, trained
 
 from retrain.algorithms import objective_of
-from retrain.campaign.controller import launch
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.files import read_jsonl
-from retrain.records.observer import NullObserver
 from retrain.types import StepBatch
 
 GAE = {"advantage_mode": "gae", "transform_mode": "none"}
@@ -20,7 +18,7 @@ def test_the_schedule_counts_updates_for_policy_and_critic(model, tmp_path):
     sections = {"algorithm": GAE, "critic": {"lr": 0.02}, "optimizer": {"schedule": "linear"}}
     training = {"max_steps": 2, "minibatches": 2, "max_tokens": 8}
     (tmp_path / "run.toml").write_text(toy_toml(model, training=training, **sections))
-    assert launch(load(tmp_path / "run.toml"), tmp_path / "out", NullObserver()).exit_status == 0
+    train(tmp_path / "run.toml", tmp_path / "out")
     rows = read_jsonl(tmp_path / "out/metrics.jsonl")
     assert [row["optim/updates"] for row in rows] == [2, 2]
     assert [row["optim/lr_max"] for row in rows] == pytest.approx([0.01, 0.005])

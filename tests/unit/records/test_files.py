@@ -101,20 +101,6 @@ def test_resuming_gives_the_same_bytes_as_never_stopping(tmp_path, monkeypatch, 
         assert resumed[name] == data, name
 
 
-def test_errors_leave_their_traceback_in_the_log(tmp_path):
-    recorder = RunRecorder(tmp_path, context())
-    recorder.start()
-    try:
-        raise ValueError("boom")
-    except ValueError as error:
-        recorder.log_error(error)
-    recorder.close(failed=True)
-    log = (tmp_path / "run.log").read_text()
-    assert "Traceback" in log
-    assert "ValueError: boom" in log
-    assert "start grpo+none_s1" in log
-
-
 def test_the_catalogue_is_one_table():
     keys = {metric.key for metric in METRICS}
     aliases = [alias for m in METRICS for alias in {name for names in m.aliases.values() for name in names}]

@@ -155,7 +155,8 @@ def test_pages_are_bounded_and_say_what_is_left_out():
 def test_a_page_of_four_groups_of_eight_takes_at_most_150_kb_and_reads_without_its_script():
     """Answers of 300 words, a token each, with surprisal, token advantages and planning."""
     length, words = 300, ["so", "we", "compute", "12", "+", "30", ",", "which", "is", "42"] * 30
-    offsets = [(start, start + len(word)) for start, word in zip(starts(words), words, strict=True)]
+    starts = [0, *accumulate(len(word) + 1 for word in words[:-1])]
+    offsets = [(start, start + len(word)) for start, word in zip(starts, words, strict=True)]
     groups = [group([1.0, 0.0] * 4, [length] * 8, problem_id=f"p{number}") for number in range(4)]
     for sample in range(8):
         groups = [with_action(each, sample, text=" ".join(words), token_ids=[*range(length)]) for each in groups]
@@ -168,11 +169,6 @@ def test_a_page_of_four_groups_of_eight_takes_at_most_150_kb_and_reads_without_i
     assert shown.count(" ".join(words)) == 32
     assert shown.count("✓ 1") == 16
     assert all(f"p{number}" in shown for number in range(4))
-
-
-def starts(words: list[str]) -> list[int]:
-    """Return where each word begins in the words joined by blanks."""
-    return [0, *accumulate(len(word) + 1 for word in words[:-1])]
 
 
 def two_turns(critic: bool = True) -> CreditedGroup:

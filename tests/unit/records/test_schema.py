@@ -106,12 +106,6 @@ def test_the_reader_reads_them(recorded):
     assert (report["state"], report["step"], list(report["evaluations"])) == ("done", 3, ["heldout"])
 
 
-def test_a_torn_line_is_left_out(tmp_path):
-    (tmp_path / METRICS).write_text('{"step": 0}\n{"step": 1, "rew', encoding="utf-8")
-    assert RunReader(tmp_path).metrics() == [{"step": 0}]
-    assert RunReader(tmp_path).last_row() == {"step": 0}
-
-
 @pytest.mark.parametrize("name", ["metrics.md", "outputs.md"])
 def test_the_documents_are_current(name):
     text = (DOCS / name).read_text(encoding="utf-8")

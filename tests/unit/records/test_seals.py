@@ -1,21 +1,14 @@
 """Seals of evaluations: edits are named, and a kill is never taken for an edit."""
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.campaigns import campaign, contents, differing, run_cli
+from helpers.campaigns import campaign, contents, continue_training, differing, run_cli, train
 from helpers.records import seal_of
 
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.files import read_json, read_jsonl, sha256, write_json
-from retrain.records.observer import NullObserver, SpecLike
 from retrain.records.seals import chained
 from retrain.verdicts.pooling import compare_directories
 
@@ -26,7 +19,7 @@ RUN = "grpo+none_s1"
 def finished(model, tmp_path_factory) -> Path:
     """A campaign of four runs with evaluations after 0, 2 and 4 steps."""
     folder = tmp_path_factory.mktemp("sealed")
-    assert launch(load(campaign(folder, model)), folder / "out", NullObserver()).exit_status == 0
+    train(campaign(folder, model), folder / "out")
     return folder / "out"
 
 
@@ -70,40 +63,9 @@ def test_a_kill_between_row_event_and_manifest_is_no_edit(finished, tmp_path, ro
     before = remarks(out)
     assert "recorded" not in before
     assert "deviation" not in before
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     assert differing(contents(out), contents(finished), runs=4) == []
     assert "deviation" not in remarks(out)
-
-
-class KillAt(NullObserver):
-    """Ends the process at the n-th call of a method."""
-
-    def __init__(self, name: str, n: int):
-        self.name, self.left = name, n
-
-    def _count(self, name: str) -> None:
-        self.left -= name == self.name
-        if not self.left:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def evaluated(self, spec: SpecLike, name: str, row: Mapping[str, Any]) -> None:
-        self._count("evaluated")
-
-    def step(self, spec: SpecLike, row: Mapping[str, Any]) -> None:
-        self._count("step")
-
-
-@pytest.mark.parametrize(("name", "n"), [("evaluated", 3), ("evaluated", 6), ("evaluated", 11), ("step", 7)])
-def test_killed_at_an_evaluation_the_seals_are_those_of_a_whole_campaign(finished, model, tmp_path, name, n):
-    out = tmp_path / "out"
-    child = os.fork()
-    if not child:
-        launch(load(campaign(tmp_path, model)), out, KillAt(name, n))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert "deviation" not in remarks(out)
-    assert resume(out, NullObserver()).exit_status == 0
-    assert differing(contents(out), contents(finished), runs=4) == []
 
 
 def test_a_run_that_an_earlier_version_began_is_not_sealed_and_says_so_once(finished, tmp_path):
@@ -123,7 +85,7 @@ def test_a_run_that_an_earlier_version_began_is_not_sealed_and_says_so_once(fini
         files["sha256"]["state.json"] = sha256(saved / "state.json")
         write_json(saved / "manifest.json", files)
     write_json(out / "manifest.json", manifest)
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     manifest = read_json(out / "manifest.json")
     assert not any("seal" in entry for entry in manifest["runs"])
     assert "settings" not in manifest["declared"]

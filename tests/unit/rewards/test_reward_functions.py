@@ -5,8 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli, toy_toml
-from helpers.models import train_quietly
+from helpers.campaigns import run_cli, toy_toml, train_quietly
 
 from retrain.config import tasks
 from retrain.files import read_jsonl

@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 from helpers.servers import CAPITAL, JudgeServer, chat, judging, says
 
+from retrain import ConfigError, Problem
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
 from retrain.config.learning_rules import maxrl_rules
 from retrain.data.dataset import column_values
 from retrain.environments.build import data_of
-from retrain.errors import ConfigError
 from retrain.rewards import build_grader
 from retrain.rewards.judge import Criterion, parse_met, read_criteria, share_met, weight_of
 from retrain.training.inputs import world_changes
-from retrain.types import Problem
 
 server = judging
 CRITERIA = [

@@ -3,11 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import StopAfter, campaign, contents
+from helpers.campaigns import StopAfter, contents, continue_training, toy_toml, train
 from helpers.models import campaign_head
 from helpers.servers import CAPITAL, judging, says  # noqa: F401  a fixture
 
-from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.planning.references import check
 from retrain.config import load, parse_dict
@@ -99,28 +98,31 @@ def learned(out: Path) -> dict[str, Any]:
     return trained
 
 
-SMALL = ("squeeze.enabled=false", "training.save_every=1", "training.max_tokens=6", "evaluation.problems=5")
-
-
 def test_an_audit_trains_nothing(tmp_path, model, judging):  # noqa: F811
-    """The same bytes without an audit, with one whose judge fails, and with one, interrupted, that decides."""
+    """The same bytes without an audit, with one whose judge fails, and with one, interrupted, that decides. All
+    answers have the same reward, which needs no process of its own; what trains is the entropy bonus."""
     judging.respond = lambda handler, request: (400, b"not today", {})
     audits = {
         "without": [],
         "format": ["audit.type=format", 'campaign.primary_metric="final:audit"'],
         "broken": ["audit.type=judge", "audit.judge_model=j", f'audit.judge_url="{judging.url}"'],
     }
-    path = campaign(tmp_path, model, steps=2)
-    text = path.read_text()
-    second = text.rindex("[[campaign.conditions]]")  # one condition is enough
-    path.write_text(text[:second] + text[text.index("[model]", second) :])
+    penalty = [{"type": "format", "weight": 0.5, "offset": -1.0}]
+    sections = {
+        "reward": {"type": "weighted", "components": penalty, "custom_module": None, "workers": None},
+        "training": {"max_tokens": 6, "save_every": 1, "eval_every": 2},
+        "algorithm": {"entropy_coef": 0.1, "discard_group_zero_advantage": False},
+    }
+    path = tmp_path / "audited.toml"
+    head = campaign_head(("grpo", "none"), seeds=[1, 2], max_steps=2)
+    path.write_text(head + toy_toml(model, evaluation={"problems": 5}, **sections))
     for name, sets in audits.items():
-        loaded = load(path, [*SMALL, *sets])
         observer = StopAfter(1) if name == "format" else NullObserver()
-        assert launch(loaded, tmp_path / name, observer).exit_status == (130 if name == "format" else 0)
-    assert resume(tmp_path / "format", NullObserver()).exit_status == 0
+        train(path, tmp_path / name, *sets, observer=observer, status=130 if name == "format" else 0)
+    continue_training(tmp_path / "format")
     expected = learned(tmp_path / "without")
     assert len(expected) > 10
+    assert all(row["optim/grad_norm"] > 0 for name in expected if "metrics" in name for row in expected[name])
     assert learned(tmp_path / "format") == learned(tmp_path / "broken") == expected
     for name, values, failed in (("format", {0.0}, {0}), ("broken", {None}, {5})):
         for run in (tmp_path / name / "runs").iterdir():

@@ -2,12 +2,9 @@ import math
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import run_cli, toy_toml
+from helpers.campaigns import run_cli, toy_toml, train
 
-from retrain.campaign.controller import launch
-from retrain.config import load
 from retrain.files import read_jsonl
-from retrain.records.observer import NullObserver
 from retrain.rewards import Grader, Reward, RewardResult
 from retrain.types import Problem
 
@@ -52,17 +49,15 @@ def write(folder: Path, text: str) -> Path:
     return folder / "run.toml"
 
 
-def train(folder: Path, model: Path, function: str, text: str = "") -> Path:
+def trained(folder: Path, model: Path, function: str, text: str = "") -> Path:
     reward = {"custom_module": "rewards.py", "custom_function": function}
     toy = toy_toml(model, reward=reward, training={"max_steps": 1}, evaluation={"problems": 8})
-    path = write(folder, text + toy)
-    outcome = launch(load(path), folder / "out", NullObserver())
-    assert outcome.exit_status == 0, outcome.summary
+    train(write(folder, text + toy), folder / "out")
     return folder / "out"
 
 
 def test_a_metric_named_correct_decides_in_every_file(tmp_path, model):
-    run = train(tmp_path, model, "scaled")
+    run = trained(tmp_path, model, "scaled")
     (row,) = read_jsonl(run / "metrics.jsonl")
     share, formatted = row["rewards/correct/mean"], row["rewards/format/mean"]
     assert 0 < share < 1
@@ -88,7 +83,7 @@ def test_each_condition_has_its_own_threshold(tmp_path, model):
         f'[[campaign.conditions]]\nadvantage_mode = "grpo"\ntransform_mode = "none"\n"reward.correct_above" = {above}\n'
         for above in (1.5, 2.5)
     )
-    out = train(tmp_path, model, "two", f"[campaign]\nseeds = [1]\n{conditions}")
+    out = trained(tmp_path, model, "two", f"[campaign]\nseeds = [1]\n{conditions}")
     for above, share in ((1.5, 1.0), (2.5, 0.0)):
         run = out / "runs" / f"grpo+none~reward.correct_above={above}_s1"
         assert read_jsonl(run / "metrics.jsonl")[0]["correct_rate"] == share

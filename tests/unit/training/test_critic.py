@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.campaigns import Heard, continue_training, train
 from helpers.credit import credit
 from helpers.lanes import (
     OWN,
@@ -21,22 +22,19 @@ from helpers.lanes import (
     runs_of,
     totals,
     trained,
+    with_values,
 )
-from helpers.models import Messages
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from retrain.adapters.squeeze import squeeze
 from retrain.algorithms import objective_of
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.errors import CheckpointError, ModelError, NonFinite
 from retrain.files import read_json, read_jsonl
 from retrain.policy.backbone import backbone_of
 from retrain.policy.critic import MOMENTS, WEIGHTS
 from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import value_loss
-from retrain.records.observer import NullObserver
 from retrain.records.tokens import TokenFile
 from retrain.threads import Workers
 from retrain.types import (
@@ -78,14 +76,7 @@ def batch_of(samples: list[Sample], step: int = 0) -> StepBatch:
 
 
 def ppo_batch(policy: LocalPolicy) -> list[Sample]:
-    """Rollouts with made-up values from before and targets."""
-    noise = np.random.default_rng(0)
-
-    def table(sample: Sample) -> np.ndarray:
-        return np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-
-    samples = rollout(policy.base, policy.lanes, policy.adapter)
-    return [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
+    return with_values(rollout(policy.base, policy.lanes, policy.adapter))
 
 
 def plain_values(policy: LocalPolicy, sample: Sample) -> torch.Tensor:
@@ -311,7 +302,7 @@ def finished(model, tmp_path_factory) -> Path:
     """Two critics that take four updates of a batch, and a run without critic that takes one, in one cohort."""
     folder = tmp_path_factory.mktemp("finished")
     path = critic_campaign(folder, model, OWN, SHARED, IN_LOSS, **SEVERAL)
-    assert launch(load(path), folder / "out", NullObserver()).exit_status == 0
+    train(path, folder / "out")
     return folder / "out"
 
 
@@ -373,7 +364,7 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
 
     monkeypatch.setattr(LocalPolicy, "update", interrupting)
     path, out = critic_campaign(tmp_path, model, OWN, SHARED, IN_LOSS, **SEVERAL), tmp_path / "out"
-    assert launch(load(path), out, NullObserver()).exit_status == 130
+    train(path, out, status=130)
     assert sorted(updates) == [(step, update) for step in range(3) for update in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
     for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
         assert rows_of(mine) == rows_of(whole)[:3]
@@ -382,11 +373,11 @@ def test_stopped_in_the_middle_of_updates_and_with_a_damaged_critic_equals_unint
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    messages = Messages()
-    assert resume(out, messages).exit_status == 0
-    (line,) = [line for line in messages.lines if "skipped a damaged checkpoint" in line]
+    messages = Heard()
+    continue_training(out, observer=messages)
+    (line,) = [line for line in messages.messages if "skipped a damaged checkpoint" in line]
     assert str(file) in line
-    assert len([line for line in messages.lines if line.endswith("continues at step 2")]) == 3
+    assert len([line for line in messages.messages if line.endswith("continues at step 2")]) == 3
     for mine, whole in zip(runs_of(out), runs_of(finished), strict=True):
         assert mine.name == whole.name
         ours, theirs = made(mine), made(whole)

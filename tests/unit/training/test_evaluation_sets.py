@@ -2,15 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.campaigns import campaign, run_cli, timeless, toy_world
-from helpers.models import Messages
+from helpers.campaigns import Heard, campaign, continue_training, run_cli, timeless, toy_world, train
 
-from retrain.campaign.controller import launch, resume
 from retrain.config import load
 from retrain.data.dataset import HeldOutRequest, load_data
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl
-from retrain.records.observer import NullObserver
 from retrain.verdicts.pooling import compare_directories
 from retrain.verdicts.report import write_report
 
@@ -55,10 +52,10 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(model, tmp_path_factory) -> tuple[Path, Messages]:
-    folder, observer = tmp_path_factory.mktemp("sets"), Messages()
+def trained(model, tmp_path_factory) -> tuple[Path, Heard]:
+    folder, observer = tmp_path_factory.mktemp("sets"), Heard()
     path = sets_file(folder, model, "sets", steps=3)
-    assert launch(load(path, DECLARED), folder / "out", observer).exit_status == 0
+    train(path, folder / "out", *DECLARED, observer=observer)
     return folder / "out", observer
 
 
@@ -81,7 +78,7 @@ def test_every_set_has_its_files_and_rows(trained):
     assert [row["eval/own.file/step"] for row in steps] == [0, 2, 3]
     assert {row["name"] for row in read_jsonl(run / "emergence/evaluations.jsonl")} == {"heldout", "own.file"}
     held_out = "1 of 500 training problems left out: they are held out in the set own.file"
-    assert any(held_out in line for line in observer.lines)
+    assert any(held_out in line for line in observer.messages)
     facts = read_json(run / "config.json")
     assert set(facts["heldout_hashes"]) == {"heldout", "own.file"}
     assert facts["data_sizes"] == {"train": 499, "heldout": 9}
@@ -105,8 +102,7 @@ def test_the_base_is_scored_once_for_every_way_to_grade(trained):
 
 def test_a_set_changes_no_number_of_another(trained, model, tmp_path):
     """The default set of a campaign without named sets is sampled as the first of several."""
-    loaded = load(campaign(tmp_path, model, "plain", steps=1), ["campaign.seeds=[1]", "squeeze.enabled=false"])
-    assert launch(loaded, tmp_path / "out", NullObserver()).exit_status == 0
+    train(campaign(tmp_path, model, "plain", steps=1), tmp_path / "out", "campaign.seeds=[1]", "squeeze.enabled=false")
     name = "runs/grpo+none_s1/evals.jsonl"  # of the untrained model: training itself lacks one problem
     assert timeless(tmp_path / "out" / name)[0] == timeless(trained[0] / name)[0]
 
@@ -129,9 +125,8 @@ def test_the_declared_set_decides_and_all_sets_are_shown(trained):
 
 def test_killed_between_two_sets_all_rows_are_those_of_a_whole_run(trained, model, tmp_path):
     path, out = sets_file(tmp_path, model, "sets", steps=3), tmp_path / "out"
-    loaded = load(path, [*DECLARED, "campaign.seeds=[1]"])
-    assert launch(loaded, out, Messages(("heldout", 2))).exit_status == 130
-    assert resume(out, NullObserver()).exit_status == 0
+    train(path, out, *DECLARED, "campaign.seeds=[1]", observer=Heard(stop=("heldout", 2)), status=130)
+    continue_training(out)
     runs = sorted((trained[0] / "runs").glob("*_s1"))
     assert len(runs) == 2
     for run in runs:

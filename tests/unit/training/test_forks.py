@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import run_cli, toy_toml, toy_world
+from helpers.campaigns import run_cli, toy_toml, toy_world, train
 from helpers.models import campaign_head, qwen3_directory
 
-from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
 from retrain.config.campaign import condition_name
 from retrain.errors import UsageError
 from retrain.files import read_json, read_jsonl, sha256, write_json
 from retrain.probe.forks import FORECAST, plan_fork, run_fork
-from retrain.records.observer import NullObserver
 
 STEPS, AT = 6, 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -47,7 +45,7 @@ def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "",
 def trained(tmp_path_factory, model) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("trained")
     path = toy(folder, model, *CONDITIONS)
-    assert launch(load(path, ()), folder / "out", NullObserver()).exit_status == 0
+    train(path, folder / "out")
     return path, folder / f"out/runs/grpo+none_s1/checkpoints/step_{AT:06d}"
 
 
@@ -108,8 +106,7 @@ def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, tr
     """Before the end and to the end: the learning rate falls over all steps of the file, and SEPA's λ rises over
     them."""
     path, checkpoint = trained
-    resumed = load(path, [f"resume.from={str(checkpoint)!r}", "campaign.seeds=[1001, 1002]"])
-    assert launch(resumed, tmp_path / "out", NullObserver()).exit_status == 0
+    train(path, tmp_path / "out", f"resume.from={str(checkpoint)!r}", "campaign.seeds=[1001, 1002]")
     to_the_end = forked(path, checkpoint, steps=STEPS - AT)
     for steps, fork in ((2, report), (STEPS - AT, to_the_end)):
         for each in fork["conditions"]:

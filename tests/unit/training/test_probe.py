@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import run_cli, toy_toml, toy_world
-from helpers.lanes import local_policy, rollout, totals, trained
+from helpers.campaigns import run_cli, toy_toml, toy_world, train
+from helpers.lanes import local_policy, rollout, totals, trained, with_values
 from helpers.models import campaign_head, qwen3_directory
 
 from retrain.algorithms import objective_of
 from retrain.algorithms.losses import PPO
-from retrain.campaign.controller import launch
 from retrain.campaign.planning.plan import Plan
 from retrain.config import load
 from retrain.errors import CheckpointError, RunFailed, UsageError
@@ -21,8 +20,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 from retrain.policy.objective import Objective, PolicyTerm
 from retrain.probe.gradients import comparable, probe
-from retrain.records.observer import NullObserver
-from retrain.types import Sample, StepBatch
+from retrain.types import StepBatch
 
 REWARDS = '''
 def score(completion, answer):
@@ -81,14 +79,7 @@ def test_known_relations_of_the_formulas(tmp_path: Path, model: Path):
 
 @pytest.fixture
 def batch(base, lanes) -> StepBatch:
-    """Rollouts with made-up values from before and targets, which a critic's loss reads."""
-    noise = np.random.default_rng(3)
-
-    def table(sample: Sample) -> np.ndarray:
-        return np.where(sample.action_mask, noise.normal(size=len(sample)), 0.0)
-
-    samples = rollout(base, lanes, trained(lanes, 1))
-    samples = [replace(sample, values=table(sample), value_targets=table(sample)) for sample in samples]
+    samples = with_values(rollout(base, lanes, trained(lanes, 1)), seed=3)
     counted = totals(samples)
     return StepBatch(samples, replace(counted, action_tokens=counted.tokens), 0, ("test",))
 
@@ -152,8 +143,7 @@ def campaign(tmp_path_factory, model) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("trained")
     path = toy(folder, model, ("grpo", "none"), ("maxrl", "gtpo"))
     path.write_text(path.read_text().replace("lr = 0.01", "lr = 1e-12"))
-    loaded = load(path, ["campaign.seeds=[1]", "training.keep_last=0"])
-    assert launch(loaded, folder / "out", NullObserver()).exit_status == 0
+    train(path, folder / "out", "campaign.seeds=[1]", "training.keep_last=0")
     return path, folder / "out"
 
 

@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.campaigns import adapter_bytes, is_timing_key, run_cli, toy_toml
-from helpers.models import Messages, campaign_head, qwen3_directory
+from helpers.campaigns import Heard, adapter_bytes, continue_training, is_timing_key, run_cli, toy_toml, train
+from helpers.models import campaign_head, qwen3_directory
 from safetensors.torch import load_file, save
 
-from retrain.campaign.controller import launch, resume
 from retrain.campaign.planning.changes import Approval
-from retrain.config import load
 from retrain.errors import ConfigError, UsageError
 from retrain.files import read_json, read_jsonl, write_json
 from retrain.ownership import MARK, claim
-from retrain.records.observer import NullObserver
 from retrain.training.checkpoints import FORMAT, common_step, missing_rows
 
 SECRET = "very-secret-value-8c1f"
@@ -57,10 +54,6 @@ def single(home: Path, name: str = "single", max_steps: int = 2, **training: Any
     return write_campaign(home, name, squeeze=False, max_steps=max_steps, **training)
 
 
-def go(path: Path, out: Path, **named):
-    return launch(load(path), out, named.pop("observer", NullObserver()), **named)
-
-
 @pytest.fixture(scope="module")
 def done(home, tmp_path_factory) -> Path:
     """Return a finished run of two steps that was started with secrets in its environment and arguments."""
@@ -68,7 +61,7 @@ def done(home, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOME_API_TOKEN", SECRET)
         patch.setattr(sys, "argv", ["retrain", "train", "--set", f"x={HUB_TOKEN}", SECRET])
-        assert go(single(home), out).exit_status == 0
+        train(single(home), out)
     return out
 
 
@@ -93,15 +86,15 @@ def test_secrets_of_environment_and_arguments_are_in_no_file(done):
 
 
 def test_more_steps_for_a_finished_run(home, copied, tmp_path):
-    messages, export = Messages(), tmp_path / "mine"
+    messages, export = Heard(), tmp_path / "mine"
     export.mkdir()
     (export / "other.txt").write_text("of the user")
     (tmp_path / "file").write_text("")
     more = "training.max_steps=4"
     with pytest.raises(UsageError, match=r"file is a file, no directory: set \[backend\] adapter_path to another"):
-        resume(copied, NullObserver(), sets=[more, f"backend.adapter_path={tmp_path / 'file'}"])
-    assert resume(copied, messages, sets=[more, f"backend.adapter_path={export}"]).exit_status == 0
-    assert any("training.max_steps: 2 → 4" in line for line in messages.lines)
+        continue_training(copied, more, f"backend.adapter_path={tmp_path / 'file'}")
+    continue_training(copied, more, f"backend.adapter_path={export}", observer=messages)
+    assert any("training.max_steps: 2 → 4" in line for line in messages.messages)
     (entry,) = read_json(copied / "manifest.json")["runs"]
     assert (entry["state"], entry["step"], entry["max_steps"]) == ("done", 4, 4)
     rows = read_jsonl(copied / "metrics.jsonl")
@@ -111,10 +104,10 @@ def test_more_steps_for_a_finished_run(home, copied, tmp_path):
     assert checkpoints == [("000002", 2), ("final", 2), ("000004", 4), ("final", 4)]
     # From there on the schedule is that of four steps: the learning rates of steps 2 and 3 of 4.
     assert [row["optim/lr"] for row in rows] == pytest.approx([0.01, 0.005, 0.005, 0.0025])
-    assert resume(copied, NullObserver()).exit_status == 0  # the plan has the four steps now
+    continue_training(copied)  # the plan has the four steps now
     assert read_json(copied / "plan.json")["runs"][0]["config"]["training"]["max_steps"] == 4
     with pytest.raises(UsageError, match="has done 4 steps, max_steps = 2"):
-        go(single(home), copied)
+        train(single(home), copied)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         last = copied / "checkpoints/step_000004" / name
         assert (copied / "final" / name).read_bytes() == (export / name).read_bytes() == last.read_bytes()
@@ -126,11 +119,11 @@ def test_more_steps_and_resume_from_equal_a_run_with_those_steps_from_the_start(
     short, long = (single(home, f"constant{n}", n) for n in (1, 2))
     for path in (short, long):
         path.write_text(path.read_text().replace("linear", "constant"))
-    go(short, tmp_path / "extended")
+    train(short, tmp_path / "extended")
     shutil.copytree(tmp_path / "extended", tmp_path / "first")
-    go(long, tmp_path / "extended")
-    go(long, tmp_path / "whole")
-    assert launch(load(long, [f'resume.from="{tmp_path}/first"']), tmp_path / "from", NullObserver()).exit_status == 0
+    train(long, tmp_path / "extended")
+    train(long, tmp_path / "whole")
+    train(long, tmp_path / "from", f'resume.from="{tmp_path}/first"')
     rows = {
         name: [
             {key: value for key, value in row.items() if not is_timing_key(key) and not key.startswith("eval/")}
@@ -159,19 +152,19 @@ def test_every_difference_is_named_and_decided(home, copied):
     path = single(home, max_steps=3, weight_decay=0.1)
     questions: list[list[str]] = []  # an answer of None is a no
     with pytest.raises(UsageError) as error:
-        go(path, copied, approval=Approval(ask=questions.append))
+        train(path, copied, approval=Approval(ask=questions.append))
     assert len(questions[0]) == 4
     parts = ("package torch: 1.0 → ", "weight_decay: 0.0 → 0.1", "retrain's code: ", "code of ", "--accept-changes")
     assert [part for part in parts if part not in str(error.value)] == []
     assert "rich" not in str(error.value)
-    messages = Messages()
+    messages = Heard()
     accepted = Approval(accept=True, notify=messages.message)
-    assert go(path, copied, observer=messages, approval=accepted).exit_status == 0
-    assert any("weight_decay: 0.0 → 0.1" in line for line in messages.lines)
-    assert go(path, copied).exit_status == 0  # the record now names what it was made with
+    train(path, copied, observer=messages, approval=accepted)
+    assert any("weight_decay: 0.0 → 0.1" in line for line in messages.messages)
+    train(path, copied)  # the record now names what it was made with
     (copied / "config.json").write_text("{")
     with pytest.raises(UsageError, match=r"config\.json is lost: what made the checkpoints is not known"):
-        resume(copied, NullObserver(), sets=["training.max_steps=4"])
+        continue_training(copied, "training.max_steps=4")
 
 
 def test_other_data_weights_or_tokenizer_are_named(home, copied):
@@ -190,7 +183,7 @@ def test_other_data_weights_or_tokenizer_are_named(home, copied):
         (home / file).write_bytes(content)
         try:
             with pytest.raises(UsageError) as error:
-                resume(copied, NullObserver(), sets=["training.max_steps=3"])
+                continue_training(copied, "training.max_steps=3")
         finally:
             (home / file).write_bytes(before)
         (line,) = [line for line in str(error.value).splitlines() if " → " in line]
@@ -201,12 +194,12 @@ def test_a_finished_run_keeps_its_settings(copied):
     for name in (".timeline.html.1.retrain-tmp", "emergence/.steps.jsonl.1.retrain-tmp"):
         (copied / name).write_text("<ht")
     (copied / "checkpoints/.x.old.1.retrain-tmp").mkdir()
-    assert resume(copied, NullObserver()).exit_status == 0
+    continue_training(copied)
     assert list(copied.rglob("*.retrain-tmp")) == []  # a killed process leaves such files
     with pytest.raises(UsageError, match=r"finished, with other settings \(training\.lr: 0\.01 → 0\.02\)"):
-        resume(copied, NullObserver(), approval=Approval(accept=True), sets=["training.lr=0.02"])
+        continue_training(copied, "training.lr=0.02", approval=Approval(accept=True))
     with pytest.raises(UsageError, match="defines the runs of the campaign"):
-        resume(copied, NullObserver(), sets=["campaign.seeds=[1]"])
+        continue_training(copied, "campaign.seeds=[1]")
 
 
 @pytest.mark.parametrize(("name", "change"), [
@@ -218,7 +211,7 @@ def test_a_record_that_names_another_directory_is_refused(copied, name, change):
     content["runs"][0] |= change
     write_json(copied / name, content)
     with pytest.raises(UsageError, match="not a run of this directory"):
-        resume(copied, NullObserver())
+        continue_training(copied)
 
 
 def test_a_checkpoint_of_the_former_layout_is_refused_in_one_line(home, copied):
@@ -252,10 +245,10 @@ def test_a_model_with_its_own_code_is_refused_unless_asked_for_and_then_logged(h
     path = single(home, "custom", 1)
     path.write_text(path.read_text().replace(str(home / "model"), str(model)))
     with pytest.raises(ConfigError, match="comes with its own code: read it, then set trust_remote_code = true"):
-        go(path, tmp_path / "out")
+        train(path, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     path.write_text(path.read_text().replace("lora_rank = 4", "lora_rank = 4\ntrust_remote_code = true"))
-    assert go(path, tmp_path / "out").exit_status == 0
+    train(path, tmp_path / "out")
     assert (tmp_path / "ran").exists()
     assert "may run code of its own: trust_remote_code = true" in (tmp_path / "out/run.log").read_text()
 
@@ -265,7 +258,7 @@ def test_lanes_and_cohorts_are_taken_from_the_record(home, tmp_path, monkeypatch
     for lanes, steps in ((2, 1), (3, 2)):  # later on a machine with more memory
         monkeypatch.setattr("retrain.campaign.controller.lane_count", lambda *arguments, n=lanes: n)
         path.write_text(path.read_text().replace("max_steps = 1", f"max_steps = {steps}"))
-        assert go(path, tmp_path / "out").exit_status == 0
+        train(path, tmp_path / "out")
         manifest = read_json(tmp_path / "out/manifest.json")
         assert (manifest["lanes"], manifest["cohorts"]) == (2, [["grpo+none_s1", "grpo+none_s2"], ["grpo+none_s3"]])
     assert {run["step"] for run in manifest["runs"]} == {2}

@@ -1,16 +1,12 @@
 import re
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from helpers.campaigns import adapter_bytes, runs_of, toy_toml, toy_world
+from helpers.campaigns import adapter_bytes, runs_of, toy_toml, toy_world, train
 from helpers.models import campaign_head
 
-from retrain.campaign.controller import launch
-from retrain.config import load
 from retrain.files import read_jsonl
 from retrain.records.catalogue import METRICS
-from retrain.records.observer import NullObserver
 from retrain.training.checkpoints import newest_undamaged
 
 RUN = "grpo+none_s1"
@@ -46,7 +42,7 @@ def campaign(tmp_path_factory) -> Path:
     (folder / "evendigits.py").write_text(REWARDS)
     (folder / "sums.py").write_text(PROBLEMS)
     (folder / "small.toml").write_text(HEAD + toy_toml(toy_world(folder), "evendigits.py", **SECTIONS))
-    assert launch(load(folder / "small.toml"), folder / "logs", NullObserver()).exit_status == 0
+    train(folder / "small.toml", folder / "logs")
     return folder / "logs"
 
 
@@ -93,19 +89,3 @@ def test_every_run_has_an_adapter_and_final_is_recorded_last(mixed_campaign):
         for key in ("state_path", "sampler_path"):
             assert (run / lines[-1][key] / "adapter_model.safetensors").is_file()
         assert newest_undamaged(run, []) == run / lines[-1]["state_path"]
-
-
-def test_other_tools_read_the_files_of_a_run(campaign):
-    """pandas, with TRL's metric names."""
-    run = campaign / "runs" / RUN
-    metrics = pd.read_json(run / "metrics.jsonl", lines=True)
-    assert metrics["env/all/reward/total"].tolist() == metrics["mean_reward"].tolist()
-    trl = metrics[["reward", "kl", "entropy", "completions/clipped_ratio", "clip_ratio/region_mean"]]
-    assert trl.notna().all(axis=None)
-    assert (trl["kl"] >= 0).all()
-    assert (trl["entropy"] > 0).all()
-    completions = pd.read_json(run / "emergence/generations.jsonl", lines=True)
-    completions["digits"] = completions["completion"].str.count(r"\d")
-    by_step = completions.groupby("step")["digits"]
-    assert metrics["rewards/digits/mean"].tolist() == pytest.approx(by_step.mean().tolist())
-    assert metrics["rewards/digits/std"].tolist() == pytest.approx(by_step.std(ddof=0).tolist())

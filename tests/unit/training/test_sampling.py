@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.campaigns import StopAfter, campaign, toy_world
+from helpers.campaigns import StopAfter, campaign, continue_training, toy_world, train
 from helpers.lanes import made, runs_of
 from helpers.records import group
 
-from retrain.campaign.controller import launch, resume
-from retrain.config import load
 from retrain.config.training import Sampling
-from retrain.engines.local import LocalEngine
+from retrain.engines import LocalEngine
 from retrain.files import read_jsonl
-from retrain.records.observer import NullObserver
 from retrain.rollouts.collect import CollectResult, RolloutRequest
 from retrain.rollouts.queue import RolloutQueue
 from retrain.rollouts.resample import REASONS, Resampler, no_signal_reason
@@ -39,8 +36,8 @@ def model(tmp_path_factory) -> Path:
     return model
 
 
-def trained(path: Path, out: Path, *sets: str, observer: NullObserver | None = None) -> dict[str, list[dict]]:
-    launch(load(path, [*QUIET, *sets]), out, observer or NullObserver())
+def trained(path: Path, out: Path, *sets: str, **options: Any) -> dict[str, list[dict]]:
+    train(path, out, *QUIET, *sets, **options)
     return rows_of(out)
 
 
@@ -107,13 +104,13 @@ def test_each_step_is_drawn_by_the_weights_of_two_steps_before(whole):
 def test_interrupted_equals_uninterrupted_also_beside_the_update(whole, tmp_path, model, monkeypatch, concurrent):
     """Stopped before there are as many older weights, and after a lower rank began; on the same thread and another."""
     out = tmp_path / "out"
-    trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2))
+    trained(campaign(tmp_path, model, steps=5), out, *KILLED, observer=StopAfter(2), status=130)
     assert {len(rows) for rows in rows_of(out).values()} == {1}
     if concurrent:
         monkeypatch.setattr("retrain.training.bases.LocalEngine", ConcurrentEngine)
     else:
-        assert resume(out, StopAfter(6)).exit_status == 130
-    assert resume(out, NullObserver()).exit_status == 0
+        continue_training(out, observer=StopAfter(6), status=130)
+    continue_training(out)
     assert results_of(out) == results_of(whole[1])
     if not concurrent:
         return
@@ -358,7 +355,7 @@ def test_it_is_the_same_alone_and_interrupted(cohort, tmp_path, model):
         keys = [key for key in rows[0] if key.startswith("dynamic/") or key in ("mean_reward", "num_tokens")]
         assert len(keys) == 11
         assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in expected[run]]
-    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(4))
+    trained(path, out, *dynamic("campaign.seeds=[1,2]"), observer=StopAfter(4), status=130)
     assert {len(rows) for rows in rows_of(out).values()} == {1}
-    assert resume(out, NullObserver()).exit_status == 0
+    continue_training(out)
     assert results_of(out) == results_of(cohort[1])

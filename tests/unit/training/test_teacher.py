@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.campaigns import StopAfter, adapter_bytes, run_cli
+from helpers.campaigns import StopAfter, adapter_bytes, continue_training, run_cli, train
 from helpers.credit import credit
 from helpers.lanes import (
     critic_campaign,
@@ -37,8 +37,7 @@ from retrain.algorithms.distillation import (
     teacher_logprobs,
 )
 from retrain.algorithms.teachers import teachers_of
-from retrain.campaign.controller import launch, resume
-from retrain.config import load, parse_dict
+from retrain.config import parse_dict
 from retrain.config.runs import RunSpec
 from retrain.data.prompts import Renderer
 from retrain.errors import ModelError, RunFailed, UsageError
@@ -52,7 +51,6 @@ from retrain.policy.lora import Lanes
 from retrain.policy.packing import with_prompt
 from retrain.policy.teaching import teacher_source
 from retrain.policy.update import without_advantages
-from retrain.records.observer import NullObserver
 from retrain.training.bases import Bases
 from retrain.types import (
     Action,
@@ -396,13 +394,6 @@ def student(base, lanes, teacher, **keys):
     return policy, objective_of(policy.config, "ppo")
 
 
-def unrewarded(samples, prompts) -> StepBatch:
-    """A batch without advantages whose teacher reads these prompts."""
-    pairs = zip(samples, prompts, strict=True)
-    views = [replace(without_advantages(sample), teacher_prompt=prompt) for sample, prompt in pairs]
-    return StepBatch(views, totals(views), 0, ("whole",))
-
-
 @pytest.mark.parametrize(("who", "alpha", "top"), [("base", 0.5, 0), ("policy", 1.0, 0), ("adapter", 0.0, 7)])
 def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, alpha, top):
     other = trained(lanes, 9, rank=3)
@@ -414,7 +405,9 @@ def test_the_gradient_over_the_vocabulary_is_the_plain_losses(base, lanes, who, 
     policy, objective = student(base, lanes, teachers[who], alpha=alpha, top_tokens=top, weight=0.7)
     samples = rollout(base, lanes, policy.adapter)[:5]
     prompts = [(5, 6, 7, 8), None, (), (9, 3), (4, 4, 4)]
-    batch = unrewarded(samples, prompts)
+    pairs = zip(samples, prompts, strict=True)
+    views = [replace(without_advantages(sample), teacher_prompt=prompt) for sample, prompt in pairs]
+    batch = StepBatch(views, totals(views), 0, ("whole",))
     gradient = policy.gradient(batch, objective)
     adapter = {"base": None, "policy": policy.adapter, "adapter": other}[who]
     policy.adapter.flat.grad.zero_()
@@ -519,7 +512,7 @@ def campaign(folder: Path, model: Path, teacher: Path | str, *conditions: str) -
 
 
 def finish(path: Path, out: Path) -> list[Path]:
-    assert launch(load(path), out, NullObserver()).exit_status == 0
+    train(path, out)
     return runs_of(out)
 
 
@@ -560,8 +553,8 @@ def test_what_a_campaign_with_every_kind_of_teacher_records(finished, teacher):
 
 def test_interrupted_equals_uninterrupted(finished, model, teacher, tmp_path):
     path, out = campaign(tmp_path, model, teacher, *ALL), tmp_path / "out"
-    assert launch(load(path), out, StopAfter(1)).exit_status == 130
-    assert resume(out, NullObserver()).exit_status == 0
+    train(path, out, observer=StopAfter(1), status=130)
+    continue_training(out)
     for mine, theirs in zip(runs_of(out), runs_of(finished), strict=True):
         assert mine.name == theirs.name
         assert made(mine) == made(theirs)
@@ -571,7 +564,7 @@ def test_other_weights_of_the_teacher_are_named_before_a_run_continues(model, te
     adapter = shutil.copytree(teacher / "final", tmp_path / "adapter")
     out = tmp_path / "out"
     path = campaign(tmp_path, model, adapter, ALONE)
-    assert launch(load(path), out, StopAfter(1)).exit_status == 130
+    train(path, out, observer=StopAfter(1), status=130)
     changed = {name: 1.5 * tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
     save_file(changed, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
     result = run_cli("resume", out, "--plain")
