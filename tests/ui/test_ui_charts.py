@@ -150,11 +150,11 @@ def saved(page, card, kind):
     return download.value.suggested_filename, download.value.path().read_bytes()
 
 
-def test_forest_and_cost_are_saved_as_table_and_picture(page):
+def test_forests_are_saved_as_table_and_picture(page):
     page.open("/campaign/long")
     figures = page.page.locator("figure.card:has(.forest)")
-    assert figures.count() == 3
-    for at, head in enumerate((["condition", "seed"], ["condition", "baseline"], ["condition", "seconds per run"])):
+    assert figures.count() == 2
+    for at, head in enumerate((["condition", "seed"], ["condition", "baseline"])):
         name, data = saved(page, figures.nth(at), "CSV")
         rows = list(csv.reader(data.decode().splitlines()))
         assert name.endswith(".csv")

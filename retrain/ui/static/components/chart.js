@@ -2,7 +2,7 @@
 
 import {handleKey} from "../charts/cursor_keys.js";
 import {csv, isValue, withRaw} from "../charts/data.js";
-import {figure} from "../charts/figure.js";
+import {pictureOf} from "../charts/picture.js";
 import {Plot} from "../charts/plot.js";
 import {SaveMenu} from "../charts/save.js";
 import {X_TITLES} from "../charts/ticks.js";
@@ -40,19 +40,18 @@ function Canvas({lines, options: {onZoom, onStep, onCursor, ...drawn}, label, pl
  * same ones.
  */
 export function Chart({title, lines, words = "", hint = null, level = "h3", tools = null, error = null, ...more}) {
-  const {retry, emptyWords, share, children, ...options} = more;
+  const {retry, emptyWords, share, ...options} = more;
   const plot = useElement();
   const [cursor, setCursor] = useState(NO_CURSOR);
   const [spoken, setSpoken] = useState(false);
   const drawn = useMemo(() => withRaw(lines || []), [lines]);
   const {x, zoom, counts, marks, onZoom} = options;
   const reading = {lines: lines || [], cursor, x, share, zoom, counts, marks};
-  const saved = () => {
-    const {unit, logX, logY, zero} = options;
-    const {limits} = plot.current || {};
-    const picture = () => figure({title, xKind: x, unit, lines: drawn, logX, logY, zoom, zero, limits});
-    return {title, csv: () => csv(X_TITLES[x] || x, drawn), picture};
-  };
+  const xTitle = X_TITLES[x] || x;
+  const saved = () => ({
+    ...{title, csv: () => csv(xTitle, drawn)},
+    picture: () => pictureOf(plot.current.chart, `${title} over ${xTitle}`, drawn),
+  });
   const press = (event) => {
     const modified = event.ctrlKey || event.metaKey || event.altKey;
     if (modified || !plot.current || !plot.current.chart || !event.target.matches(".plot, .chartcard")) return;
@@ -79,10 +78,10 @@ export function Chart({title, lines, words = "", hint = null, level = "h3", tool
   return html`<figure class="card chartcard" tabindex="-1" onKeyDown=${press} onFocusOut=${leave}>
     <div class="head">
       <${level} class="heading" title=${hint}>${title}${words && html`<small>${words}</small>`}<//>
-      <div class="no-print buttons">${tools}<${SaveMenu} get=${saved} /></div>
+      <div class="no-print buttons">${tools}<${SaveMenu} get=${saved} isSvg=${false} /></div>
     </div>
     ${isFull ? html`<${Readout} ...${reading} outside=${outside} />` : html`<div class="readout" />`}
-    ${content}${children}
+    ${content}
     <p class="away" role="status">${spoken && isFull ? spokenReadings(reading) : ""}</p>
   </figure>`;
 }

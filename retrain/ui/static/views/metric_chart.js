@@ -2,21 +2,21 @@
 
 import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
 import {Chart} from "../components/chart.js";
-import {Field, signButton} from "../components/inputs.js";
+import {signButton} from "../components/inputs.js";
 import {useAddress} from "../lib/address.js";
 import {showToast} from "../lib/browser.js";
 import {useCurves} from "../lib/answer.js";
 import {html, useElement, useMemo, useRef} from "../lib/html.js";
 import {useInSight} from "../lib/width.js";
 import {why} from "../why.js";
-import {readMine, runFilter, tabOf, writeMine} from "./metrics_keys.js";
+import {readMine, tabOf, writeMine} from "./metrics_keys.js";
 import {openRollouts} from "./reading.js";
 
 function Tools({metric: {key, histogram}, big, mine, runs}) {
   const {query, patch} = useAddress();
   const pin = () => {
     const tab = tabOf(query);
-    patch({keys: writeMine([...readMine(query.keys), {key, only: ""}]), tab: tab === "mine" ? null : tab});
+    patch({keys: writeMine([...new Set([...readMine(query.keys), key])]), tab: tab === "mine" ? null : tab});
     showToast(`${key} is in Mine`);
   };
   const distribution = () => patch({hist: histogram, step: null});
@@ -32,11 +32,10 @@ function Tools({metric: {key, histogram}, big, mine, runs}) {
 }
 
 // Return what a chart draws of an answer, and what there is to say of its rows.
-function drawing(body, metric, {byCondition, thin, hidden}, only) {
-  const fits = runFilter(only);
-  const keeps = ({label, index}, name = label) => !hidden.has(index) && fits(name);
+function drawing(body, metric, {byCondition, thin, hidden}) {
+  const keeps = ({index}) => !hidden.has(index);
   if (byCondition) {
-    const conditions = body.conditions.filter((each) => keeps(each));
+    const conditions = body.conditions.filter(keeps);
     return {lines: conditionLines({...body, conditions}, thin), counts: countsOf(conditions), notes: [body.note]};
   }
   const {error} = body.runs.find((run) => run.error) || {};
@@ -48,9 +47,9 @@ function drawing(body, metric, {byCondition, thin, hidden}, only) {
   };
 }
 
-// `page`: {place, runs, settings, marks}; `mine`: buttons of a chart of one's own; `only`: the filter of its runs.
-export function MetricChart({metric, page: {place, runs, settings, marks}, big = false, mine = null, ...more}) {
-  const {level = "h3", only = "", onFilter = null} = more;
+// `page`: {place, runs, settings, marks}; `mine`: buttons of a chart of one's own.
+export function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
+  const {place, runs, settings, marks} = page;
   const root = useElement();
   const inSight = useInSight(root);
   const {x, smooth, byCondition, zoom, plot} = settings;
@@ -58,7 +57,7 @@ export function MetricChart({metric, page: {place, runs, settings, marks}, big =
   const hasBand = spread && !byCondition && smooth === "none" && runs.length <= MOST_BANDS;
   const params = {at: place, key: hasBand ? [key, spread.min, spread.max] : byCondition ? key : [key], x, smooth};
   const {body, error, retry} = useCurves(byCondition ? "curves" : "columns", params, zoom, inSight);
-  const made = useMemo(() => body && drawing(body, metric, settings, only), [body, metric, settings, only]);
+  const made = useMemo(() => body && drawing(body, metric, settings), [body, metric, settings]);
   const {lines, counts, emptyWords, notes} = made || {lines: null, notes: []};
   const facts = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : "", ...notes];
   const options = {
@@ -72,14 +71,11 @@ export function MetricChart({metric, page: {place, runs, settings, marks}, big =
       ...plot,
     },
   };
-  const filter = {label: `runs in this chart of ${key}`, class: "only", placeholder: "all runs; or a filter …"};
   // Out of sight it stays as it was.
   const seen = useRef(options);
   if (inSight) seen.current = options;
   const tools = html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`;
   return html`<div class=${big ? "big" : "chartplace"} data-key=${key} ref=${root}>
-    <${Chart} ...${seen.current} tools=${tools}>
-      ${onFilter && html`<${Field} ...${filter} value=${only} onEnter=${onFilter} />`}
-    <//>
+    <${Chart} ...${seen.current} tools=${tools} />
   </div>`;
 }

@@ -4,13 +4,9 @@ import {signButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
-import {download, showToast} from "../lib/browser.js";
-import {html, useElement} from "../lib/html.js";
+import {html} from "../lib/html.js";
 import {MetricChart} from "./metric_chart.js";
 import {metricOf, readMine, sectionsOf, writeMine} from "./metrics_keys.js";
-
-// What a file of one's own charts may set.
-const KEPT = ["keys", "x", "smooth", "lines", "logx", "logy", "clip", "full", "thin"];
 
 export function OpenChart({body, page}) {
   const metric = metricOf(body.metrics, useAddress().query.open);
@@ -57,64 +53,27 @@ export function AllCharts({body, page, test}) {
   return html`${sections.length > 1 && index}${sections.map(part)}`;
 }
 
-function ItemButtons({items, at}) {
+function MyTools({keys, at}) {
   const {patch} = useAddress();
-  const {key} = items[at];
-  const without = items.filter((_, i) => i !== at);
-  const put = (to, rest) => () => patch({keys: writeMine([...rest.slice(0, to), items[at], ...rest.slice(to)])});
-  const remove = () => patch({keys: writeMine(without), tab: "mine"});
-  const [isFirst, isLast] = [at === 0, at === items.length - 1];
-  return html`${signButton("◂", `move ${key} forward`, put(at - 1, without), {hint: "move forward", disabled: isFirst})}
-  ${signButton("▸", `move ${key} back`, put(at + 1, without), {hint: "move back", disabled: isLast})}
-  ${signButton("+", `${key} once more`, put(at, items), {hint: "once more, for another filter"})}
+  const key = keys[at];
+  const others = keys.filter((each) => each !== key);
+  const put = (to) => () => patch({keys: writeMine([...others.slice(0, to), key, ...others.slice(to)])});
+  const remove = () => patch({keys: writeMine(others), tab: "mine"});
+  const [forward, back] = [`move ${key} forward`, `move ${key} back`];
+  return html`${signButton("◂", forward, put(at - 1), {hint: "move forward", disabled: at === 0})}
+  ${signButton("▸", back, put(at + 1), {hint: "move back", disabled: at === others.length})}
   ${signButton("✕", `take ${key} out of Mine`, remove, {hint: "take out"})}`;
 }
 
 export function MyCharts({body, page, test}) {
-  const {query, patch} = useAddress();
-  const items = readMine(query.keys);
-  const chart = ({key, only}, at) => {
+  const keys = readMine(useAddress().query.keys);
+  const chart = (key, at) => {
     const metric = metricOf(body.metrics, key);
-    const filter = (text) => patch({keys: writeMine(items.with(at, {key, only: text}))});
-    const before = items.slice(0, at).filter((each) => each.key === key).length;
-    const options = {metric, page, only, level: "h2", onFilter: filter};
-    return (
-      test(metric) &&
-      html`<${MetricChart}
-      key=${`${before} ${key}`}
-      ...${options}
-      mine=${html`<${ItemButtons} items=${items} at=${at} />`}
-    />`
-    );
+    const mine = html`<${MyTools} keys=${keys} at=${at} />`;
+    return test(metric) && html`<${MetricChart} key=${key} metric=${metric} page=${page} level="h2" mine=${mine} />`;
   };
-  const nothing = html`<${Empty} title="Nothing chosen yet">
+  if (keys.length) return html`<div class="charts">${keys.map(chart)}</div>`;
+  return html`<${Empty} title="Nothing chosen yet">
     ☆ on a chart puts it here. The address holds your choice: keep it as a bookmark, or send it.
   <//>`;
-  return html`<${FileButtons} />${items.length ? html`<div class="charts">${items.map(chart)}</div>` : nothing}`;
-}
-
-// Buttons that save one's own charts as a file, and open such a file.
-function FileButtons() {
-  const {query, patch} = useAddress();
-  const picker = useElement();
-  const read = async (event) => {
-    try {
-      const {charts} = JSON.parse(await event.target.files[0].text());
-      const kept = KEPT.map((key) => [key, typeof charts[key] === "string" ? charts[key] : null]);
-      patch({...Object.fromEntries(kept), tab: "mine", open: null});
-      showToast(plural(readMine(charts.keys).length, "chart"));
-    } catch (error) {
-      showToast("This is no file of charts");
-    }
-  };
-  const save = () => {
-    const charts = Object.fromEntries(KEPT.filter((key) => query[key]).map((key) => [key, query[key]]));
-    download("charts.json", new Blob([`${JSON.stringify({charts}, null, 2)}\n`], {type: "application/json"}));
-  };
-  const file = {type: "file", accept: "application/json,.json", "aria-label": "file of charts", tabindex: "-1"};
-  return html`<div class="tools">
-    ${query.keys && html`<button type="button" onClick=${save}>Save as a file</button>`}
-    <button type="button" onClick=${() => picker.current.click()}>Open a file</button>
-    <input ref=${picker} class="away" ...${file} onChange=${read} />
-  </div>`;
 }

@@ -2,7 +2,6 @@
 
 import {Choice, Field} from "../components/inputs.js";
 import {Empty, Failed, Loading, Title} from "../components/states.js";
-import {scaleOf} from "../components/token_scales.js";
 import {number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {link, useAddress} from "../lib/address.js";
@@ -10,16 +9,11 @@ import {useAnswer, useRuns} from "../lib/answer.js";
 import {html, visible} from "../lib/html.js";
 import {PromptBox} from "./conversation.js";
 import {Side, SideAnswer} from "./prompt_side.js";
-import {Chips, SplitChoice, beside, cycled, partner, splitName} from "./reading.js";
-import {ColourChoice} from "./token_text.js";
+import {Chips, SplitChoice, beside, partner, splitName} from "./reading.js";
 
 const MOST_PROBLEMS = 500;
 const MOST_SAMPLES = 200;
 const SIDES = /** @type {const} */ (["a", "b"]);
-const MARKS = [
-  ["words", "words that differ"],
-  ["plain", "plain"],
-];
 
 /**
  * Return both runs, the split, and of each side its steps and the one in sight: the chosen one, else the newest that
@@ -84,20 +78,16 @@ export function Prompt() {
   const failure = failed || (answer.error && !answer.isCurrent ? answer : null);
   const problems = useProblems(sides, ready, query.order);
   const problem = query.problem || (data && data.problem);
-  const names = data ? Object.keys(data.a.numbers).filter((name) => name in data.b.numbers) : [];
-  const how = query.colour === "plain" || names.includes(query.colour) ? query.colour : "words";
   const samples = data ? Math.min(data.a.samples, data.b.samples) : 1;
-  const state = {problems, problem, sample, samples, names, how};
-  const paint = (name) => patch({colour: name === "words" ? null : name}, {replace: true});
-  useKeys(keysOf({...state, ...sides, patch, paint}));
+  const state = {problems, problem, sample, samples};
+  useKeys(keysOf({...state, ...sides, patch}));
   const isShown = data && !failure && ready;
-  const values = isShown && names.includes(how) ? SIDES.map((side) => data[side].numbers[how]) : null;
   let content = html`<${Loading} />`;
   if (failure) content = html`<${Failed} error=${failure.error} retry=${failure.retry} />`;
   else if (listed && !ready) content = html`<${NoSteps} splits=${sides.splits} split=${split} />`;
-  else if (isShown) content = html`<${Above} ...${{data, names, how, values, paint}} />`;
+  else if (isShown) content = html`<${Above} data=${data} />`;
   const side = (name) => {
-    const inside = isShown && html`<${SideAnswer} ...${{data, side: name, run: run[name], how, both: values}} />`;
+    const inside = isShown && html`<${SideAnswer} data=${data} side=${name} run=${run[name]} />`;
     const head = {side: name, runs: sides.runs, run: run[name], steps: steps[name], step: step[name]};
     return html`<${Side} key=${name} ...${head}>${inside}<//>`;
   };
@@ -108,7 +98,7 @@ export function Prompt() {
     ${listed && html`<div class="sides">${SIDES.map(side)}</div>`}`;
 }
 
-function keysOf({problems, problem, sample, samples, names, how, steps, step, patch, paint}) {
+function keysOf({problems, problem, sample, samples, steps, step, patch}) {
   const other = (by) => () => {
     const to = beside(problems, problem, by);
     if (to !== null) patch({problem: to, sample: null});
@@ -123,7 +113,6 @@ function keysOf({problems, problem, sample, samples, names, how, steps, step, pa
     const changes = there.filter(([, to]) => to !== null);
     if (changes.length) patch({step_a: step.a, step_b: step.b, ...Object.fromEntries(changes)}, {replace: true});
   };
-  const cycle = (by) => () => paint(cycled(["words", "plain", ...names], how, by));
   return /** @type {import("../keys.js").KeyMap} */ ({
     j: ["next sample, then the next problem", next(1)],
     k: ["previous sample or problem", next(-1)],
@@ -133,9 +122,6 @@ function keysOf({problems, problem, sample, samples, names, how, steps, step, pa
     l: ["both a step forward", move(1, SIDES)],
     H: ["B a step back", move(-1, ["b"])],
     L: ["B a step forward", move(1, ["b"])],
-    c: ["next colour", cycle(1)],
-    C: ["previous colour", cycle(-1)],
-    d: ["words that differ, or not", () => paint(how === "words" ? "plain" : "words")],
   });
 }
 
@@ -206,10 +192,9 @@ const WORDS_LEGEND = html`<span class="legendline">
 </span>`;
 
 // What stands above both sides.
-function Above({data, names, how, values, paint}) {
+function Above({data}) {
   const asking = data.a.prompt.messages.length ? data.a.prompt : data.b.prompt;
-  const colours = {names, others: MARKS, value: how, scale: values && scaleOf(how, values.flat()), onChoose: paint};
   return html`<${PromptBox} prompt=${asking} />
-    <div class="tools paints"><${ColourChoice} ...${colours}>${how === "words" && WORDS_LEGEND}<//></div>
+    <p>${WORDS_LEGEND}</p>
     <p class="parting" role="status">${parting(data)}</p>`;
 }

@@ -2,14 +2,15 @@
 
 import {RunChoice} from "../components/inputs.js";
 import {Swatch} from "../components/marks.js";
-import {scaleOf} from "../components/token_scales.js";
 import {link, useAddress} from "../lib/address.js";
-import {html, useEffect, useMemo, useState} from "../lib/html.js";
-import {Outcome, Turns} from "./conversation.js";
+import {html} from "../lib/html.js";
+import {EMPTY_TEXT, Outcome, Turns} from "./conversation.js";
 import {Steps} from "./reading.js";
-import {EMPTY_TEXT, FORK, SpokenToken, TokenArea, TokenFacts} from "./token_text.js";
 
 /** @typedef {[from: number, to: number]} Span of characters */
+
+const PARTING = "first token that differs";
+const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
 
 /**
  * Return the characters that the other side's text has not.
@@ -39,36 +40,6 @@ function MarkedWords({text, from, to, spans, at}) {
   return html`<div class="tokentext" dir="auto">${isEmpty ? EMPTY_TEXT : parts}</div>`;
 }
 
-// The texts of a side with the words that only it has marked (none where `words` is null).
-function WordsText({answer: {line, pieces}, label, side, words, changes, fork}) {
-  const texts = line.turns.map((turn) => turn.text);
-  const text = texts.join("\n");
-  const spans = words ? ownSpans(words, changes, side) : [];
-  const body = (turn, k) => {
-    const from = texts.slice(0, k).reduce((sum, each) => sum + each.length + 1, 0);
-    const at = fork && fork.turn === k ? from + pieces[k].slice(0, fork.token).join("").length : null;
-    return html`<${MarkedWords} ...${{text, from, to: from + turn.text.length, at, spans}} />`;
-  };
-  return html`<div class="conversation" tabindex="0" role="group" aria-label=${label}>
-    <${Turns} line=${line} body=${body} />
-  </div>`;
-}
-
-// `both`: the values of both sides, which share a scale.
-function ColouredText({answer, label, name, both, fork}) {
-  const {line, pieces, numbers} = answer;
-  const scale = useMemo(() => scaleOf(name, both.flat()), [name, ...both]);
-  const [chosen, setChosen] = useState(/** @type {import("./token_text.js").Chosen} */ ({at: null, scroll: false}));
-  const [pointed, setPointed] = useState(/** @type {number | null} */ (null));
-  useEffect(() => setChosen({at: null, scroll: false}), [answer]);
-  const pick = (at, scroll) => setChosen({at, scroll});
-  const area = {line, pieces, values: numbers[name], scale, chosen, fork};
-  return html`<${TokenArea} label=${`${label}; arrow keys move from token to token`} ...${area} onPick=${pick}
-      onPoint=${setPointed} />
-    <${SpokenToken} numbers=${numbers} pieces=${pieces} at=${chosen.at} />
-    <${TokenFacts} numbers=${numbers} pieces=${pieces} at=${pointed ?? chosen.at} name=${name} />`;
-}
-
 export function Side({side, runs, run, steps, step, children}) {
   const {patch} = useAddress();
   const name = side.toUpperCase();
@@ -84,23 +55,23 @@ export function Side({side, runs, run, steps, step, children}) {
   </section>`;
 }
 
-// The answer of a side; `how` is "words", "plain" or the name of a number, of which `both` holds the values.
-export function SideAnswer({data, side, run, how, both}) {
-  const answer = data[side];
-  const {about, line, pieces, index} = answer;
-  const fork = useMemo(() => {
-    const [turn, token] = data.diverge || [];
-    return pieces && pieces[turn] ? {turn, token} : null;
-  }, [data]);
+// The answer of a side, the words that only it has marked, and the fork where its tokens part from the other's.
+export function SideAnswer({data, side, run}) {
+  const {about, line, pieces, index} = data[side];
+  const [forkTurn, token] = data.diverge && pieces ? data.diverge : [];
+  const texts = line.turns.map((turn) => turn.text);
+  const text = texts.join("\n");
+  const spans = ownSpans(data.words[side === "a" ? 0 : 1], data.changes, side);
+  const body = (turn, k) => {
+    const from = texts.slice(0, k).reduce((sum, each) => sum + each.length + 1, 0);
+    const at = k === forkTurn ? from + pieces[k].slice(0, token).join("").length : null;
+    return html`<${MarkedWords} ...${{text, from, to: from + turn.text.length, at, spans}} />`;
+  };
   const home = link("tokens", run, {split: about.split, iteration: about.iteration, index});
-  const words = how === "words" ? data.words[side === "a" ? 0 : 1] : null;
   const unknown = " · the tokens of this step are not recorded, its text may be shortened";
-  const shared = {answer, label: `answer ${side.toUpperCase()}`, fork};
   return html`<${Outcome} line=${line} />
     <p class="small"><a href=${home}>its tokens</a>${!pieces && html`<span class="muted">${unknown}</span>`}</p>
-    ${
-      both
-        ? html`<${ColouredText} ...${shared} name=${how} both=${both} />`
-        : html`<${WordsText} ...${shared} ...${{side, words, changes: data.changes}} />`
-    }`;
+    <div class="conversation" tabindex="0" role="group" aria-label=${`answer ${side.toUpperCase()}`}>
+      <${Turns} line=${line} body=${body} />
+    </div>`;
 }

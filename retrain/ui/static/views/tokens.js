@@ -123,13 +123,7 @@ function Rollout({data, numbers, colour, steps}) {
   const at = pointed ?? chosen.at;
   const known = at !== null && pieces && at < pieces.flat().length ? at : null;
   const paint = (name) => patch({colour: name}, {replace: true});
-  const colours = {
-    names: Object.keys(numbers),
-    others: [["none", "plain"]],
-    value: colour || "none",
-    scale,
-    onChoose: paint,
-  };
+  const colours = {names: Object.keys(numbers), value: colour || "none", scale, onChoose: paint};
   const along = {name: colour, values, starts, chosen: chosen.at, pointed};
   const area = {
     line,
