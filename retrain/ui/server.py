@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from retrain import __version__
 from retrain.records.pages import STATIC, environment
 from retrain.ui.answers import JsonRoute, error_response
-from retrain.ui.api import view
 from retrain.ui.api.campaign import campaign, places, runs
 from retrain.ui.api.columns import columns
 from retrain.ui.api.compare import compare
@@ -32,6 +31,7 @@ from retrain.ui.api.rollouts import iterations, rollout, rollouts, search
 from retrain.ui.api.run import run
 from retrain.ui.api.timeline import timeline
 from retrain.ui.context import ApiContext, Endpoint
+from retrain.ui.events import events_route
 from retrain.ui.guard import Guard
 from retrain.ui.library import Library
 
@@ -59,7 +59,7 @@ def app_of(
 ) -> ASGIApp:
     context = ApiContext.over(library)
     app = Starlette(
-        routes=[*api_routes(context), *view.routes(context, VIEWS, closing), *page_routes()],
+        routes=[*api_routes(context), events_route(context, closing), *page_routes()],
         exception_handlers={HTTPException: _http, Exception: _failed},
     )
     app.router.redirect_slashes = False
