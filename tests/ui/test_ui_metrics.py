@@ -1,4 +1,3 @@
-
 import pytest
 from helpers.pages import LABELS, campaign, row
 
