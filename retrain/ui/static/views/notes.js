@@ -22,7 +22,8 @@ export function Notes() {
   useKeys({j: ["next note", () => step("li.note", 1)], k: ["previous note", () => step("li.note", -1)]});
   return html`<${Title} title="Notes and logs" />
     <div class="tools">
-      <${AddressSearch} label="search notes and log" resets=${NEWEST} /><${AddressChoice} name="level" label="level" options=${LEVELS} />
+      <${AddressSearch} label="search notes and log" resets=${NEWEST} />
+      <${AddressChoice} name="level" label="level" options=${LEVELS} />
     </div>
     <section><h2>Notes</h2><${NoteList} /></section>
     <section><h2>Log</h2><${Log} /></section>`;

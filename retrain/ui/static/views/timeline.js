@@ -52,7 +52,8 @@ function RunTimeline({runs}) {
   const names = runs.map((run) => [run.place, runName(run)]);
   const choose = (value) => go(link("timeline", value));
   return html`<div class="tools">
-      <${Choice} label="run" options=${names} value=${place} onChoose=${choose} />${isFilled && html`<${Window} data=${data} />`}
+      <${Choice} label="run" options=${names} value=${place} onChoose=${choose} />
+      ${isFilled && html`<${Window} data=${data} />`}
     </div>
     <${Answered} of=${answer}>
       ${(body) =>
