@@ -9,10 +9,10 @@ import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -79,7 +79,7 @@ class Guard:
         if self.token is None:
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_right(bearer) or self._is_right(_cookies(headers).get(self.cookie, "")):
+        if self._is_right(bearer) or self._is_right(Request(scope).cookies.get(self.cookie, "")):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if any(name == "token" and self._is_right(value) for name, value in query):
@@ -110,11 +110,6 @@ def _is_cross_site(headers: Headers) -> bool:
     if origin is not None and origin not in ours:
         return True
     return headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
-
-
-def _cookies(headers: Headers) -> Mapping[str, str]:
-    pairs = (part.partition("=") for line in headers.getlist("cookie") for part in line.split(";"))
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _is_number(name: str) -> bool:
