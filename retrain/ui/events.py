@@ -1,18 +1,20 @@
-"""Server-sent events for open pages: changes of files, seen by their sizes and times, and views to move to.
+"""``/api/events``: changes of files, seen by their sizes and times, as server-sent events for open pages.
 
 Files are looked at once a second, and only while somebody listens.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 
 from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from retrain.files import dumps, stamp_of
 from retrain.records.schema.layout import EVALS, ITERATIONS, LOG, METRICS, NOTES, SPANS
-from retrain.ui.answers import ApiError, JsonObject
+from retrain.ui.answers import ApiError, JsonObject, Query, error_response
 from retrain.ui.context import ApiContext
 from retrain.ui.library import Library
 from retrain.ui.sources import Home, RunSource
@@ -30,58 +32,49 @@ WATCHED = {
 Snapshot = dict[str, JsonObject]  # Stamps and states of runs, by location
 
 
-class Pages:
-    def __init__(self) -> None:
-        self._queues: set[asyncio.Queue[str]] = set()
+def events_route(context: ApiContext, closing: Callable[[], bool]) -> Route:
+    listeners: set[object] = set()
 
-    def check(self) -> None:
-        if len(self._queues) >= MOST_LISTENERS:
-            raise ApiError(503, f"{MOST_LISTENERS} pages listen already: close some")
-
-    @contextmanager
-    def joined(self) -> Iterator[asyncio.Queue[str]]:
-        queue: asyncio.Queue[str] = asyncio.Queue(8)
-        self._queues.add(queue)
+    async def events(request: Request) -> Response:
         try:
-            yield queue
-        finally:
-            self._queues.discard(queue)
+            query = Query(request)
+            location = request.query_params.get("at") or None
+            if location is not None:
+                context.library.places.find(query.text("at"))
+            if len(listeners) >= MOST_LISTENERS:
+                raise ApiError(503, f"{MOST_LISTENERS} pages listen already: close some")
+        except ApiError as error:
+            return error_response(error.status, error.text)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        lines = stream(context, location, listeners, closing)
+        return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
 
-    def move(self, url: str) -> int:
-        for queue in self._queues:
-            if not queue.full():
-                queue.put_nowait(url)
-        return len(self._queues)
+    return Route("/api/events", events, methods=["GET"])
 
 
 async def stream(
-    context: ApiContext, location: str | None, pages: Pages, closing: Callable[[], bool]
+    context: ApiContext, location: str | None, listeners: set[object], closing: Callable[[], bool]
 ) -> AsyncIterator[str]:
     """Yield the events of one listener, about one location or all. It counts as a listener while it is read."""
-    with pages.joined() as queue:
+    listener = object()
+    listeners.add(listener)
+    try:
         before, beat = await run_in_threadpool(snapshot, context, location), time.monotonic()
         yield "retry: 2000\n\n"
         while not closing():
-            try:
-                url = await asyncio.wait_for(queue.get(), LOOK_EVERY_S)
-                yield event("view", {"url": url})
-                continue
-            except TimeoutError:
-                pass
+            await asyncio.sleep(LOOK_EVERY_S)
             now = await run_in_threadpool(snapshot, context, location)
             changed = await run_in_threadpool(changes, context.library, before, now)
             for each in changed:
-                yield event("changed", each)
+                yield f"event: changed\ndata: {dumps(each)}\n\n"
             before = now
             if changed:
                 beat = time.monotonic()
             elif time.monotonic() - beat > BEAT_S:
                 beat = time.monotonic()
                 yield ": still here\n\n"
-
-
-def event(name: str, data: object) -> str:
-    return f"event: {name}\ndata: {dumps(data)}\n\n"
+    finally:
+        listeners.discard(listener)
 
 
 def snapshot(context: ApiContext, location: str | None) -> Snapshot:

@@ -1,25 +1,24 @@
 """Checks of every request: the name under which the server is asked, the token, and that it only reads.
 
-A page of somebody else's that the same browser has open must neither read nor move anything here: it cannot name this
-server as its own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read
-across origins, and can neither post nor listen to events, since that takes this page's origin.
+A page of somebody else's that the same browser has open must not read anything here: it cannot name this server as its
+own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read across
+origins, and cannot listen to events, since that takes this page's origin.
 """
 
 import hmac
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retrain.ui.answers import error_response
 from retrain.util.addresses import is_local
 
-POSTS = ("/api/view",)  # Paths that accept POST
 LISTENED = ("/api/events",)
 """Paths whose answer does not end. The number of listeners is limited, so another page must not take their places."""
 MOST_QUERY = 16_384  # Bytes of a query
@@ -60,8 +59,6 @@ class Guard:
         method, path = scope["method"], scope["path"]
         if not self._is_ours(name_in(headers.get("host", ""))):
             return error_response(403, "this server is asked under another name than the one that it listens at")
-        if method == "POST" and path in POSTS:
-            return _post_error(headers)
         if path in LISTENED and _is_cross_site(headers):
             return error_response(403, "another page must not listen here")
         if method not in ("GET", "HEAD"):
@@ -82,7 +79,7 @@ class Guard:
         if self.token is None:
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._is_right(bearer) or self._is_right(_cookies(headers).get(self.cookie, "")):
+        if self._is_right(bearer) or self._is_right(Request(scope).cookies.get(self.cookie, "")):
             return None
         query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         if any(name == "token" and self._is_right(value) for name, value in query):
@@ -113,19 +110,6 @@ def _is_cross_site(headers: Headers) -> bool:
     if origin is not None and origin not in ours:
         return True
     return headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")
-
-
-def _post_error(headers: Headers) -> Response | None:
-    if _is_cross_site(headers):
-        return error_response(403, "another page must not move this one")
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return error_response(415, 'send JSON: Content-Type: application/json, {"url": "/metrics/…"}')
-    return None
-
-
-def _cookies(headers: Headers) -> Mapping[str, str]:
-    pairs = (part.partition("=") for line in headers.getlist("cookie") for part in line.split(";"))
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _is_number(name: str) -> bool:

@@ -1,11 +1,9 @@
 """The application: the API, the page's files, and one shell for every address of a page."""
 
 import asyncio
-import mimetypes
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,12 +11,12 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import BaseRoute, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from retrain import __version__
 from retrain.records.pages import STATIC, environment
 from retrain.ui.answers import JsonRoute, error_response
-from retrain.ui.api import view
 from retrain.ui.api.campaign import campaign, places, runs
 from retrain.ui.api.columns import columns
 from retrain.ui.api.compare import compare
@@ -32,6 +30,7 @@ from retrain.ui.api.rollouts import iterations, rollout, rollouts, search
 from retrain.ui.api.run import run
 from retrain.ui.api.timeline import timeline
 from retrain.ui.context import ApiContext, Endpoint
+from retrain.ui.events import events_route
 from retrain.ui.guard import Guard
 from retrain.ui.library import Library
 
@@ -46,7 +45,7 @@ VIEWS = (
 """Pages besides the first one: ``/<view>/<location>?…``."""
 FILES = ("/api/", "/static/")
 FOR_EVER = "public, max-age=31536000, immutable"
-TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+STATIC_FILES = StaticFiles(directory=STATIC)
 
 
 def app_of(
@@ -59,7 +58,7 @@ def app_of(
 ) -> ASGIApp:
     context = ApiContext.over(library)
     app = Starlette(
-        routes=[*api_routes(context), *view.routes(context, VIEWS, closing), *page_routes()],
+        routes=[*api_routes(context), events_route(context, closing), *page_routes()],
         exception_handlers={HTTPException: _http, Exception: _failed},
     )
     app.router.redirect_slashes = False
@@ -100,24 +99,13 @@ def _shell(request: Request) -> Response:
     return HTMLResponse(shell_html(), headers={"Cache-Control": "no-cache"})
 
 
-def _static(request: Request) -> Response:
+async def _static(request: Request) -> Response:
     name: str = request.path_params["path"]
     version, _, rest = name.partition("/")
     is_versioned = version == static_version()
-    path = _inside(rest if is_versioned else name)
-    if path is None:
-        return error_response(404, f"the page has no file {name[:100]!r}")
-    kind = TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    headers = {"Cache-Control": FOR_EVER if is_versioned else "no-cache"}
-    return Response(path.read_bytes(), media_type=kind, headers=headers)
-
-
-def _inside(name: str) -> Path | None:
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") or part.startswith(".") for part in parts):
-        return None
-    path = STATIC.joinpath(*parts)
-    return path if path.is_file() and path.resolve().is_relative_to(STATIC.resolve()) else None
+    answer = await STATIC_FILES.get_response(rest if is_versioned else name, request.scope)
+    answer.headers["Cache-Control"] = FOR_EVER if is_versioned else "no-cache"
+    return answer
 
 
 def _http(request: Request, error: Exception) -> Response:

@@ -17,11 +17,7 @@ WALKS = {
     f"/metrics{HOME}?tab=all": ("j k g c Escape", ".chartcard", {"cc": "lines"}),
     f"/metrics{HOME}?hist=reward": ("j k g c h l Escape", None, {"hhl": "step"}),
     f"/problems{HOME}": ("j k d s Escape", None, {"jjk": "id"}),
-    f"/prompt{HOME}": (
-        "j k g G h l H L c C d",
-        None,
-        {"ggG": "problem", "jjk": "problem sample", "ccC": "colour", "dd": "colour"},
-    ),
+    f"/prompt{HOME}": ("j k g G h l H L", None, {"ggG": "problem", "jjk": "problem sample"}),
     f"/rollouts{FIRST}?iteration=5": (
         "j k h l g G Enter Escape",
         None,

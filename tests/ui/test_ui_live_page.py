@@ -1,5 +1,4 @@
 import json
-import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
@@ -192,19 +191,3 @@ def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_pat
             page.until("() => document.querySelector('.live').textContent === 'live'", "live again", 15)
             page.until(f"() => Boolean({expected[view]})", "what happened meanwhile", 5 * SEEN_S)
             page.page.close()
-
-
-def test_an_open_page_is_sent_elsewhere(live):
-    page, url = live
-    opened(page, "/")
-    for target in (f"/metrics/{RUN}?x=tokens", "/notes/one?q=start"):
-        body = json.dumps({"url": target}).encode()
-        asked = urllib.request.Request(f"{url}/api/view", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
-            assert answer.status == 200
-        page.until(f"() => location.pathname + location.search === {target!r}", "the page", SEEN_S)
-        page.settle()
-    page.page.go_back()
-    page.settle()
-    assert page.path == f"/metrics/{RUN}?x=tokens"
-    page.fine()

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from helpers.pages import LABELS, campaign, row
 
@@ -121,7 +119,7 @@ def test_all_metrics_by_section_with_an_index_and_a_custom_one_in_its_own_group(
     assert page.page.locator("nav.sections").count() == 0
 
 
-def test_pinned_charts_are_kept_in_the_address_and_in_a_file(page, tmp_path):
+def test_pinned_charts_are_kept_in_the_address(page):
     page.open("/metrics/long?tab=all&q=reward")
     page.page.get_by_role("button", name="add mean_reward to Mine").click()
     page.page.locator("input[type=search]").fill("entropy")
@@ -132,21 +130,10 @@ def test_pinned_charts_are_kept_in_the_address_and_in_a_file(page, tmp_path):
     page.page.locator("input[type=search]").fill("")
     page.settle()
     page.page.get_by_role("button", name="move entropy forward").click()
-    page.page.get_by_role("button", name="entropy once more").click()
-    page.page.get_by_label("runs in this chart of entropy").nth(1).fill("maxrl")
-    page.press("Tab")
-    assert page.query["keys"] == "entropy,entropy@maxrl,mean_reward"
-    page.until("() => document.querySelectorAll('.plot[tabindex]').length === 3", "the charts")
-    labels = [page.page.locator(".readout").nth(chart).locator(".item").count() for chart in range(3)]
-    assert labels == [2, 1, 2]
-    with page.page.expect_download() as download:
-        page.page.get_by_role("button", name="Save as a file").click()
-    charts = json.loads(download.value.path().read_text())["charts"]
-    page.open("/metrics/long?tab=mine")
-    (tmp_path / "charts.json").write_text(json.dumps({"charts": charts}))
-    page.page.locator("input[type=file]").set_input_files(tmp_path / "charts.json")
-    page.until("() => location.search.includes('keys=')", "the charts of the file")
-    assert page.query["keys"] == "entropy,entropy@maxrl,mean_reward"
+    assert page.query["keys"] == "entropy,mean_reward"
+    page.until("() => document.querySelectorAll('.plot[tabindex]').length === 2", "the charts")
+    page.page.get_by_role("button", name="take entropy out of Mine").click()
+    assert page.query["keys"] == "mean_reward"
 
 
 # All within one frame, in which uPlot's own selection has not yet followed the pointer.

@@ -141,10 +141,8 @@ def test_tokens_are_coloured_by_advantage_log_ratio_and_entropy(page):
 
 def test_the_step_that_a_sample_is_chosen_from_stays(page):
     page.open(ADDRESS)
-    asked = len([url for url in page.requests if "/api/rollouts" in url])
     page.press("j")
     assert page.query == {"iteration": "1", "index": "0"}
-    assert len([url for url in page.requests if "/api/rollouts" in url]) == asked, "the list is not asked for again"
     assert page.text(".beside h2").startswith("haystack")
     page.press("l", "h")
     assert page.query["iteration"] == "0"

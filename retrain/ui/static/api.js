@@ -53,28 +53,19 @@ export function isAborted(error) {
   return error && error.name === "AbortError";
 }
 
-// Events of a place: changed({place, what, rows}), view({url}), and state("live" | "lost" | "copy"). Returns how to
-// stop.
-export function listen(place, {changed, view, state}) {
+// Events of a place: changed({place, what, rows}), and state("live" | "lost" | "copy"). Returns how to stop.
+export function listen(place, {changed, state}) {
   if (isCopy()) {
     state("copy");
     return () => {};
   }
-  const read = (run) => (event) => {
-    try {
-      run(JSON.parse(event.data));
-    } catch (error) {
-      console.warn("an event that is no JSON", error);
-    }
-  };
   /** @type {EventSource} */
   let source;
   let timer = 0;
   const open = () => {
     source = new EventSource(place ? `/api/events?at=${encodeURIComponent(place)}` : "/api/events");
     source.addEventListener("open", () => state("live"));
-    source.addEventListener("changed", read(changed));
-    source.addEventListener("view", read(view));
+    source.addEventListener("changed", (event) => changed(JSON.parse(event.data)));
     source.addEventListener("error", () => {
       state("lost");
       // The browser tries again by itself only where nothing answered.

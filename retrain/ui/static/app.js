@@ -120,9 +120,6 @@ function follow(place) {
   listeningTo = place;
   stopListening = listen(place, {
     changed: announce,
-    view: ({url}) => {
-      if (typeof url === "string" && /^\/(?!\/)/.test(url)) go(url);
-    },
     state: (word) => {
       const wasLost = connection === "lost";
       connection = word;

@@ -9,7 +9,7 @@ const KEPT = globalThis.RETRAIN_COPY || null;
 const loaded = new Map();
 const known = new Map();
 // What changes how much of an answer there is, or when it comes: a copy has one of each.
-const FREE = new Set(["points", "wait_ms", "since", "count"]);
+const FREE = new Set(["points", "wait_ms", "since", "count", "from", "to"]);
 // What is the same as leaving it out.
 const PLAIN = new Set(["first=0", "down=0", "sort=index", "sample=0"]);
 

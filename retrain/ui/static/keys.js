@@ -66,7 +66,7 @@ export function startKeys() {
   frameKey("?", "this help", help);
 }
 
-// Those of a chart that has the focus (charts/cursor_keys.js).
+// Those of a chart that has the focus (components/chart.js).
 const CHART_KEYS = [
   ["← →", "the cursor a point back and on, with Shift ten"],
   ["Home", "the first point"],

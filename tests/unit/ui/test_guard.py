@@ -13,7 +13,6 @@ FOREIGN = [
     {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
     {"Origin": "http://127.0.0.1:9", "Sec-Fetch-Site": "same-site"},
 ]  # fmt: skip
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +56,11 @@ def test_every_answer_has_the_headers(client):
         assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_view_is_posted_and_events_are_heard_by_this_page_or_a_program(client):
+def test_events_are_heard_by_this_page_or_a_program(client):
     for headers in ({}, OURS):
-        answer = client.post("/api/view", json={"url": "/metrics/one?key=loss"}, headers=headers)
-        assert answer.json() == {"url": "/metrics/one?key=loss", "pages": 0}
         assert client.get("/api/events?at=nowhere", headers=headers).status_code == 404  # no such place
     for headers in FOREIGN:
         assert client.get("/api/events?at=nowhere", headers=headers).status_code == 403
-    texts = [{"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded")]
-    for headers, status in [*((JSON | headers, 403) for headers in FOREIGN), *((headers, 415) for headers in texts)]:
-        answer = client.post("/api/view", content=b'{"url": "/"}', headers=headers)
-        assert (answer.status_code, set(answer.json())) == (status, {"error"})
-
-
-@pytest.mark.parametrize(
-    "body",
-    [b"", b"{", b"[]", b'"/"', b'{"url": 5}', b'{"url": ""}', b'{"url": "//evil.example"}', b'{"url": "http://evil"}',
-     b'{"url": "javascript:x"}', b'{"url": "/\\\\evil"}', b'{"url": "/metrics/a b"}', b'{"url": "/metrics/a\\nb"}',
-     b'{"url": "/api/places"}', b'{"url": "/metrics/' + b"a" * 9000 + b'"}', b"[" * 10_000, b" " * 20_000, b"\xff"],
-)  # fmt: skip
-def test_a_view_is_an_address_of_this_server(client, body):
-    answer = client.post("/api/view", content=body, headers=JSON)
-    assert answer.status_code in (400, 413)
-    assert set(answer.json()) == {"error"}
 
 
 def test_a_token_in_the_address_becomes_a_cookie(logs):

@@ -1,6 +1,5 @@
 // What a chart draws: lines of one or more conditions, aligned to a common x for the canvas.
 
-import {extent} from "../format.js";
 import {table} from "./save.js";
 
 /**
@@ -60,10 +59,6 @@ export function middle(lines) {
   const room = 0.06 * (high - low || Math.abs(high) || 1);
   const outside = values.filter((y) => y < low - room || y > high + room).length;
   return {low: low - room, high: high + room, outside};
-}
-
-export function extremes(lines) {
-  return extent(lines.flatMap(({y, low, high}) => extent([...y, ...(low || []), ...(high || [])]) || []));
 }
 
 // Return a range no narrower than a hundred-thousandth of its values' size: what float32 rounds shall look flat.

@@ -3,6 +3,8 @@
 import {colour} from "../colours.js";
 import {number, plural, shortened, tickText} from "../format.js";
 import {html} from "../lib/html.js";
+import {FigureCard} from "./forest.js";
+import {table} from "./save.js";
 import {linearTicks} from "./ticks.js";
 
 /** @typedef {{counts: number[], name?: string, index?: number, note?: string}} HistogramRow */
@@ -32,11 +34,25 @@ function Bars({row: {counts, name, index = 0, note}, edges, most, noun, x, top, 
 }
 
 /**
- * Rows are drawn to one scale of shares, so that conditions with unlike counts can be compared.
- * @param {{rows: HistogramRow[], edges: number[], name: string, noun: string, label: string,
- *   picture?: {current: any}}} props `name` of the values
+ * A card of histograms of the values called `name`; `noun`: what is counted.
+ * @param {{title: string, words: string, rows: HistogramRow[], edges: number[], name: string, noun?: string}} props
  */
-export function Histograms({rows, edges, name, noun, label, picture}) {
+export function Distribution({title, words, rows, edges, name, noun = "completion"}) {
+  const csv = () => {
+    const bins = rows[0].counts.map((_, i) => [edges[i], edges[i + 1], ...rows.map(({counts}) => counts[i])]);
+    return table([`${name} from`, "to", ...rows.map((row) => row.name || `${noun}s`)], bins);
+  };
+  const noted = rows.map((row) => `${row.name || ""} ${row.note || words}`.trim());
+  return html`<${FigureCard} heading=${title} words=${words} title=${title} csv=${csv}>
+    <${Histograms} ...${{rows, edges, name, noun, label: `${title}: ${noted.join("; ")}`}} />
+  <//>`;
+}
+
+/**
+ * Rows are drawn to one scale of shares, so that conditions with unlike counts can be compared.
+ * @param {{rows: HistogramRow[], edges: number[], name: string, noun: string, label: string}} props
+ */
+function Histograms({rows, edges, name, noun, label}) {
   const [low, high] = edges.length ? [edges[0], edges[edges.length - 1]] : [0, 1];
   const x = (value) => LEFT + ((value - low) / (high - low || 1)) * (RIGHT - LEFT);
   const totals = rows.map(({counts}) => counts.reduce((sum, n) => sum + n, 0) || 1);
@@ -52,7 +68,7 @@ export function Histograms({rows, edges, name, noun, label, picture}) {
     return html`<${Bars} row=${each} ...${place} />`;
   };
   const size = {viewBox: `0 0 ${WIDTH} ${bottom + 38}`, width: WIDTH, height: bottom + 38};
-  return html`<svg class="chart" ...${size} role="img" ref=${picture} aria-label=${label}>
+  return html`<svg class="chart" ...${size} role="img" aria-label=${label}>
     ${rows.map(row)} ${ticks.ticks.map(tick)}
     <text x=${WIDTH / 2} y=${bottom + 34} text-anchor="middle">${name}</text>
   </svg>`;

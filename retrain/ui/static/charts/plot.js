@@ -29,7 +29,7 @@ import {xSteps, xTexts, yTexts} from "./ticks.js";
  * @property {((x: number | null, y: number | null) => void) | null} [onCursor]
  */
 
-const FONT = '11.5px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
+const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif';
 const STROKES = {mean: [2, 1], run: [1.3, 0.85], thin: [1, 0.28], shade: [0, 0], points: [0, 0.6]};
 
 // Many lines are drawn thinner and lighter, so that none hides the others.

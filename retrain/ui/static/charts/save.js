@@ -5,7 +5,10 @@ import {Menu} from "../components/inputs.js";
 import {download, showToast} from "../lib/browser.js";
 import {html} from "../lib/html.js";
 
-/** @typedef {{title: string, csv: () => string, picture: () => SVGSVGElement}} Saved what a chart gives to be saved */
+/**
+ * @typedef {SVGSVGElement | HTMLCanvasElement} Picture
+ * @typedef {{title: string, csv: () => string, picture: () => Picture}} Saved what a chart gives to be saved
+ */
 
 const SVG = "http://www.w3.org/2000/svg";
 // What a picture takes from the page's style, where it is a file of its own.
@@ -19,8 +22,8 @@ function text(picture) {
   return new XMLSerializer().serializeToString(picture);
 }
 
-/** Return the picture as a PNG of twice its size. @returns {Promise<Blob>} */
-async function png(picture) {
+/** Return an SVG as a canvas of twice its size. */
+async function canvasOf(picture) {
   const size = picture.viewBox.baseVal;
   const image = new Image();
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text(picture))}`;
@@ -29,6 +32,12 @@ async function png(picture) {
   Object.assign(canvas, {width: 2 * size.width, height: 2 * size.height});
   const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  return canvas;
+}
+
+/** @param {Picture} picture @returns {Promise<Blob>} */
+async function png(picture) {
+  const canvas = picture instanceof HTMLCanvasElement ? picture : await canvasOf(picture);
   return new Promise((done, failed) => {
     canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error("no picture"))), "image/png");
   });
@@ -51,14 +60,14 @@ async function copyPng({picture}) {
   }
 }
 
-// The menu that saves a chart.
-export function SaveMenu({get}) {
+// The menu that saves a chart; one that is drawn as SVG can be saved as that too.
+export function SaveMenu({get, isSvg = true}) {
   const save = (ending, content, type) => download(fileName(get().title, ending), new Blob([content], {type}));
-  /** @type {[string, () => void][]} */
+  const svg = () => save("svg", text(get().picture()), "image/svg+xml");
   const items = [
     ["CSV", () => save("csv", get().csv(), "text/csv")],
     ["PNG", () => savePng(get())],
-    ["SVG", () => save("svg", text(get().picture()), "image/svg+xml")],
+    ...(isSvg ? [["SVG", svg]] : []),
     ["copy as PNG", () => copyPng(get())],
   ];
   return html`<${Menu} label="save this chart" text="⤓" items=${items} />`;

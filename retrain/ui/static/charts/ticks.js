@@ -64,19 +64,14 @@ export function yTexts(ticks, step, unit) {
   return distinct(ticks, (value) => tickText(value, step, unit), long);
 }
 
-// Return the ticks of a linear axis of a picture, about as many as wanted; `kind` names an x axis.
-export function linearTicks(low, high, wanted, kind) {
+// Return the ticks of a linear axis of a picture, about as many as wanted; `kind` names an x axis. With `isRound` the
+// first and the last one enclose the values, else they lie within them.
+export function linearTicks(low, high, wanted, kind = "", isRound = false) {
   const least = (high - low) / wanted || 1;
   const whole = kind && xSteps(kind).find((each) => each >= least * (1 - 1e-9));
   const step = whole || niceStep(least);
-  const first = Math.ceil(low / step - 1e-9);
-  const last = Math.floor(high / step + 1e-9);
+  const [first, last] = isRound
+    ? [Math.floor(low / step + 1e-9), Math.ceil(high / step - 1e-9)]
+    : [Math.ceil(low / step - 1e-9), Math.floor(high / step + 1e-9)];
   return {step, ticks: Array.from({length: Math.max(0, last - first + 1)}, (_, i) => (first + i) * step)};
-}
-
-// Return the powers of ten on a logarithmic axis.
-export function logTicks(low, high) {
-  const first = Math.ceil(Math.log10(low));
-  const last = Math.floor(Math.log10(high));
-  return Array.from({length: Math.max(0, last - first + 1)}, (_, i) => 10 ** (first + i));
 }

@@ -16,11 +16,9 @@ const SMOOTHINGS = [
 /** The smoothing that a campaign's curves begin with. */
 export const AS_IN_REPORT = ["auto", "smoothed as in the report"];
 
-// Return the smoothing of the address, as the API takes it; the usual one where there is none. `20` is `mean:20`.
+// Return the smoothing of the address; a copy has the usual one alone.
 function smoothOf(smooth, usual) {
-  if (isCopy() || !smooth) return usual;
-  if (/^[01]$/.test(smooth)) return "none";
-  return /^\d+$/.test(smooth) ? `mean:${smooth}` : smooth;
+  return isCopy() || !smooth ? usual : smooth;
 }
 
 /** Return the part in sight as the address holds it, "from,to" in units of the x axis; null for all of it. */
@@ -85,15 +83,9 @@ export function useMetric(at, first = []) {
   };
 }
 
-export function MetricChoice({of: {metric, usual, watched, rest}}) {
-  const {patch} = useAddress();
-  const chosen = metric && ![...watched, ...rest].includes(metric) ? [metric] : [];
-  const option = (key) => html`<option key=${key} value=${key} selected=${key === metric}>${key}</option>`;
-  const group = ([label, keys]) => keys.length > 0 && html`<optgroup label=${label}>${keys.map(option)}</optgroup>`;
-  const choose = ({target: {value}}) => patch({key: value === usual ? null : value});
-  return html`<select aria-label="metric" class="metric" value=${metric} onChange=${choose}>
-    ${Object.entries({watched, all: rest, chosen}).map(group)}
-  </select>`;
+export function MetricChoice({of: {usual, watched, rest}}) {
+  const options = [...watched, ...rest].map((key) => [key, key]);
+  return html`<${AddressChoice} name="key" label="metric" class="metric" options=${options} usual=${usual} />`;
 }
 
 // The legend of groups that the address hides by their index; fewer than two need none.

@@ -38,9 +38,10 @@ export function AddressChoice({name, options, usual = options[0] && options[0][0
   return html`<${Choice} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
 }
 
-export function RunChoice({label = "run", runs, value, onChoose}) {
-  const options = runs.map((run) => [run.place, runName(run)]);
-  return html`<${Choice} label=${label} options=${options} value=${value} onChoose=${onChoose} />`;
+// The choice of one of `runs`; `run` is the one in sight.
+export function RunChoice({label = "run", name = "run", runs, run, resets = {}}) {
+  const options = runs.map((each) => [each.place, runName(each)]);
+  return html`<${AddressChoice} name=${name} label=${label} options=${options} usual=${run} resets=${resets} />`;
 }
 
 export function AddressTick({name, title, on = "1", resets, children}) {

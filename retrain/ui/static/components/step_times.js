@@ -90,8 +90,8 @@ function timeText(seconds) {
 function StepBars({steps, paint, chosen, width, choose}) {
   const slot = (width - LEFT - 8) / Math.max(1, steps.length);
   const most = Math.max(...steps.map(({start, end}) => Math.max(end - start, 1e-9)));
-  const {step: unit} = linearTicks(0, most, 4);
-  const top = Math.ceil(most / unit) * unit;
+  const {ticks} = linearTicks(0, most, 4, "", true);
+  const top = ticks[ticks.length - 1];
   const y = (seconds) => BOTTOM - (seconds / top) * (BOTTOM - 10);
   const every = Math.max(1, Math.ceil(steps.length / Math.max(2, width / 70)));
   const tick = (at) => html`<line class="grid" x1=${LEFT} x2=${width - 8} y1=${y(at)} y2=${y(at)} />
@@ -115,7 +115,7 @@ function StepBars({steps, paint, chosen, width, choose}) {
   };
   const label = `time of steps ${steps[0].step} to ${steps[steps.length - 1].step}, by phase`;
   return html`<${Picture} width=${width} height=${HEIGHT} label=${label}>
-    ${linearTicks(0, top, 4).ticks.map(tick)}${steps.map(bar)}
+    ${ticks.map(tick)}${steps.map(bar)}
   <//>`;
 }
 

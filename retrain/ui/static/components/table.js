@@ -1,7 +1,7 @@
 // Tables by columns, which may sort by one of them, and whose rows may be opened and gone along by the keys j and k.
 
 import {step, useKeys} from "../keys.js";
-import {html, useMemo} from "../lib/html.js";
+import {html, useEffect, useElement, useMemo} from "../lib/html.js";
 import {Condition} from "./marks.js";
 
 /**
@@ -63,22 +63,32 @@ function Cell({column: {title, cell, number, head, share}, row}) {
   return html`<td class=${name} style=${style} data-name=${title}>${content}</td>`;
 }
 
-// `sort`: key of the column. `onOpen`: for Enter and a click on the row. `noun`: what a row is, for the help of j and
-// k; none: no keys. `region`: Tab reaches the table, so that keys scroll it: for a wide one without links. `tall`: many
-// rows scroll inside of it.
+// `sort`: key of the column. `onOpen(row, {replace})`: for Enter and a click on the row. `noun`: what a row is, for the
+// help of j and k; none: no keys. They move the focus; of a table with a row that is `selected` they open the next one,
+// which stays in sight, and behind the last one call `onEnd(by)`. `region`: Tab reaches the table, so that keys scroll
+// it: for a wide one without links. `tall`: many rows scroll inside of it.
 export function Table({columns, rows, keyOf, label, sort, down = false, onSort, ...rest}) {
-  const {onOpen, selected, noun, region, tall, class: name = "tight"} = rest;
+  const {onOpen, selected, onEnd, noun, region, tall, class: name = "tight"} = rest;
   const by = columns.find((each) => each.key === sort);
   const ordered = useMemo(() => sorted(rows, by, down), [rows, sort, down]);
-  const selector = `table[aria-label="${CSS.escape(label)}"] tbody tr`;
-  useKeys(
-    noun ? {j: [`next ${noun}`, () => step(selector, 1)], k: [`previous ${noun}`, () => step(selector, -1)]} : null,
-  );
+  const root = useElement();
+  const at = selected ? ordered.findIndex(selected) : -1;
+  const chosen = at < 0 ? null : keyOf(ordered[at]);
+  useEffect(() => {
+    if (chosen !== null) root.current.querySelector("[aria-selected=true]").scrollIntoView({block: "nearest"});
+  }, [chosen]);
+  const move = (by) => () => {
+    if (!selected) return step(`table[aria-label="${CSS.escape(label)}"] tbody tr`, by);
+    const first = by > 0 ? 0 : ordered.length - 1;
+    const row = ordered[at < 0 ? first : at + by];
+    return row ? onOpen(row, {replace: at >= 0}) : onEnd && onEnd(by);
+  };
+  useKeys(noun ? {j: [`next ${noun}`, move(1)], k: [`previous ${noun}`, move(-1)]} : null);
   const head = (column) =>
     html`<${Heading} key=${column.key} column=${column} active=${column === by} down=${down} onSort=${onSort} />`;
   const body = (row) => {
     const open = (event) => {
-      if (!event.target.closest("a, button, input, select, summary")) onOpen(row);
+      if (!event.target.closest("a, button, input, select, summary")) onOpen(row, {replace: false});
     };
     const press = (event) => event.key === "Enter" && open(event);
     const attributes = {
@@ -91,7 +101,7 @@ export function Table({columns, rows, keyOf, label, sort, down = false, onSort, 
     return html`<tr key=${keyOf(row)} ...${attributes}>${cells}</tr>`;
   };
   const place = region ? {tabindex: "0", role: "region", "aria-label": label} : {};
-  return html`<div class=${tall ? "scroll tall" : "scroll"} ...${place}>
+  return html`<div class=${tall ? "scroll tall" : "scroll"} ref=${root} ...${place}>
     <table class=${name} aria-label=${label}>
       <thead><tr>${columns.map(head)}</tr></thead>
       <tbody>${ordered.map(body)}</tbody>

@@ -43,7 +43,7 @@ function address() {
   return [path, query.join("?")];
 }
 
-export function here() {
+function here() {
   const [path, search] = address();
   const [, view, ...rest] = path.split("/");
   const query = Object.fromEntries(new URLSearchParams(search));

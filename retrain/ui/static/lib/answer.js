@@ -16,27 +16,6 @@ export function announce(change) {
   for (const listener of [...listeners]) listener(change);
 }
 
-// Call `run` when files of these kinds changed ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state",
-// "comparison"; null: never), at most once in `wait` ms.
-export function useChanges(kinds, run, /** @type {number | (() => number)} */ wait = 2000) {
-  const newest = useRef(run);
-  newest.current = run;
-  const wanted = kinds && kinds.join(" ");
-  useEffect(() => {
-    if (wanted === null) return;
-    const names = wanted.split(" ");
-    const soon = spaced(() => newest.current(), wait);
-    const listener = (/** @type {Change} */ {what}) => {
-      if (!what || what.some((kind) => names.includes(kind))) soon();
-    };
-    listeners.add(listener);
-    return () => {
-      listeners.delete(listener);
-      soon.stop();
-    };
-  }, [wanted, wait]);
-}
-
 /**
  * @typedef {object} Answer
  * @property {any} data the newest answer, null before the first
@@ -50,8 +29,9 @@ export function useChanges(kinds, run, /** @type {number | (() => number)} */ wa
 const NOTHING = {data: null, about: null, error: null, loading: true};
 
 /**
- * Fetch `/api/<name>` with `params` (null: nothing is asked yet), and again when files of these `kinds` change. The old
- * answer stays until the new one is there; an answer to an earlier question is dropped.
+ * Fetch `/api/<name>` with `params` (null: nothing is asked yet), and again when files of these `kinds` change
+ * ("metrics", "evals", "notes", "log", "rollouts", "timeline", "state", "comparison"), at most once in `wait` ms. The
+ * old answer stays until the new one is there; an answer to an earlier question is dropped.
  * @param {string} name
  * @param {Record<string, unknown> | null} params
  * @param {{kinds?: string[] | null, wait?: number}} [options]
@@ -62,8 +42,6 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
   const [state, setState] = useState(/** @type {Omit<Answer, "isCurrent" | "retry">} */ (NOTHING));
   const controller = useRef(/** @type {AbortController | null} */ (null));
   const took = useRef(0); // ms of the newest answer
-  // A server that is slow to answer is asked less often.
-  const pause = useCallback(() => Math.max(wait, 5 * took.current), [wait]);
   const retry = useCallback(() => {
     if (controller.current) controller.current.abort();
     controller.current = null;
@@ -89,7 +67,20 @@ export function useAnswer(name, params, {kinds = null, wait = 2000} = {}) {
       controller.current = null;
     };
   }, [retry]);
-  useChanges(kinds, retry, pause);
+  const followed = (kinds || []).join(" ");
+  useEffect(() => {
+    if (!followed) return;
+    // A server that is slow to answer is asked less often.
+    const soon = spaced(retry, () => Math.max(wait, 5 * took.current));
+    const listener = (/** @type {Change} */ {what}) => {
+      if (!what || what.some((kind) => followed.split(" ").includes(kind))) soon();
+    };
+    listeners.add(listener);
+    return () => {
+      listeners.delete(listener);
+      soon.stop();
+    };
+  }, [followed, wait, retry]);
   return {...state, isCurrent: state.data !== null && state.about === question, retry};
 }
 
@@ -106,29 +97,18 @@ export function useSame(value) {
 
 const FOLLOWED = {kinds: ["metrics", "evals", "state"], wait: 700};
 
-// Return whether an answer is of these lines, whatever part and smoothing of them.
-function isAbout(answer, name, params) {
-  if (!answer.data) return false;
-  const [asked, {key, x}] = JSON.parse(String(answer.about));
-  return asked === name && x === params.x && String(key) === String(params.key);
-}
-
 /**
- * Return the answer to show, its error, and how to ask again. Until the part in sight is there, what is known of the
- * lines is shown; all of them is not read for an address that has only a part. Nothing is read while `asking` is false.
+ * Return the answer to show, its error, and how to ask again. Until the part in sight is there, an earlier answer about
+ * the same lines is shown, whatever part and smoothing it is of. Nothing is read while `asking` is false.
  * @param {"curves" | "columns"} name
  * @param {number[] | null} zoom the part of the x axis in sight
  */
 export function useCurves(name, params, zoom, asking) {
-  const readWhole = useRef(/** @type {string | null} */ (null));
-  const about = JSON.stringify([name, params]);
-  if (!zoom) readWhole.current = about;
   const [from, to] = zoom || [];
-  const whole = useAnswer(name, asking && readWhole.current === about ? params : null, FOLLOWED);
-  const part = useAnswer(name, asking && zoom ? {...params, from, to} : null, FOLLOWED);
-  const exact = zoom ? part : whole;
-  const known = [...(exact.isCurrent ? [exact] : []), whole, part].find((answer) => isAbout(answer, name, params));
-  return {body: known ? known.data : null, error: exact.error, retry: exact.retry};
+  const {data, about, error, retry} = useAnswer(name, asking ? {...params, from, to} : null, FOLLOWED);
+  const [earlierName, {key, x}] = JSON.parse(about || '["", {}]');
+  const isSame = earlierName === name && x === params.x && String(key) === String(params.key);
+  return {body: isSame ? data : null, error, retry};
 }
 
 /**

@@ -15,7 +15,7 @@ export function later(run, wait) {
 }
 
 /**
- * Return a function that calls `run` at most once in `wait` ms, and always after the last call.
+ * Return a function that calls `run` at most once in `wait()` ms, and always after the last call.
  * @returns {Delayed}
  */
 export function spaced(run, wait) {
@@ -28,7 +28,7 @@ export function spaced(run, wait) {
   };
   const call = () => {
     if (timer) return;
-    const pause = last + (typeof wait === "function" ? wait() : wait) - performance.now();
+    const pause = last + wait() - performance.now();
     timer = setTimeout(fire, Math.max(120, pause));
   };
   const stop = () => {

@@ -61,13 +61,3 @@ options.vnode = (vnode) => {
   else if (typeof node.type === "string") sanitize(node.props);
   if (before) before(vnode);
 };
-
-/**
- * Render into an element of its own, and return what was drawn.
- * @returns {any}
- */
-export function renderElement(vnode) {
-  const root = document.createElement("div");
-  render(vnode, root);
-  return root.firstElementChild;
-}

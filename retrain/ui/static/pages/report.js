@@ -2,9 +2,7 @@
 
 import {conditionLines} from "../charts/curve_lines.js";
 import {columnsOf} from "../charts/data.js";
-import {FigureCard} from "../charts/forest.js";
-import {Histograms} from "../charts/histogram.js";
-import {table} from "../charts/save.js";
+import {Distribution} from "../charts/histogram.js";
 import {startThemeButton, themeChanged} from "../colours.js";
 import {Chart} from "../components/chart.js";
 import {Legend} from "../components/marks.js";
@@ -24,19 +22,6 @@ function Curves({title, words, x, unit, range, body}) {
   }, []);
   const looks = {x, unit, range, zoom, height: 240, group: `report ${x}`, share: unit === "%"};
   return html`<${Chart} title=${title} words=${words} lines=${lines} ...${looks} onZoom=${setZoom} />`;
-}
-
-/** @param {any} props title, words and name of the values; edges of the bins, and a row for each condition */
-function Distribution({title, words, name, edges, rows}) {
-  const csv = () => {
-    const counts = (i) => rows.map((row) => row.counts[i]);
-    const bins = rows[0].counts.map((_, i) => [edges[i], edges[i + 1], ...counts(i)]);
-    return table([`${name} from`, "to", ...rows.map((row) => row.name)], bins);
-  };
-  const label = `${title} by condition: ${rows.map((row) => `${row.name} ${row.note}`).join("; ")}`;
-  return html`<${FigureCard} heading=${title} words=${words} title=${title} csv=${csv}>
-    <${Histograms} ...${{rows, edges, name, label}} noun="completion" />
-  <//>`;
 }
 
 // Canvases keep the colours that they were drawn with: on paper those of the light theme.

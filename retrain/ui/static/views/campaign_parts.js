@@ -1,6 +1,6 @@
 // The pictures of a campaign's page that are drawn from /api/campaign alone: results, cost, and how many more seeds.
 
-import {FigureCard, Forest, Gain} from "../charts/forest.js";
+import {FigureCard, Forest} from "../charts/forest.js";
 import {table} from "../charts/save.js";
 import {Copyable} from "../components/inputs.js";
 import {CONDITION_COLUMN, Table, numberColumn} from "../components/table.js";
@@ -120,40 +120,20 @@ export function Costs({body: {comparison, cost}}) {
   const gains = (each) => each.seconds_per_run && (each.index === 0 || each.typical_difference !== null);
   const known = (cost || []).map((each, index) => ({...each, index})).filter(gains);
   if (known.length < 2 || !comparison) return null;
-  const {metric, share} = comparison;
-  const write = (each) => (each.index === 0 ? "baseline" : difference(each.typical_difference, share));
-  const dear = (each) => `${duration(each.seconds_per_run)}, ${count(each.tokens_per_run)} tokens per run`;
-  const points = known.map((each) => ({
-    ...{name: each.label, index: each.index, x: each.seconds_per_run, interval: each.difference_interval},
-    y: each.index === 0 ? 0 : each.typical_difference,
-    hint: `${each.label}: ${dear(each)}, ${write(each)}`,
-  }));
-  const heads = ["seconds per run", "tokens per run", "typical difference", "difference low", "difference high"];
-  const cells = ({label, seconds_per_run: seconds, tokens_per_run: tokens, typical_difference: gain, ...each}) => [
-    ...[label, seconds, tokens, gain],
-    ...ends(each.difference_interval),
-  ];
+  const {share} = comparison;
+  const write = (value) => difference(value, share);
+  const gain = ({index, typical_difference: centre, difference_interval: interval}) =>
+    index === 0 ? "baseline" : write(centre) + intervalText(interval, write);
   const columns = [
     CONDITION_COLUMN,
     numberColumn("time", "time / run", (each) => duration(each.seconds_per_run)),
     numberColumn("tokens", "tokens / run", (each) => count(each.tokens_per_run)),
-    numberColumn("gain", "typical difference", write),
+    numberColumn("gain", `typical difference${share ? ", points" : ""}`, gain),
   ];
-  const label = `difference to the baseline by device time per run: ${points.map((each) => each.hint).join("; ")}`;
-  const xText = (value) => (value === 0 ? "0" : duration(value));
-  const axes = {
-    xTitle: "device time per run",
-    xText,
-    yTitle: share ? "points" : "difference",
-    unit: share ? "points" : "",
-  };
-  const bar = points.some((each) => each.interval) ? "; bar: 95 % interval over seeds" : "";
-  const words = `up: better than the baseline; right: dearer${bar}`;
-  const card = {heading: "Cost against gain", words, title: `cost against gain ${metric}`};
-  return html`<${FigureCard} ...${card} csv=${() => table(["condition", ...heads], known.map(cells))}>
-    <${Gain} points=${points} label=${label} ...${axes} />
+  return html`<section class="card">
+    <h2>Cost against gain<small>differences to the baseline, with 95 % intervals over seeds</small></h2>
     <${Table} columns=${columns} rows=${known} keyOf=${(each) => each.label} label="cost" />
-  <//>`;
+  </section>`;
 }
 
 export function Seeds({power}) {

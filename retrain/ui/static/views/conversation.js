@@ -74,7 +74,7 @@ export function PromptBox({prompt: {messages, reference}}) {
 }
 
 const REWRITTEN = html`<p class="muted small">The conversation was written anew before this turn:</p>`;
-const EMPTY_TEXT = html`<p class="muted">(an empty text)</p>`;
+export const EMPTY_TEXT = html`<span class="muted">(an empty text)</span>`;
 
 function Turn({turn, k, line, body}) {
   const {fresh, messages, tokens, stop_reason: stop, reward, metrics, text, logs} = turn;

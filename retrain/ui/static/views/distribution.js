@@ -1,14 +1,12 @@
 // A sample metric over the rollouts of a step, and over all steps: the histogram and how it moved.
 
-import {Histograms, WIDTH} from "../charts/histogram.js";
-import {SaveMenu, standaloneCopy, table} from "../charts/save.js";
+import {Distribution as Histogram, WIDTH} from "../charts/histogram.js";
 import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered, ClosableHead} from "../components/states.js";
 import {number, plural} from "../format.js";
-import {useKeys} from "../keys.js";
 import {useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
-import {html, useElement} from "../lib/html.js";
+import {html} from "../lib/html.js";
 import {Steps} from "./reading.js";
 
 const HEIGHT = 230;
@@ -56,7 +54,6 @@ function Heat({over: {steps, edges, counts}, name, chosen, onStep}) {
 export function Distribution({place, runs}) {
   const {query, patch} = useAddress();
   const {hist: name, step} = query;
-  const picture = useElement();
   const run = query.run || (runs.length ? runs[0].place : place);
   const answer = useAnswer("histogram", {at: run, metric: name, step});
   const {data: at} = answer;
@@ -64,16 +61,6 @@ export function Distribution({place, runs}) {
   const over = whole.isCurrent ? whole.data : null;
   const steps = over && over.steps.length ? over.steps : at ? [at.step] : [];
   const slide = (to) => patch({step: to}, {replace: true});
-  const move = (by) => () => {
-    const next = at && steps[steps.findLastIndex((each) => each <= at.step) + by];
-    if (next !== null && next !== undefined) slide(next);
-  };
-  useKeys({h: ["earlier step of the distribution", move(-1)], l: ["later step of the distribution", move(1)]});
-  const saved = () => {
-    const rows = at.counts.map((count, i) => [at.edges[i], at.edges[i + 1], count]);
-    const csv = () => table([`${name} from`, "to", "rollouts"], rows);
-    return {title: `${name} step ${at.step}`, csv, picture: () => standaloneCopy(picture.current)};
-  };
   const overSteps =
     over &&
     html`<div>
@@ -81,22 +68,20 @@ export function Distribution({place, runs}) {
       <${Heat} over=${over} name=${name} chosen=${at && at.step} onStep=${(to) => patch({step: to})} />
     </div>`;
   const content = () => {
-    const total = at.counts.reduce((sum, n) => sum + n, 0);
-    const label = `${name} at step ${at.step} over ${plural(total, "rollout")}`;
-    const histogram = {rows: [{counts: at.counts}], edges: at.edges, name, label};
+    const words = plural(
+      at.counts.reduce((sum, n) => sum + n, 0),
+      "rollout",
+    );
+    const {counts, edges, step: number} = at;
+    const histogram = {title: `${name} at step ${number}`, words, rows: [{counts}], edges, name, noun: "rollout"};
     return html`<div class="tools">
-        <${RunChoice} runs=${runs} value=${run} onChoose=${(value) => patch({run: value, step: null})} />
+        <${RunChoice} runs=${runs} run=${run} resets=${{step: null}} />
         <${AddressChoice} name="hist" label="what" options=${at.names.map((each) => [each, each])} usual=${null} />
-        <${Steps} label="step" steps=${steps} step=${at.step} onStep=${slide} />
+        <${Steps} label="step" steps=${steps} step=${at.step} onStep=${slide} hasKeys=${true} />
         <span class="muted small">h and l step back and forward</span>
-        <${SaveMenu} get=${saved} />
       </div>
       <div class="two">
-        <div>
-          <h3>At step ${at.step}<small>${plural(total, "rollout")}</small></h3>
-          <${Histograms} ...${histogram} noun="rollout" picture=${picture} />
-        </div>
-        ${overSteps}
+        <${Histogram} ...${histogram} />${overSteps}
       </div>`;
   };
   const close = () => patch({hist: null, run: null, step: null});

@@ -30,14 +30,14 @@ export function Lora() {
 }
 
 function Adapters({body: {runs: all, left_out: left, overlap, directions, squeeze}}) {
-  const {query, patch} = useAddress();
+  const {query} = useAddress();
   const runs = all.filter((run) => run.modules.length);
   const first = runs.find((run) => run.place === query.run) || runs[0];
   // Checkpoints are read of one run at a time.
   const whole = useAnswer("lora", all.length > 1 ? {at: first.place} : null, AGAIN);
   const run = (whole.isCurrent && whole.data.runs[0]) || first;
   return html`<div class="tools">
-      <${RunChoice} runs=${runs} value=${run.place} onChoose=${(value) => patch({run: value})} />
+      <${RunChoice} runs=${runs} run=${run.place} />
       <a href=${link("lora", run.place)}>${runName(run)}, step ${run.step ?? "?"}</a>
       ${left > 0 && html`<span class="muted">${plural(left, "further run")} not read</span>`}
     </div>

@@ -1,16 +1,18 @@
 // The charts of the Metrics page: those that are watched, all by section and group, and one's own.
 
+import {MOST_BANDS, conditionLines, countsOf, runLines} from "../charts/curve_lines.js";
+import {Chart} from "../components/chart.js";
 import {signButton} from "../components/inputs.js";
 import {Empty} from "../components/states.js";
 import {plural} from "../format.js";
 import {useAddress} from "../lib/address.js";
-import {download, showToast} from "../lib/browser.js";
-import {html, useElement} from "../lib/html.js";
-import {MetricChart} from "./metric_chart.js";
-import {metricOf, readMine, sectionsOf, writeMine} from "./metrics_keys.js";
-
-// What a file of one's own charts may set.
-const KEPT = ["keys", "x", "smooth", "lines", "logx", "logy", "clip", "full", "thin"];
+import {useCurves} from "../lib/answer.js";
+import {showToast} from "../lib/browser.js";
+import {html, useElement, useMemo, useRef} from "../lib/html.js";
+import {useInSight} from "../lib/width.js";
+import {metricOf, readMine, sectionsOf, tabOf, writeMine} from "./metrics_keys.js";
+import {openRollouts} from "./reading.js";
+import {why} from "../why.js";
 
 export function OpenChart({body, page}) {
   const metric = metricOf(body.metrics, useAddress().query.open);
@@ -57,64 +59,95 @@ export function AllCharts({body, page, test}) {
   return html`${sections.length > 1 && index}${sections.map(part)}`;
 }
 
-function ItemButtons({items, at}) {
+function MyTools({keys, at}) {
   const {patch} = useAddress();
-  const {key} = items[at];
-  const without = items.filter((_, i) => i !== at);
-  const put = (to, rest) => () => patch({keys: writeMine([...rest.slice(0, to), items[at], ...rest.slice(to)])});
-  const remove = () => patch({keys: writeMine(without), tab: "mine"});
-  const [isFirst, isLast] = [at === 0, at === items.length - 1];
-  return html`${signButton("◂", `move ${key} forward`, put(at - 1, without), {hint: "move forward", disabled: isFirst})}
-  ${signButton("▸", `move ${key} back`, put(at + 1, without), {hint: "move back", disabled: isLast})}
-  ${signButton("+", `${key} once more`, put(at, items), {hint: "once more, for another filter"})}
+  const key = keys[at];
+  const others = keys.filter((each) => each !== key);
+  const put = (to) => () => patch({keys: writeMine([...others.slice(0, to), key, ...others.slice(to)])});
+  const remove = () => patch({keys: writeMine(others), tab: "mine"});
+  const [forward, back] = [`move ${key} forward`, `move ${key} back`];
+  return html`${signButton("◂", forward, put(at - 1), {hint: "move forward", disabled: at === 0})}
+  ${signButton("▸", back, put(at + 1), {hint: "move back", disabled: at === others.length})}
   ${signButton("✕", `take ${key} out of Mine`, remove, {hint: "take out"})}`;
 }
 
 export function MyCharts({body, page, test}) {
-  const {query, patch} = useAddress();
-  const items = readMine(query.keys);
-  const chart = ({key, only}, at) => {
+  const keys = readMine(useAddress().query.keys);
+  const chart = (key, at) => {
     const metric = metricOf(body.metrics, key);
-    const filter = (text) => patch({keys: writeMine(items.with(at, {key, only: text}))});
-    const before = items.slice(0, at).filter((each) => each.key === key).length;
-    const options = {metric, page, only, level: "h2", onFilter: filter};
-    return (
-      test(metric) &&
-      html`<${MetricChart}
-      key=${`${before} ${key}`}
-      ...${options}
-      mine=${html`<${ItemButtons} items=${items} at=${at} />`}
-    />`
-    );
+    const mine = html`<${MyTools} keys=${keys} at=${at} />`;
+    return test(metric) && html`<${MetricChart} key=${key} metric=${metric} page=${page} level="h2" mine=${mine} />`;
   };
-  const nothing = html`<${Empty} title="Nothing chosen yet">
+  if (keys.length) return html`<div class="charts">${keys.map(chart)}</div>`;
+  return html`<${Empty} title="Nothing chosen yet">
     ☆ on a chart puts it here. The address holds your choice: keep it as a bookmark, or send it.
   <//>`;
-  return html`<${FileButtons} />${items.length ? html`<div class="charts">${items.map(chart)}</div>` : nothing}`;
 }
 
-// Buttons that save one's own charts as a file, and open such a file.
-function FileButtons() {
+function Tools({metric: {key, histogram}, big, mine, runs}) {
   const {query, patch} = useAddress();
-  const picker = useElement();
-  const read = async (event) => {
-    try {
-      const {charts} = JSON.parse(await event.target.files[0].text());
-      const kept = KEPT.map((key) => [key, typeof charts[key] === "string" ? charts[key] : null]);
-      patch({...Object.fromEntries(kept), tab: "mine", open: null});
-      showToast(plural(readMine(charts.keys).length, "chart"));
-    } catch (error) {
-      showToast("This is no file of charts");
+  const pin = () => {
+    const tab = tabOf(query);
+    patch({keys: writeMine([...new Set([...readMine(query.keys), key])]), tab: tab === "mine" ? null : tab});
+    showToast(`${key} is in Mine`);
+  };
+  const distribution = () => patch({hist: histogram, step: null});
+  const size = () => patch({open: big ? null : key});
+  return html`${mine || signButton("☆", `add ${key} to Mine`, pin, {hint: "add to Mine"})}
+    ${histogram && signButton("▥", `distribution of ${key}`, distribution, {hint: "distribution over rollouts"})}
+    ${
+      big
+        ? signButton("×", "close the large chart", size, {hint: "close"})
+        : signButton("⤢", `${key} large`, size, {hint: "large"})
     }
+    ${signButton("Why?", `why? ${key}`, () => why(key, runs), {hint: "what this number means"})}`;
+}
+
+// Return what a chart draws of an answer, and what there is to say of its rows.
+function drawing(body, metric, {byCondition, thin, hidden}) {
+  const keeps = ({index}) => !hidden.has(index);
+  if (byCondition) {
+    const conditions = body.conditions.filter(keeps);
+    return {lines: conditionLines({...body, conditions}, thin), counts: countsOf(conditions), notes: [body.note]};
+  }
+  const {error} = body.runs.find((run) => run.error) || {};
+  return {
+    lines: runLines(body.runs, metric, keeps),
+    counts: null,
+    notes: body.runs.map((run) => run.note),
+    emptyWords: error,
   };
-  const save = () => {
-    const charts = Object.fromEntries(KEPT.filter((key) => query[key]).map((key) => [key, query[key]]));
-    download("charts.json", new Blob([`${JSON.stringify({charts}, null, 2)}\n`], {type: "application/json"}));
+}
+
+// `page`: {place, runs, settings, marks}; `mine`: buttons of a chart of one's own.
+function MetricChart({metric, page, level = "h3", big = false, mine = null}) {
+  const {place, runs, settings, marks} = page;
+  const root = useElement();
+  const inSight = useInSight(root);
+  const {x, smooth, byCondition, zoom, plot} = settings;
+  const {key, unit, definition: hint, healthy, range, spread} = metric;
+  const hasBand = spread && !byCondition && smooth === "none" && runs.length <= MOST_BANDS;
+  const params = {at: place, key: hasBand ? [key, spread.min, spread.max] : byCondition ? key : [key], x, smooth};
+  const {body, error, retry} = useCurves(byCondition ? "curves" : "columns", params, zoom, inSight);
+  const made = useMemo(() => body && drawing(body, metric, settings), [body, metric, settings]);
+  const {lines, counts, emptyWords, notes} = made || {lines: null, notes: []};
+  const facts = [unit === "share" ? "" : unit, healthy && healthy.text ? `healthy: ${healthy.text}` : "", ...notes];
+  const options = {
+    ...{title: key, hint, words: [...new Set(facts)].filter(Boolean).join(" · "), level, error, retry},
+    ...{lines, counts, emptyWords, x, range, healthy, marks, onStep: openRollouts({metric: key, x, lines, runs})},
+    ...{
+      height: big ? 460 : 172,
+      group: "metrics",
+      share: unit === "share",
+      unit: unit === "share" ? "%" : "",
+      ...plot,
+    },
   };
-  const file = {type: "file", accept: "application/json,.json", "aria-label": "file of charts", tabindex: "-1"};
-  return html`<div class="tools">
-    ${query.keys && html`<button type="button" onClick=${save}>Save as a file</button>`}
-    <button type="button" onClick=${() => picker.current.click()}>Open a file</button>
-    <input ref=${picker} class="away" ...${file} onChange=${read} />
+  // Out of sight it stays as it was.
+  const seen = useRef(options);
+  if (inSight) seen.current = options;
+  const tools = html`<${Tools} metric=${metric} big=${big} mine=${mine} runs=${runs} />`;
+  return html`<div class=${big ? "big" : "chartplace"} data-key=${key} ref=${root}>
+    <${Chart} ...${seen.current} tools=${tools} />
   </div>`;
 }

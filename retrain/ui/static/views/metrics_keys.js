@@ -1,31 +1,19 @@
 // Which charts the Metrics page shows: watched ones, all by section and group, or one's own list, which the URL holds.
 
-/** @typedef {{key: string, only: string}} Item a chart of one's own: a metric, and a filter of runs */
-
 /** Return the tab of the address: watch, all or mine. */
 export function tabOf({tab = "", keys = ""}) {
   return tab || (keys ? "mine" : "watch");
 }
 
-/**
- * Return one's own list: "key" or "key@filter", with commas; a comma or @ within is written as %2C, %40.
- * @returns {Item[]}
- */
+/** Return the keys of one's own charts; a comma within a key is written as %2C. @returns {string[]} */
 export function readMine(text = "") {
-  const plain = (part) => part.replace(/%2C/gi, ",").replace(/%40/g, "@").replace(/%25/g, "%");
-  return text
-    .split(",")
-    .filter(Boolean)
-    .map((item) => {
-      const [key, only = ""] = item.split("@").map(plain);
-      return {key, only};
-    });
+  const plain = (key) => key.replace(/%2C/gi, ",").replace(/%25/g, "%");
+  return text.split(",").filter(Boolean).map(plain);
 }
 
-/** @param {Item[]} items */
-export function writeMine(items) {
-  const safe = (text) => text.replace(/[%,@]/g, encodeURIComponent);
-  return items.map(({key, only}) => safe(key) + (only ? `@${safe(only)}` : "")).join(",") || null;
+/** @param {string[]} keys */
+export function writeMine(keys) {
+  return keys.map((key) => key.replace(/[%,]/g, encodeURIComponent)).join(",") || null;
 }
 
 /** Return the metric of a key of /api/metrics, also by another tool's name. */
@@ -48,13 +36,6 @@ export function searchOf(text, tag) {
     const reason = error.message.replace(/^Invalid regular expression: /, "");
     return {test: tagged, wrong: `Not a regular expression: ${reason}.`};
   }
-}
-
-/** Return a test of runs by a filter: a regular expression, or part of a name where it is none. */
-export function runFilter(filter) {
-  const {test, wrong} = searchOf(filter, "");
-  if (wrong) return (name) => name.toLowerCase().includes(filter.toLowerCase());
-  return (name) => test({key: name, aliases: []});
 }
 
 /**

@@ -1,18 +1,19 @@
 // Problems: held-out problems by condition, before and after training.
 
 import {colour} from "../colours.js";
+import {Chart} from "../components/chart.js";
 import {AddressChoice, AddressSearch} from "../components/inputs.js";
 import {Condition, Rate} from "../components/marks.js";
-import {Answered, Empty, Title} from "../components/states.js";
-import {Table} from "../components/table.js";
+import {Answered, ClosableHead, Empty, Title} from "../components/states.js";
+import {Table, numberColumn} from "../components/table.js";
 import {difference, number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer, useRuns} from "../lib/answer.js";
 import {html, useMemo} from "../lib/html.js";
-import {Marked} from "./conversation.js";
-import {Problem, pairsOf} from "./problem.js";
-import {Chips, NO_ROWS, Pager, cycled, useNextRow} from "./reading.js";
+import {runName} from "../names.js";
+import {LongText, Marked} from "./conversation.js";
+import {Chips, Pager, cycled, nearestLine, usePages} from "./reading.js";
 
 const PAGE = 100;
 const FIRST = {first: null};
@@ -63,39 +64,34 @@ export function Problems() {
   const {place, query, patch} = useAddress();
   const {family} = useRuns(place);
   const {set, sort, tag, text, id} = query;
-  const first = Math.max(0, Number(query.first) || 0);
-  const question = {at: place, set, sort, tag, text, first, count: PAGE};
+  const pages = usePages(PAGE);
+  const question = {at: place, set, sort, tag, text, first: pages.first, count: PAGE};
   const answer = useAnswer("problems", question, {kinds: ["evals"], wait: 3000});
-  const {data, isCurrent} = answer;
+  const {data} = answer;
   const conditions = useMemo(() => {
     const labels = data ? data.conditions : [];
     const indexOf = (label) => (family.find((run) => run.label === label) || {index: labels.indexOf(label)}).index;
     return labels.map((label) => ({label, index: indexOf(label)}));
   }, [data, family]);
-  const [rows, total] = data ? [data.problems, data.total] : [NO_ROWS, 0];
-  const choose = (to, options) => patch({id: to}, options);
-  const next = useNextRow({rows, total, isCurrent, first, page: PAGE}, "id", id ?? null, choose);
   const compare = () => {
     const [pair] = data && id ? pairsOf({labels: data.conditions, steps: data.steps, family, place}) : [];
     if (pair) go(link("prompt", place, {split: `eval/${data.set}`, problem: id, order: sort, ...pair.sides}));
   };
   const sorts = SORTS.map(([key]) => key);
   useKeys({
-    j: ["next problem", next(1)],
-    k: ["previous problem", next(-1)],
     d: ["compare the answers (Same prompt)", compare],
     s: ["next order", () => patch({sort: cycled(sorts, sort || "differ", 1), first: null})],
     Escape: ["close the problem", () => patch({id: null})],
   });
   const isEvaluated = data && data.sets.length > 0;
   const words =
-    isEvaluated && [data.set, plural(total, "problem"), plural(conditions.length, "condition")].join(" · ");
+    isEvaluated && [data.set, plural(data.total, "problem"), plural(conditions.length, "condition")].join(" · ");
   const close = () => patch({id: null});
   const content = () => html`<${Tools} data=${data} /><${Judgement} data=${data} />
     <div class=${`panes ${id === undefined ? "" : "opened"}`}>
       <section class="list" aria-label="problems">
-        <${List} data=${data} conditions=${conditions} />
-        <${Pager} first=${first} page=${PAGE} shown=${rows.length} total=${total} />
+        <${List} data=${data} conditions=${conditions} turn=${pages.turn} />
+        <${Pager} pages=${pages} shown=${data.problems.length} total=${data.total} />
       </section>
       <aside class="beside" aria-label="the chosen problem">
         ${id !== undefined && html`<${Problem} set=${data.set} ...${{conditions, family, close}} />`}
@@ -143,7 +139,7 @@ function EvaluatedRuns({data: {taken, overall, few}, label}) {
   return html`<small>step ${before.join(", ")}${later}${unfinished}</small>${!few && all}`;
 }
 
-function List({data, conditions}) {
+function List({data, conditions, turn}) {
   const {query, patch, linkTo} = useAddress();
   if (!data.problems.length) {
     return html`<${Empty} title="No problem passes these filters">Take the tag or the words of the search away.<//>`;
@@ -166,10 +162,105 @@ function List({data, conditions}) {
   const table = {
     class: "tight wide matrixtable",
     label: "solve rates",
+    noun: "problem",
     columns,
     rows: data.problems,
     keyOf: (row) => row.id,
   };
-  const chosen = {onOpen: (row) => patch({id: row.id}), selected: (row) => row.id === query.id};
+  const chosen = {
+    selected: (row) => row.id === query.id,
+    onOpen: (row, options) => patch({id: row.id}, options),
+    onEnd: (by) => turn(by, data.total),
+  };
   return html`<${Table} ...${table} ...${chosen} />`;
+}
+
+const RANGE = {min: 0, max: 1};
+const WORDS = "over the answers of all seeds, with 95 % intervals; a click opens the answers of a step";
+
+/**
+ * Return what can stand side by side: the first condition and every other, then each at its first and last step.
+ * @returns {{words: string, sides: Record<string, any>}[]}
+ */
+function pairsOf({labels, steps, family, place}) {
+  const run = (label) => (runOf(family, place, label) || {}).place;
+  const [first, ...rest] = labels;
+  const others = rest.map((label) => ({words: `${first} and ${label}`, sides: {a: run(first), b: run(label)}}));
+  const changes = labels.map((label) => {
+    const [before, after] = steps[label];
+    const sides = {a: run(label), b: run(label), step_a: before, step_b: after};
+    return {words: `${label}: step ${before} and ${after}`, sides};
+  });
+  return [...others, ...changes].filter(({sides: {a, b}}) => a && b);
+}
+
+function runOf(family, place, label) {
+  const own = family.filter((run) => run.label === label);
+  return own.find((run) => run.place === place) || own[0];
+}
+
+function Problem({set, close, ...shared}) {
+  const {place, query} = useAddress();
+  const answer = useAnswer("problem", {at: place, set, id: query.id}, {kinds: ["evals"], wait: 3000});
+  const content = (found) => html`<${ClosableHead} title=${shortened(found.problem, 120)}
+      words=${found.tags.join(" · ")} onClose=${close} />
+    ${found.prompt && html`<${LongText} text=${found.prompt} most=${3000} class="said promptshort" />`}
+    <${Evolution} found=${found} ...${shared} />`;
+  return html`<${Answered} of=${answer}>${content}<//>`;
+}
+
+function Evolution({found, conditions, family}) {
+  const {place, query} = useAddress();
+  const {problem} = found;
+  const split = `eval/${found.set}`;
+  const [lines, counts] = useMemo(() => {
+    const line = ([name, points]) => {
+      const {index} = conditions.find((each) => each.label === name) || {index: 0};
+      const [x, y, low, high, n] = ["step", "rate", "low", "high", "n"].map((key) => points.map((each) => each[key]));
+      return {name, index, kind: /** @type {const} */ ("mean"), sparse: true, x, y, low, high, counts: n};
+    };
+    const all = Object.entries(found.conditions).map(line);
+    return [all, all.map(({index, x, counts: n}) => ({index, x, n}))];
+  }, [found, conditions]);
+  const labels = lines.map(({name}) => name);
+  const steps = Object.fromEntries(lines.map(({name, x}) => [name, [x[0], x[x.length - 1]]]));
+  const run = (label) => runOf(family, place, label);
+  const answers = (label, iteration) => run(label) && link("rollouts", run(label).place, {split, problem, iteration});
+  const open = (step, y) => {
+    const href = answers(nearestLine(lines, step, y).name, step);
+    if (href) go(href);
+  };
+  const options = {
+    x: "step",
+    unit: "%",
+    share: true,
+    height: 220,
+    full: true,
+    range: RANGE,
+    counts,
+    lines,
+    onStep: open,
+  };
+  const compared = ({words, sides}) => {
+    const href = link("prompt", place, {...sides, split, problem, order: query.sort});
+    return html`<li key=${words}><a href=${href}>${words}</a></li>`;
+  };
+  const own = (label) => html`<li key=${label}><a href=${answers(label, null)}>${runName(run(label))}</a></li>`;
+  const rows = Object.entries(found.conditions).flatMap(([label, points]) =>
+    points.map((each) => ({...each, label})),
+  );
+  const columns = [
+    {key: "condition", title: "condition", cell: ({label}) => label},
+    numberColumn("step", "step", ({label, step}) => html`<a href=${answers(label, step)}>${step}</a>`),
+    {key: "solved", title: "solved", cell: (row) => html`<${Rate} ...${row} />`},
+  ];
+  return html`<${Chart} title="Solve rate" words=${WORDS} ...${options} />
+    <h3>Same prompt, side by side</h3>
+    <ul class="plain">${pairsOf({labels, steps, family, place}).map(compared)}</ul>
+    <h3>All answers</h3>
+    <ul class="plain">${labels.filter(run).map(own)}</ul>
+    <details>
+      <summary class="muted small">as a table</summary>
+      <${Table} label="rates" columns=${columns} rows=${rows} keyOf=${({label, step}) => `${label} ${step}`} />
+    </details>`;
 }

@@ -1,25 +1,19 @@
 // Same prompt: the answers of two runs, or of one run at two steps, side by side, and where they part.
 
-import {Choice, Field} from "../components/inputs.js";
+import {Choice, Field, RunChoice} from "../components/inputs.js";
+import {Swatch} from "../components/marks.js";
 import {Empty, Failed, Loading, Title} from "../components/states.js";
-import {scaleOf} from "../components/token_scales.js";
 import {number, plural, shortened} from "../format.js";
 import {useKeys} from "../keys.js";
 import {link, useAddress} from "../lib/address.js";
 import {useAnswer, useRuns} from "../lib/answer.js";
 import {html, visible} from "../lib/html.js";
-import {PromptBox} from "./conversation.js";
-import {Side, SideAnswer} from "./prompt_side.js";
-import {Chips, SplitChoice, beside, cycled, partner, splitName} from "./reading.js";
-import {ColourChoice} from "./token_text.js";
+import {EMPTY_TEXT, Outcome, PromptBox, Turns} from "./conversation.js";
+import {Chips, SplitChoice, Steps, beside, partner, splitName} from "./reading.js";
 
 const MOST_PROBLEMS = 500;
 const MOST_SAMPLES = 200;
 const SIDES = /** @type {const} */ (["a", "b"]);
-const MARKS = [
-  ["words", "words that differ"],
-  ["plain", "plain"],
-];
 
 /**
  * Return both runs, the split, and of each side its steps and the one in sight: the chosen one, else the newest that
@@ -84,20 +78,16 @@ export function Prompt() {
   const failure = failed || (answer.error && !answer.isCurrent ? answer : null);
   const problems = useProblems(sides, ready, query.order);
   const problem = query.problem || (data && data.problem);
-  const names = data ? Object.keys(data.a.numbers).filter((name) => name in data.b.numbers) : [];
-  const how = query.colour === "plain" || names.includes(query.colour) ? query.colour : "words";
   const samples = data ? Math.min(data.a.samples, data.b.samples) : 1;
-  const state = {problems, problem, sample, samples, names, how};
-  const paint = (name) => patch({colour: name === "words" ? null : name}, {replace: true});
-  useKeys(keysOf({...state, ...sides, patch, paint}));
+  const state = {problems, problem, sample, samples};
+  useKeys(keysOf({...state, ...sides, patch}));
   const isShown = data && !failure && ready;
-  const values = isShown && names.includes(how) ? SIDES.map((side) => data[side].numbers[how]) : null;
   let content = html`<${Loading} />`;
   if (failure) content = html`<${Failed} error=${failure.error} retry=${failure.retry} />`;
   else if (listed && !ready) content = html`<${NoSteps} splits=${sides.splits} split=${split} />`;
-  else if (isShown) content = html`<${Above} ...${{data, names, how, values, paint}} />`;
+  else if (isShown) content = html`<${Above} data=${data} />`;
   const side = (name) => {
-    const inside = isShown && html`<${SideAnswer} ...${{data, side: name, run: run[name], how, both: values}} />`;
+    const inside = isShown && html`<${SideAnswer} data=${data} side=${name} run=${run[name]} />`;
     const head = {side: name, runs: sides.runs, run: run[name], steps: steps[name], step: step[name]};
     return html`<${Side} key=${name} ...${head}>${inside}<//>`;
   };
@@ -108,7 +98,7 @@ export function Prompt() {
     ${listed && html`<div class="sides">${SIDES.map(side)}</div>`}`;
 }
 
-function keysOf({problems, problem, sample, samples, names, how, steps, step, patch, paint}) {
+function keysOf({problems, problem, sample, samples, steps, step, patch}) {
   const other = (by) => () => {
     const to = beside(problems, problem, by);
     if (to !== null) patch({problem: to, sample: null});
@@ -123,7 +113,6 @@ function keysOf({problems, problem, sample, samples, names, how, steps, step, pa
     const changes = there.filter(([, to]) => to !== null);
     if (changes.length) patch({step_a: step.a, step_b: step.b, ...Object.fromEntries(changes)}, {replace: true});
   };
-  const cycle = (by) => () => paint(cycled(["words", "plain", ...names], how, by));
   return /** @type {import("../keys.js").KeyMap} */ ({
     j: ["next sample, then the next problem", next(1)],
     k: ["previous sample or problem", next(-1)],
@@ -133,9 +122,6 @@ function keysOf({problems, problem, sample, samples, names, how, steps, step, pa
     l: ["both a step forward", move(1, SIDES)],
     H: ["B a step back", move(-1, ["b"])],
     L: ["B a step forward", move(1, ["b"])],
-    c: ["next colour", cycle(1)],
-    C: ["previous colour", cycle(-1)],
-    d: ["words that differ, or not", () => paint(how === "words" ? "plain" : "words")],
   });
 }
 
@@ -206,10 +192,78 @@ const WORDS_LEGEND = html`<span class="legendline">
 </span>`;
 
 // What stands above both sides.
-function Above({data, names, how, values, paint}) {
+function Above({data}) {
   const asking = data.a.prompt.messages.length ? data.a.prompt : data.b.prompt;
-  const colours = {names, others: MARKS, value: how, scale: values && scaleOf(how, values.flat()), onChoose: paint};
   return html`<${PromptBox} prompt=${asking} />
-    <div class="tools paints"><${ColourChoice} ...${colours}>${how === "words" && WORDS_LEGEND}<//></div>
+    <p>${WORDS_LEGEND}</p>
     <p class="parting" role="status">${parting(data)}</p>`;
+}
+
+/** @typedef {[from: number, to: number]} Span of characters */
+
+const PARTING = "first token that differs";
+const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
+
+/**
+ * Return the characters that the other side's text has not.
+ * @param {string[]} words
+ * @param {[string, number, number, number, number][]} changes
+ * @returns {Span[]}
+ */
+function ownSpans(words, changes, side) {
+  const starts = [0];
+  for (const word of words) starts.push(starts[starts.length - 1] + word.length);
+  const [first, last] = side === "a" ? [1, 2] : [3, 4];
+  const own = changes.filter((change) => change[0] !== "equal" && change[last] > change[first]);
+  return own.map((change) => [starts[Number(change[first])], starts[Number(change[last])]]);
+}
+
+// Characters `from` to `to` of the text, those in `spans` marked, and the fork where `at` lies.
+function MarkedWords({text, from, to, spans, at}) {
+  const cuts = [from, to, ...spans.flat(), ...(at === null ? [] : [at])].filter((cut) => cut >= from && cut <= to);
+  const all = [...new Set(cuts)].sort((a, b) => a - b);
+  const parts = all.map((cut, i) => {
+    const piece = text.slice(cut, all[i + 1] ?? cut);
+    const isOwn = piece && spans.some(([a, b]) => a <= cut && cut < b);
+    const mark = isOwn && html`<mark class=${/\S/.test(piece) ? "only" : "only blank"}>${piece}</mark>`;
+    return html`${cut === at && FORK}${mark || piece}`;
+  });
+  const isEmpty = from === to && at === null;
+  return html`<div class="tokentext" dir="auto">${isEmpty ? EMPTY_TEXT : parts}</div>`;
+}
+
+function Side({side, runs, run, steps, step, children}) {
+  const {patch} = useAddress();
+  const name = side.toUpperCase();
+  const found = runs.find((each) => each.place === run);
+  const move = (to) => patch({[`step_${side}`]: to}, {replace: true});
+  return html`<section class=${`side ${side}`} aria-label=${name}>
+    <div class="tools sidehead">
+      <b class="letter">${name}</b>${found && html`<${Swatch} index=${found.index} />`}
+      <${RunChoice} label=${`run of ${name}`} name=${side} runs=${runs} run=${run} />
+      <${Steps} label=${`step of ${name}`} steps=${steps} step=${step} onStep=${move} />
+    </div>
+    ${children}
+  </section>`;
+}
+
+// The answer of a side, the words that only it has marked, and the fork where its tokens part from the other's.
+function SideAnswer({data, side, run}) {
+  const {about, line, pieces, index} = data[side];
+  const [forkTurn, token] = data.diverge && pieces ? data.diverge : [];
+  const texts = line.turns.map((turn) => turn.text);
+  const text = texts.join("\n");
+  const spans = ownSpans(data.words[side === "a" ? 0 : 1], data.changes, side);
+  const body = (turn, k) => {
+    const from = texts.slice(0, k).reduce((sum, each) => sum + each.length + 1, 0);
+    const at = k === forkTurn ? from + pieces[k].slice(0, token).join("").length : null;
+    return html`<${MarkedWords} ...${{text, from, to: from + turn.text.length, at, spans}} />`;
+  };
+  const home = link("tokens", run, {split: about.split, iteration: about.iteration, index});
+  const unknown = " · the tokens of this step are not recorded, its text may be shortened";
+  return html`<${Outcome} line=${line} />
+    <p class="small"><a href=${home}>its tokens</a>${!pieces && html`<span class="muted">${unknown}</span>`}</p>
+    <div class="conversation" tabindex="0" role="group" aria-label=${`answer ${side.toUpperCase()}`}>
+      <${Turns} line=${line} body=${body} />
+    </div>`;
 }

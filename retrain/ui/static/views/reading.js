@@ -2,6 +2,7 @@
 
 import {AddressChoice, RunChoice} from "../components/inputs.js";
 import {Answered, Empty, Failed} from "../components/states.js";
+import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer, useRuns} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
@@ -34,24 +35,6 @@ export function useSampled() {
   };
 }
 
-/**
- * `useAnswer` about an iteration. The answer about the newest one is kept when the address comes to name that
- * iteration, as it does once something in it is chosen.
- * @param {string} name
- * @param {Record<string, any> | null} params
- * @param {{kinds?: string[] | null, wait?: number}} [options]
- */
-export function useIterationAnswer(name, params, options) {
-  const asked = useRef(/** @type {Record<string, any> | null} */ (null));
-  const given = useRef(/** @type {number | null} */ (null));
-  const rest = (values) => JSON.stringify({...values, iteration: undefined});
-  const isSame = params && asked.current && rest(params) === rest(asked.current);
-  if (!isSame || String(given.current) !== params.iteration) asked.current = params;
-  const answer = useAnswer(name, asked.current, options);
-  given.current = answer.isCurrent ? answer.data.about.iteration : null;
-  return answer;
-}
-
 // Shows an answer about what was sampled: what `children()` returns, or why there is none.
 export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
   if (error) return html`<${Failed} error=${error} retry=${retry} />`;
@@ -60,16 +43,15 @@ export function SampledAnswer({sampled: {error, retry, empty}, of, children}) {
   return html`<${Answered} of=${of}>${children}<//>`;
 }
 
-// The choices of run, split and step; another run changes `resets` too.
+// The choices of run, split and step, of which h and l choose another; another run changes `resets` too.
 export function SampledTools({sampled: {runs, run, splits}, steps, about, resets, children}) {
   const {patch} = useAddress();
   const step = (iteration) => patch({iteration, first: null, pos: null}, {replace: true});
-  const choose = (value) => patch({...resets, run: value});
   const none = {iteration: null, index: null, first: null, group: null, problem: null, pos: null};
   return html`<div class="tools">
-    ${runs.length > 1 && html`<${RunChoice} runs=${runs} value=${run} onChoose=${choose} />`}
+    <${RunChoice} runs=${runs} run=${run} resets=${resets} />
     <${SplitChoice} splits=${splits} usual="train" resets=${none} />
-    <${Steps} label="step" steps=${steps} step=${about ? about.iteration : null} onStep=${step} />
+    <${Steps} label="step" steps=${steps} step=${about ? about.iteration : null} onStep=${step} hasKeys=${true} />
     ${children}
   </div>`;
 }
@@ -97,8 +79,9 @@ export function PromptLink({sampled: {family, run}, about: {split, iteration}, p
   return (several || split !== "train") && html`<a class="small" href=${href}>Same prompt</a>`;
 }
 
-// A slider over the steps that there are; `onStep` is called once it rests for a moment.
-export function Steps({label, steps, step, onStep}) {
+// A slider over the steps that there are; `onStep` is called once it rests for a moment. With `hasKeys` h and l go to
+// the step before and behind.
+export function Steps({label, steps, step, onStep, hasKeys = false}) {
   const [moved, setMoved] = useState(/** @type {number | null} */ (null));
   const newest = useRef(onStep);
   newest.current = onStep;
@@ -107,6 +90,8 @@ export function Steps({label, steps, step, onStep}) {
   useEffect(() => setMoved(null), [step]);
   const before = steps.findLastIndex((each) => step !== null && each <= step);
   const at = moved ?? Math.max(0, before);
+  const move = (by) => () => steps[at + by] !== undefined && onStep(steps[at + by]);
+  useKeys(hasKeys ? {h: [`${label} back`, move(-1)], l: [`${label} forward`, move(1)]} : null);
   const text = `step ${steps[at] ?? "–"}`;
   const slide = (event) => {
     const to = Number(event.target.value);
@@ -145,15 +130,6 @@ export function openRollouts({metric, x, lines, runs}) {
   };
 }
 
-/** Return the keys that lead to another of the steps that there are. @returns {import("../keys.js").KeyMap} */
-export function stepKeys(about, steps, patch) {
-  const step = (by) => () => {
-    const to = about ? beside(steps, about.iteration, by) : null;
-    if (to !== null) patch({iteration: to, first: null, pos: null});
-  };
-  return {h: ["step back", step(-1)], l: ["step forward", step(1)]};
-}
-
 /** Return the value that lies `by` further in a list; null at an end. */
 export function beside(list, value, by) {
   return list[list.indexOf(value) + by] ?? null;
@@ -164,52 +140,28 @@ export function cycled(list, value, by) {
   return list[(list.indexOf(value) + by + list.length) % list.length];
 }
 
-export function Pager({first, page, shown, total}) {
-  const {patch} = useAddress();
-  const to = (at) => () => patch({first: at > 0 ? at : null});
-  return (
-    (total > page || first > 0) &&
-    html`<div class="tools">
-    <button type="button" disabled=${first === 0} onClick=${to(first - page)}>← previous</button>
-    <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
-    <button type="button" disabled=${first + page >= total} onClick=${to(first + page)}>next →</button>
-  </div>`
-  );
+/** Return the first row of the page in sight, and what leads a page back or on: as far as there are rows. */
+export function usePages(size) {
+  const {query, patch} = useAddress();
+  const first = Math.max(0, Number(query.first) || 0);
+  const turn = (by, total) => {
+    const to = first + by * size;
+    if (to > -size && to < total) patch({first: Math.max(0, to) || null});
+  };
+  return {first, size, turn};
 }
 
-/** @type {any[]} */
-export const NO_ROWS = [];
-
-/**
- * Return what j and k do: they choose the next row, and at the end of a page lead to the next page and its first row.
- * The chosen row stays in sight.
- * @param {{rows: any[], total: number, isCurrent: boolean, first: number, page: number}} list
- * @param {string} key of a row, by which the address names it
- * @param {string | number | null} chosen
- * @param {(key: any, options: {replace: boolean}) => void} choose
- */
-export function useNextRow({rows, total, isCurrent, first, page}, key, chosen, choose) {
-  const {patch} = useAddress();
-  const wanted = useRef(0);
-  useEffect(() => {
-    const row = wanted.current > 0 ? rows[0] : rows[rows.length - 1];
-    if (wanted.current && isCurrent && row) choose(row[key], {replace: true});
-    if (isCurrent) wanted.current = 0;
-  }, [rows, isCurrent]);
-  useEffect(() => {
-    const row = chosen === null ? null : document.querySelector(`tr[data-key="${CSS.escape(String(chosen))}"]`);
-    if (row) row.scrollIntoView({block: "nearest"});
-  }, [chosen]);
-  return (by) => () => {
-    const at = rows.findIndex((row) => row[key] === chosen);
-    const row = at < 0 ? rows[by > 0 ? 0 : rows.length - 1] : rows[at + by];
-    const start = first + by * page;
-    if (row) choose(row[key], {replace: chosen !== null});
-    else if (start >= 0 && start < total) {
-      wanted.current = by;
-      patch({first: start || null});
-    }
-  };
+export function Pager({pages: {first, size, turn}, shown, total}) {
+  const button = (by, text, isEnd) =>
+    html`<button type="button" disabled=${isEnd} onClick=${() => turn(by, total)}>${text}</button>`;
+  return (
+    (total > size || first > 0) &&
+    html`<div class="tools">
+    ${button(-1, "← previous", first === 0)}
+    <span class="small">${shown ? first + 1 : 0} to ${first + shown} of ${total}</span>
+    ${button(1, "next →", first + size >= total)}
+  </div>`
+  );
 }
 
 // Shorten a name in its middle: its end tells names apart more often than its beginning.

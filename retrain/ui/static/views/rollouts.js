@@ -8,10 +8,9 @@ import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {useAnswer} from "../lib/answer.js";
 import {html, useEffect, useElement} from "../lib/html.js";
-import {SearchResults} from "./search_results.js";
+import {nameOf} from "../names.js";
 import {Outcome, PromptBox, Search, Strip, Turns} from "./conversation.js";
-import {NO_ROWS, Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName} from "./reading.js";
-import {stepKeys, useIterationAnswer, useNextRow, useSampled} from "./reading.js";
+import {Pager, PromptLink, SampledAnswer, SampledTools, beside, splitName, usePages, useSampled} from "./reading.js";
 import {Filters, Groups, Rewards, Samples, filtersOf} from "./rollouts_parts.js";
 
 const PAGE = 100;
@@ -26,13 +25,13 @@ function OneStep() {
   const {query, patch} = useAddress();
   const sampled = useSampled();
   const {run, split, ready, empty} = sampled;
-  const first = Math.max(0, Number(query.first) || 0);
+  const pages = usePages(PAGE);
   const index = query.index === undefined ? null : Number(query.index);
   const {iteration, sort, down} = query;
-  const question = {at: run, split, iteration, sort, down, first, count: PAGE, ...filtersOf(query)};
+  const question = {at: run, split, iteration, sort, down, first: pages.first, count: PAGE, ...filtersOf(query)};
   const kinds = iteration === undefined ? ["metrics", "evals"] : null;
-  const list = useIterationAnswer("rollouts", ready ? question : null, {kinds, wait: 3000});
-  const {data, isCurrent} = list;
+  const list = useAnswer("rollouts", ready ? question : null, {kinds, wait: 3000});
+  const {data} = list;
   const steps = sampled.iterations.map((each) => each.iteration);
   const about = data && data.about;
   // A chosen sample fixes its step, as the newest one moves on while a run trains.
@@ -41,19 +40,15 @@ function OneStep() {
     const isNewest = about && beside(steps, about.iteration, 1) === null;
     patch({index: null, beside: null, ...(isNewest ? {iteration: null} : {})});
   };
-  const [rows, total] = data ? [data.rollouts, data.passing] : [NO_ROWS, 0];
-  const next = useNextRow({rows, total, isCurrent, first, page: PAGE}, "index", index, choose);
   const place = {split: query.split, iteration: about && about.iteration, index};
   const open = () => index !== null && about && go(link("tokens", run, place));
   useKeys({
-    ...keysOf({data, steps, index, choose, query, patch}),
-    j: ["next sample", next(1)],
-    k: ["previous sample", next(-1)],
+    ...groupKeys({data, index, choose, query, patch}),
     Enter: ["open the chosen sample's tokens", open],
     Escape: ["close the sample", close],
   });
-  const body = () => html`<${List} data=${data} index=${index} choose=${choose} />
-    <${Pager} first=${first} page=${PAGE} shown=${rows.length} total=${total} />`;
+  const body = () => html`<${List} data=${data} index=${index} choose=${choose} turn=${pages.turn} />
+    <${Pager} pages=${pages} shown=${data.rollouts.length} total=${data.passing} />`;
   return html`<${Head} data=${data} />
     <${SampledTools} ...${{sampled, steps, about}} resets=${{index: null, first: null, iteration: null}}>
       ${about && !about.recorded && html`<span class="small muted">${SHORTENED}</span>`}
@@ -80,7 +75,7 @@ function OneStep() {
 
 const SHORTENED = "this step has no token file: texts may be shortened";
 
-function keysOf({data, steps, index, choose, query, patch}) {
+function groupKeys({data, index, choose, query, patch}) {
   const group = (by) => () => {
     const groups = data ? data.groups : [];
     const at = groups.findIndex((each) => each.samples.some((one) => one.index === index));
@@ -90,11 +85,7 @@ function keysOf({data, steps, index, choose, query, patch}) {
     if (query.group === undefined) choose(sample, {replace: true});
     else patch({iteration: data.about.iteration, index: sample, group: to.group, first: null}, {replace: true});
   };
-  return /** @type {import("../keys.js").KeyMap} */ ({
-    ...stepKeys(data && data.about, steps, patch),
-    g: ["next group", group(1)],
-    G: ["previous group", group(-1)],
-  });
+  return /** @type {import("../keys.js").KeyMap} */ ({g: ["next group", group(1)], G: ["previous group", group(-1)]});
 }
 
 function Head({data}) {
@@ -106,17 +97,21 @@ function Head({data}) {
   return html`<${Title} title="Rollouts" words=${html`${words}${share}`} />`;
 }
 
-function List({data, index, choose}) {
+function List({data, index, choose, turn}) {
   const {query, patch, linkTo} = useAddress();
   if (!data.rollouts.length) {
     return html`<${Empty} title="No rollout passes these filters">${data.total} were sampled in this step.<//>`;
   }
   const sort = (key, down) => patch({sort: key === "index" ? null : key, down: down ? 1 : null, first: null});
   const order = {sort: query.sort || "index", down: query.down === "1", onSort: sort};
-  const table = {label: "rollouts", rows: data.rollouts, keyOf: (row) => String(row.index)};
+  const table = {label: "rollouts", noun: "sample", rows: data.rollouts, keyOf: (row) => String(row.index)};
+  const choice = {
+    selected: (row) => row.index === index,
+    onOpen: (row, options) => choose(row.index, options),
+    onEnd: (by) => turn(by, data.passing),
+  };
   const href = (row) => linkTo({iteration: data.about.iteration, index: row.index});
-  return html`<${Samples} ...${table} ...${order} href=${href} selected=${(row) => row.index === index}
-    onOpen=${(row) => choose(row.index)} />`;
+  return html`<${Samples} ...${table} ...${order} ...${choice} href=${href} />`;
 }
 
 function Opened({sampled, index, choose, close}) {
@@ -171,4 +166,56 @@ function Sibling({at, about: {split, iteration}, index, isOn}) {
       }}
     <//>
   </article>`;
+}
+
+const MOST = 100;
+
+function SearchResults() {
+  const {place, query} = useAddress();
+  const {run, split, first, sort, down} = query;
+  const at = run || place;
+  const answer = useAnswer("search", {at, split, first, sort, down, count: MOST, ...filtersOf(query)});
+  const state = answer.loading ? html`<span class="spin" aria-hidden="true" />Searching …` : null;
+  return html`<${Title} title="Rollouts" words=${`all steps of ${nameOf(at)}`}>
+      <p class="muted" role="status">${state}</p>
+    <//>
+    <${Filters} body=${null} />
+    <${Answered} of=${answer}>${(body) => html`<${Found} body=${body} />`}<//>`;
+}
+
+// `body`: the answer of /api/search.
+function Found({body: {rollouts: rows, passing, searched, of, next}}) {
+  const {query, patch} = useAddress();
+  // A rollout's own step, where it is chosen among those of its step that pass the same search.
+  const href = ({place, split, iteration, index}) =>
+    link("rollouts", place, {split: split === "train" ? null : split, iteration, index, text: query.text});
+  const sort = (key, down) => {
+    const isNewest = key === "newest";
+    patch({sort: isNewest ? null : key, down: isNewest || down ? null : 0, first: null});
+  };
+  // The newest first is the one order by step that the server has.
+  const step = ({split, iteration}) => `${splitName(split)}, step ${iteration}`;
+  const columns = [
+    {key: "newest", title: "step", number: true, value: (row) => row.iteration, cell: step},
+    {key: "run", title: "run", cell: (row) => nameOf(row.place)},
+  ];
+  const order = {sort: query.sort || "newest", down: query.down !== "0", onSort: sort};
+  const keyOf = ({place, split, iteration, index}) => [place, split, iteration, index].join(" ");
+  const table = {
+    label: "rollouts of all steps",
+    noun: "rollout",
+    rows,
+    columns,
+    keyOf,
+    href,
+    isSortable: false,
+    ...order,
+  };
+  const button = (text, to) => html`<button type="button" onClick=${() => patch({first: to})}>${text}</button>`;
+  return html`<div class="tools">
+      <span class="muted">${plural(passing, "rollout")} found, ${searched} of ${plural(of, "step")} searched</span>
+      ${query.first && button("From the newest step", null)}
+      ${next !== null && button("Search further steps", next)}
+    </div>
+    ${rows.length > 0 && html`<${Samples} ...${table} onOpen=${(row) => go(href(row))} />`}`;
 }

@@ -1,6 +1,6 @@
 // Where the time of a run's steps went: a row of bars for each step, and the lanes of one step.
 
-import {RunChoice} from "../components/inputs.js";
+import {Choice} from "../components/inputs.js";
 import {StepTimes, StepWindow, WINDOW, stepOf} from "../components/step_times.js";
 import {Answered, Empty, Loading, Title} from "../components/states.js";
 import {plural} from "../format.js";
@@ -8,7 +8,7 @@ import {useKeys} from "../keys.js";
 import {go, link, useAddress} from "../lib/address.js";
 import {EVERY_KIND, useAnswer, useRuns} from "../lib/answer.js";
 import {html, useEffect} from "../lib/html.js";
-import {nameOf} from "../names.js";
+import {nameOf, runName} from "../names.js";
 
 // Rows of the file, one for each step.
 function rowsFrom(from) {
@@ -49,9 +49,11 @@ function RunTimeline({runs}) {
     if (changes) patch(changes, {replace: true});
   };
   useKeys({h: ["previous step", move(-1)], l: ["next step", move(1)]});
+  const names = runs.map((run) => [run.place, runName(run)]);
   const choose = (value) => go(link("timeline", value));
   return html`<div class="tools">
-      <${RunChoice} runs=${runs} value=${place} onChoose=${choose} />${isFilled && html`<${Window} data=${data} />`}
+      <${Choice} label="run" options=${names} value=${place} onChoose=${choose} />
+      ${isFilled && html`<${Window} data=${data} />`}
     </div>
     <${Answered} of=${answer}>
       ${(body) =>

@@ -3,31 +3,21 @@
 import {Tabs} from "../components/inputs.js";
 import {NUMBERS, facts} from "../components/token_scales.js";
 import {html, useElement, useLayoutEffect, useMemo, useRef, visible} from "../lib/html.js";
-import {Turns} from "./conversation.js";
+import {EMPTY_TEXT, Turns} from "./conversation.js";
 
-/**
- * @typedef {{at: number | null, scroll: boolean}} Chosen `scroll` brings the token into sight
- * @typedef {{turn: number, token: number}} ForkPlace
- */
+/** @typedef {{at: number | null, scroll: boolean}} Chosen `scroll` brings the token into sight */
 
 const MOVES = /** @type {Record<string, number>} */ ({ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10});
-export const EMPTY_TEXT = html`<span class="muted">(an empty text)</span>`;
-
-const PARTING = "first token that differs";
-/** The place at which two answers part. */
-export const FORK = html`<span class="fork" role="img" aria-label=${PARTING} title=${PARTING}>▶</span>`;
-
 // Buttons of what tokens can be coloured by, and what the colours mean.
-export function ColourChoice({names, others, value, scale, onChoose, children = null}) {
-  const options = [...others, ...names.map((name) => [name, NUMBERS[name].title, NUMBERS[name].words])];
+export function ColourChoice({names, value, scale, onChoose}) {
+  const options = [["none", "plain"], ...names.map((name) => [name, NUMBERS[name].title, NUMBERS[name].words])];
   const stop = ([css, text]) => html`<span class=${`t ${css}`} key=${text}>${text}</span>`;
   return html`<${Tabs} label="colour of the tokens" options=${options} value=${value} onChoose=${onChoose} />
     ${
-      scale
-        ? html`<span class="legendline" title=${NUMBERS[value].words}>
+      scale &&
+      html`<span class="legendline" title=${NUMBERS[value].words}>
             <span class="muted">${NUMBERS[value].title}: </span>${scale.stops.map(stop)}
           </span>`
-        : children
     }`;
 }
 
@@ -41,9 +31,8 @@ export function startsOf(pieces) {
   return pieces.map((turn) => (at += turn.length) - turn.length);
 }
 
-function TokenSpans({pieces, first, fork}) {
+function TokenSpans({pieces, first}) {
   const spans = pieces.map((piece, k) => html`<span class=${kindOf(piece)} data-at=${first + k}>${piece}</span>`);
-  if (fork) spans.splice(fork.token, 0, FORK);
   return html`<div class="tokentext" dir="auto">${spans.length ? spans : EMPTY_TEXT}</div>`;
 }
 
@@ -78,29 +67,15 @@ function tokenEvents({count, chosen, onPick, onPoint}) {
 
 // The turns of a rollout as tokens, coloured by `values` on `scale`; without `pieces` their texts. `children`: what
 // stands above the turns; not drawn again.
-export function TokenArea({
-  label,
-  line,
-  pieces,
-  values,
-  scale,
-  chosen,
-  onPick,
-  onPoint,
-  fork = null,
-  children = null,
-}) {
+export function TokenArea({label, line, pieces, values, scale, chosen, onPick, onPoint, children = null}) {
   const root = useElement();
   const spans = useRef(/** @type {HTMLElement[]} */ ([]));
   const kinds = useMemo(() => (pieces || []).flat().map(kindOf), [pieces]);
   const content = useMemo(() => {
     const starts = startsOf(pieces || []);
-    const body = (turn, k) => {
-      const own = fork && /** @type {ForkPlace} */ (fork).turn === k ? fork : null;
-      return html`<${TokenSpans} pieces=${pieces[k]} first=${starts[k]} fork=${own} />`;
-    };
+    const body = (turn, k) => html`<${TokenSpans} pieces=${pieces[k]} first=${starts[k]} />`;
     return html`${children}<${Turns} line=${line} body=${pieces ? body : null} />`;
-  }, [line, pieces, fork]);
+  }, [line, pieces]);
   useLayoutEffect(() => {
     spans.current = [...root.current.querySelectorAll(".t[data-at]")];
   }, [content]);

@@ -1,16 +1,15 @@
 // Tokens: one rollout, every token coloured by one of its numbers, all numbers of one token, and their profile.
 
 import {Title} from "../components/states.js";
-import {scaleOf} from "../components/token_scales.js";
-import {plural} from "../format.js";
+import {NUMBERS, scaleOf, valueText} from "../components/token_scales.js";
+import {extent, number, plural} from "../format.js";
 import {useKeys} from "../keys.js";
 import {link, useAddress} from "../lib/address.js";
+import {useAnswer} from "../lib/answer.js";
 import {later} from "../lib/browser.js";
 import {html, useEffect, useMemo, useRef, useState} from "../lib/html.js";
 import {Outcome, PromptBox, Strip} from "./conversation.js";
-import {Profile} from "./profile.js";
-import {Chips, PromptLink, SampledAnswer, SampledTools, beside, cycled, splitName} from "./reading.js";
-import {stepKeys, useIterationAnswer, useSampled} from "./reading.js";
+import {Chips, PromptLink, SampledAnswer, SampledTools, beside, cycled, splitName, useSampled} from "./reading.js";
 import {ColourChoice, SpokenToken, TokenArea, TokenFacts, startsOf} from "./token_text.js";
 
 /** @typedef {import("./token_text.js").Chosen} Chosen */
@@ -34,12 +33,12 @@ export function Tokens() {
   const {run, split, ready} = sampled;
   const index = Number(query.index) || 0;
   const question = {at: run, split, iteration: query.iteration, index};
-  const answer = useIterationAnswer("rollout", ready ? question : null);
+  const answer = useAnswer("rollout", ready ? question : null);
   const {data} = answer;
   const numbers = data && data.pieces ? data.numbers : {};
   const colour = colourOf(query.colour, numbers);
   const steps = stepsOf(sampled, data && data.about);
-  useKeys(keysOf({data, steps, index, names: Object.keys(numbers), colour, patch}));
+  useKeys(keysOf({data, index, names: Object.keys(numbers), colour, patch}));
   const rollout = {data, numbers, colour, steps: stepsOf(sampled, null)};
   const pick = (to) => patch({index: to, pos: null});
   const group = () => {
@@ -56,7 +55,7 @@ export function Tokens() {
     <${SampledAnswer} sampled=${sampled} of=${answer}>${() => html`<${Rollout} ...${rollout} />`}<//>`;
 }
 
-function keysOf({data, steps, index, names, colour, patch}) {
+function keysOf({data, index, names, colour, patch}) {
   const siblings = data ? data.siblings.map((each) => each.index) : [];
   const go = (to) => to !== null && patch({index: to, pos: null});
   const group = (by) => () => {
@@ -69,7 +68,6 @@ function keysOf({data, steps, index, names, colour, patch}) {
   return /** @type {import("../keys.js").KeyMap} */ ({
     j: ["next sample of the group", () => go(beside(siblings, index, 1))],
     k: ["previous sample", () => go(beside(siblings, index, -1))],
-    ...stepKeys(data && data.about, steps, patch),
     g: ["next group", group(1)],
     G: ["previous group", group(-1)],
     c: ["next colour", cycle(1)],
@@ -123,13 +121,7 @@ function Rollout({data, numbers, colour, steps}) {
   const at = pointed ?? chosen.at;
   const known = at !== null && pieces && at < pieces.flat().length ? at : null;
   const paint = (name) => patch({colour: name}, {replace: true});
-  const colours = {
-    names: Object.keys(numbers),
-    others: [["none", "plain"]],
-    value: colour || "none",
-    scale,
-    onChoose: paint,
-  };
+  const colours = {names: Object.keys(numbers), value: colour || "none", scale, onChoose: paint};
   const along = {name: colour, values, starts, chosen: chosen.at, pointed};
   const area = {
     line,
@@ -160,4 +152,69 @@ function Unrecorded({data: {about, line}, steps}) {
   const other = html`<a href=${linkTo({iteration: near, pos: null})}>Step ${near} has them.</a>`;
   const way = near === null ? "[logging] rollouts_every says at which steps they are." : other;
   return html`<p class="card">The tokens of step ${about.iteration} are not recorded${shortened}. ${way}</p>`;
+}
+
+const WIDE = 1000;
+const TALL = 100;
+const MOST = 1000;
+
+// Of many tokens, each place of the line shows the least and the greatest.
+function linePath(values, x, y) {
+  const bin = Math.max(1, Math.ceil(values.length / MOST));
+  let path = "";
+  let isDown = false;
+  for (let i = 0; i < values.length; i += bin) {
+    const ends = extent(values.slice(i, i + bin));
+    if (ends) {
+      path += `${isDown ? "L" : "M"}${x(i)} ${y(ends[0])}`;
+      if (ends[1] !== ends[0]) path += `L${x(i)} ${y(ends[1])}`;
+      else if (!isDown) path += "h.01";
+    }
+    isDown = ends !== null;
+  }
+  return path;
+}
+
+function profileOf(name, values) {
+  const {kind} = NUMBERS[name];
+  const [low, high] = extent(values) || [0, 1];
+  const bottom = kind === "range" || kind === "which" ? low : Math.min(0, low);
+  const top = Math.max(kind === "flag" ? 1 : 0, high);
+  const x = (i) => (((i + 0.5) / values.length) * WIDE).toFixed(1);
+  const y = (value) => (TALL - 3 - ((value - bottom) / (top - bottom || 1)) * (TALL - 6)).toFixed(1);
+  const ends = `from ${valueText(name, low)} to ${valueText(name, high)}, highest at token ${values.indexOf(high)}`;
+  return {bottom, top, ends, path: linePath(values, x, y), zero: bottom < 0 && top > 0 ? y(0) : null, x};
+}
+
+function Profile({name, values, starts, chosen, pointed, onPick, onPoint}) {
+  const {bottom, top, ends, path, zero, x} = useMemo(() => profileOf(name, values), [name, values]);
+  const many = values.length;
+  const token = (event) => {
+    const box = event.currentTarget.getBoundingClientRect();
+    return Math.max(0, Math.min(many - 1, Math.floor(((event.clientX - box.left) / box.width) * many)));
+  };
+  const upright = (at, css = "") => html`<line class=${css} x1=${at} x2=${at} y1="0" y2=${TALL} />`;
+  const turns = starts.slice(1).map((first) => upright(((first / many) * WIDE).toFixed(1)));
+  const {title} = NUMBERS[name];
+  const picture = {viewBox: `0 0 ${WIDE} ${TALL}`, preserveAspectRatio: "none", role: "img"};
+  const events = {
+    onClick: (event) => onPick(token(event)),
+    onPointerMove: (event) => onPoint(token(event)),
+    onPointerLeave: () => onPoint(null),
+  };
+  return html`<figure class="profile">
+    <figcaption>
+      <b>${title}</b>
+      <span class="muted"> along the ${many} tokens${starts.length > 1 ? `, ${starts.length} turns` : ""}</span>
+    </figcaption>
+    <div class="frame">
+      <span class="tick top">${number(top)}</span><span class="tick">${number(bottom)}</span>
+      <svg ...${picture} aria-label=${`${title} over ${many} tokens, ${ends}`} ...${events}>
+        ${zero !== null && html`<line class="zero" x1="0" x2=${WIDE} y1=${zero} y2=${zero} />`}${turns}
+        <path class="along" d=${path} />
+        ${pointed !== null && upright(x(pointed))}${chosen !== null && upright(x(chosen), "cursor")}
+      </svg>
+    </div>
+    <div class="ends"><span>0</span><span>${many - 1}</span></div>
+  </figure>`;
 }
