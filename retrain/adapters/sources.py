@@ -51,7 +51,7 @@ def _target(target: str, base: str | None) -> tuple[Config, list[tuple[str, Path
     path = Path(target).expanduser()
     if path.suffix == ".toml" and path.is_file():
         return load(path).config, []
-    if path.is_dir() and not _is_model(path):
+    if path.is_dir() and "model_type" not in read_object(path / "config.json"):  # not a model's directory
         named = _runs(path) if (path / MANIFEST).is_file() else [(_name_of(path), path)]
         return provenance(named[0][1], base).config, named
     if path.is_file():
@@ -66,18 +66,11 @@ def _named_adapter(text: str) -> tuple[str, Path]:
     return name, Path(directory).expanduser()
 
 
-def _is_model(path: Path) -> bool:
-    """Return whether this is a model's directory, whose config.json has a model_type."""
-    return "model_type" in read_object(path / "config.json")
-
-
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
     """Return the finished runs of a campaign, or the single run that it is."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
-    if not paths:
-        return [(_name_of(campaign), campaign)]
-    return [(_name_of(path), path) for path in paths]
+    return [(_name_of(path), path) for path in paths or [campaign]]
 
 
 def _name_of(directory: Path) -> str:

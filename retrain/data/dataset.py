@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from retrain.config.evaluation import HELDOUT
 from retrain.config.tasks import Data
@@ -201,7 +201,7 @@ class PromptLimit(NamedTuple):
 
 
 def without_long_prompts(
-    data: Dataset, tokenizer: Any, training: PromptLimit, heldout: Mapping[str, PromptLimit]
+    data: Dataset, tokenizer: object, training: PromptLimit, heldout: Mapping[str, PromptLimit]
 ) -> Dataset:
     """Return ``data`` without prompts over the token limit, after rendering one problem of every form; ``training`` and
     ``heldout`` have the limits of each part.
@@ -252,7 +252,7 @@ class _Part(NamedTuple):
         return next(problem for problem in self.problems if id(problem) in self.longer)
 
 
-def _too_long(problems: Sequence[Problem], tokenizer: Any, room: PromptLimit) -> dict[int, int]:
+def _too_long(problems: Sequence[Problem], tokenizer: object, room: PromptLimit) -> dict[int, int]:
     forms = {tuple(message["role"] for message in conversation(p, room.section)): p for p in problems}
     markup = 0  # bytes that the chat template adds to a conversation
     for problem in forms.values():
@@ -295,7 +295,7 @@ def _bytes(problem: Problem, section: Data) -> int:
     return sum(len(message["content"].encode()) for message in conversation(problem, section))
 
 
-def longest_prompt(problems: Iterable[Problem], tokenizer: Any, data: Data) -> int:
+def longest_prompt(problems: Iterable[Problem], tokenizer: object, data: Data) -> int:
     """Return the tokens of the longest prompt among the ``LONGEST_BY_CHARACTERS``; 0 when there are no problems. Raises
     as ``render``."""
 

@@ -5,7 +5,7 @@ rejected, not ignored.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -116,7 +116,7 @@ class ChatFunction(Body):
     model_config = ConfigDict(extra="allow")
 
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = {}
+    arguments: Annotated[dict[str, object], BeforeValidator(_arguments)] = {}
 
 
 class ChatToolCall(Body):
@@ -142,7 +142,7 @@ class MessageBody(Body):
 
 
 class ToolParameters(Body):
-    properties: dict[str, dict[str, Any]] = {}
+    properties: dict[str, dict[str, object]] = {}
 
 
 class ToolFunction(Body):
@@ -154,13 +154,13 @@ class ChatTool(Body):
     function: ToolFunction
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _tool(tool: dict[str, object]) -> dict[str, object]:
     """Return the tool as it was sent, which is what the template renders, after checking it."""
     ChatTool.model_validate(tool)
     return tool
 
 
-Tools = list[Annotated[dict[str, Any], AfterValidator(_tool)]]
+Tools = list[Annotated[dict[str, object], AfterValidator(_tool)]]
 Messages = Annotated[list[MessageBody], Field(min_length=1)]
 
 
@@ -243,7 +243,7 @@ class ChatBody(SamplingBody):
     top_logprobs: LogprobCount = 0
     tools: Tools = []
     tool_choice: Literal["none", "auto"] = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, object] = {}
     add_generation_prompt: Literal[True] = True
     echo: Literal[False] = False
 

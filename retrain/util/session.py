@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from retrain.device import torchrun_rank
 from retrain.errors import LeaseLost, NotOurs, NotReadable, StorageError, UsageError, listed, plural
@@ -200,7 +200,7 @@ class DirectoryLock:
                 os.ftruncate(self._file, 0)
                 os.pwrite(self._file, dumps(holder).encode(), 0)
 
-    def _alive(self, lease: dict[str, Any]) -> bool:
+    def _alive(self, lease: dict[str, object]) -> bool:
         if is_here(lease):
             return _runs_here(lease)
         self.message(
@@ -217,17 +217,9 @@ class DirectoryLock:
     def _write(self) -> None:
         self._count += 1
         pid = os.getpid()
-        write_json(
-            self.directory / LEASE,
-            {
-                "token": self.token,
-                "pid": pid,
-                "process_start": process_start(pid),
-                **machine(),
-                "count": self._count,
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            },
-        )
+        holder = {"token": self.token, "pid": pid, "process_start": process_start(pid), **machine()}
+        beat = {"count": self._count, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_json(self.directory / LEASE, holder | beat)
 
     def _renew(self) -> None:
         while not self._ended.wait(self.beat):
@@ -245,19 +237,10 @@ def wait_for_writers(
 ) -> None:
     """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
     worker on another machine counts as dead when its lease has not changed for ``watch`` seconds."""
-    seen: dict[Path, tuple[Any, float]] = {}
-    notified = False
+    watches, notified = [LeaseWatch(directory, watch) for directory in directories], False
     while True:
-        writing = []
-        for directory in directories:
-            lease = lease_of(directory)
-            if lease is None:
-                continue
-            count, now = (lease.get("token"), lease.get("count")), time.monotonic()
-            if directory not in seen or seen[directory][0] != count:
-                seen[directory] = count, now
-            if _runs_here(lease) if is_here(lease) else now - seen[directory][1] < watch:
-                writing.append(lease)
+        leases = [(each, lease_of(each.directory)) for each in watches]
+        writing = [lease for each, lease in leases if lease is not None and each.is_alive()]
         if not writing:
             return
         if not notified:
@@ -307,23 +290,23 @@ class LeaseWatch:
         return now - self._seen < self.patience
 
 
-def lease_of(directory: Path) -> dict[str, Any] | None:
+def lease_of(directory: Path) -> dict[str, object] | None:
     """Return the content of a directory's lease; None if there is none. Raises NotReadable."""
     lease = read_json_if_present(directory / LEASE)
     return lease if isinstance(lease, dict) else None
 
 
-def _last_holder(lock: Path) -> dict[str, Any]:
+def _last_holder(lock: Path) -> dict[str, object]:
     holder = read_json_if_present(lock)
     return holder if isinstance(holder, dict) and "token" in holder else {}
 
 
-def is_here(lease: dict[str, Any]) -> bool:
+def is_here(lease: dict[str, object]) -> bool:
     """Return whether the owner is a process of this machine, so that its process id can be checked."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 
-def _runs_here(lease: dict[str, Any]) -> bool:
+def _runs_here(lease: dict[str, object]) -> bool:
     pid = lease.get("pid")
     return isinstance(pid, int) and pid != os.getpid() and process_start(pid) == lease.get("process_start")
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -76,11 +76,11 @@ def read_campaign(directory: Path) -> Campaign:
     return Campaign(directory, manifest, renamed, runs, configs)
 
 
-def _with_condition_names(report: Any, labels: Iterable[str]) -> Any:
+def _with_condition_names(report: object, labels: Iterable[str]) -> object:
     """Return a copy of plain data with these labels replaced by their ``condition_name``, as keys and as values."""
     names = {label: condition_name(label) for label in labels}
 
-    def renamed(value: Any) -> Any:
+    def renamed(value: object) -> object:
         if isinstance(value, Mapping):
             return {names.get(key, key): renamed(each) for key, each in value.items()}
         if isinstance(value, list | tuple):

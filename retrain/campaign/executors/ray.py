@@ -203,8 +203,7 @@ class RayExecutor:
         return f"{self.owner}-{slot}"
 
     def _room(self) -> str:
-        ray = ray_module()
-        total, free = ray.cluster_resources(), ray.available_resources()
+        total, free = ray_module().cluster_resources(), ray_module().available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
         asks = " and ".join(_count(count, kind) for kind, count in kinds.items() if count)
         has = ", ".join(f"{free.get(kind, 0):g} of {plural(int(total.get(kind, 0)), kind)}" for kind in kinds)
@@ -225,9 +224,8 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
             ray_module().shutdown()
         raise
     executor = RayExecutor(plan, slots, _gpus_per_worker(config) if gpus else 0, config.ray.cpus, ours)
-    fleet = None
-    if config.inference.launch is not None:
-        fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0)
+    launches = config.inference.launch is not None
+    fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0) if launches else None
     return CampaignWorkers(executor, plan.directory, fleet)
 
 

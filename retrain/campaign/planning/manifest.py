@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 from retrain.campaign.planning.plan import Plan
 from retrain.config import parse_dict
@@ -156,7 +155,7 @@ class Manifest:
     def __enter__(self) -> Manifest:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self.files.close() and error is None:
             self.files.check()
 

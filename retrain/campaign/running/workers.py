@@ -343,9 +343,9 @@ class CampaignWorkers:
     def _kill(self, slot: WorkerSlot) -> None:
         self.executor.kill(slot.number)
         with suppress(NotReadable, OSError):
-            lease = lease_of(slot.home)
-            if lease is not None and is_here(lease) and has_living_worker(slot.home):  # left by an earlier controller
-                os.kill(lease["pid"], signal.SIGKILL)
+            match lease_of(slot.home):
+                case {"pid": int(pid)} as lease if is_here(lease) and has_living_worker(slot.home):
+                    os.kill(pid, signal.SIGKILL)  # left by an earlier controller
 
     def _is_running(self, slot: WorkerSlot) -> bool:
         if not slot.is_occupied or slot.reported_end is not None or self.executor.look(slot.number) is not None:
