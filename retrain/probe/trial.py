@@ -60,8 +60,8 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
 
 
 def others(plan: Plan, condition: str | None) -> list[str]:
-    """Return the labels of the conditions whose reward or sampling differs from the tried one. Raises UsageError if
-    that does not exist."""
+    """Return the labels of the conditions whose reward or sampling differs from ``condition``. Raises UsageError if
+    there is no such condition."""
     tried = chosen(plan, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:

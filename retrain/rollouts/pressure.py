@@ -65,8 +65,8 @@ class Pressure:
         return self.load * self.samples
 
     def observe(self, tokens: int, seconds: float, context: float | None = None) -> None:
-        """Add one step's measurement and set the load of the next step. ``context``: mean tokens before a sampled one,
-        for the roofline."""
+        """Add one step's measurement and set the load of the next step. ``context``: mean number of tokens before a
+        sampled token, for the roofline."""
         intensity = None if self.costs is None or context is None else self.costs.intensity(self.max_rows, context)
         self.loads.append(self.load)
         self.throughputs.append(tokens / max(seconds, 1e-9))
