@@ -69,8 +69,7 @@ class StatefulStep(Protocol):
 
     name: str
 
-    def state(self) -> dict[str, object]:
-        ...
+    def state(self) -> dict[str, object]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -86,7 +85,6 @@ class Algorithm:
         self.requires: frozenset[Want] = frozenset().union(*(step.requires for step in self.steps))
 
     def credit(self, batch: CreditedBatch, scores: Scores, step: int) -> CreditedBatch:
-        """Return the batch with advantages, masks, denominators and discarded groups."""
         # Before any step can discard a group: these metrics describe all rollouts that were sampled.
         for credit_step in self.steps:
             batch = batch.with_metrics(credit_step.measure(scores))
@@ -142,8 +140,8 @@ def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
 def with_rows(
     batch: CreditedBatch, rollouts: Sequence[CreditedRollout], **tables_BT: Floats_BT | Mask_BT
 ) -> CreditedBatch:
-    """Return the batch in which row b of each table [B, T], cut to the rollout's length, is a field of rollout b. The
-    names of the arguments are those of the fields."""
+    """Return the batch with new fields of ``rollouts``: the argument ``name=table_BT`` sets the field ``name`` of
+    rollout b to row b of the table, without padding."""
     arrays = {name: table_BT.numpy() for name, table_BT in tables_BT.items()}
     changes = [
         {name: rows_BT[row][: len(rollout)] for name, rows_BT in arrays.items()} for row, rollout in enumerate(rollouts)
@@ -182,7 +180,6 @@ def training_samples(rollout: CreditedRollout) -> list[Sample]:
 
 
 def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
-    """Return the scores of ``samples_of(groups)`` joined to one array for each rollout."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_sample = {kind.name: getattr(scores, kind.name) for kind in fields(scores)}
     requested = {kind: rows for kind, rows in by_sample.items() if rows is not None}

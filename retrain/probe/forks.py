@@ -92,7 +92,6 @@ def plan_fork(plan: Plan, checkpoint: Path, steps: int, seeds: int) -> Fork:
 
 
 def _plan_fault(plan: Plan, specs: Sequence[RunSpec], checkpoint: Path, state: RunState, base: str, steps: int) -> str:
-    """Return the reason, common to all conditions, why the checkpoint cannot be continued; "" without one."""
     model, last = specs[0].config.model.model, min(spec.config.training.max_steps for spec in specs)
     if _model_id(base) != _model_id(model):
         return f"{checkpoint} was trained on {base}, and {plan.name} trains {model}: name one of its own runs"
@@ -130,7 +129,6 @@ def _fresh_seeds(plan: Plan, state: RunState, count: int) -> range:
 
 
 def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Values) -> str:
-    """Return why a condition cannot continue the checkpoint; "" if it can."""
     model, lora, algorithm = spec.config.model, spec.config.lora, spec.config.algorithm
     if base_key(spec) != base_key(baseline):
         return "its base, problems or adapted layers differ from the baseline's"

@@ -51,7 +51,6 @@ def trial(
 
 
 def chosen(plan: Plan, condition: str | None) -> RunSpec:
-    """Return the first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     label = labels[0] if condition is None else find_label(condition, labels)
     if label is None:

@@ -96,7 +96,6 @@ class RecentWeights:
         return list(dict.fromkeys(each.ref for each in dropped))
 
     def before(self, step: int) -> list[Weights]:
-        """Return the weights of the last ``bound`` steps before ``step``."""
         return [each for each in self._weights if step - self.bound <= each.step < step]
 
     def drawing(self, step: int) -> PolicyRef:
@@ -232,7 +231,6 @@ class _PendingGroup:
         self._set_length(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
     def _set_length(self, trajectory: _Trajectory, length: int) -> None:
-        """Set the sequence's length; end the episode if no further token fits."""
         trajectory.length = length
         limit = self.request.limits.tokens
         if limit is not None and length >= limit:

@@ -138,7 +138,6 @@ class RolloutQueue(Generic[Owner]):
         return sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
 
     def close(self) -> None:
-        """Stop sampling, and cancel what is in flight."""
         with self._changed:
             self._closed = True
             self._offers.clear()

@@ -289,7 +289,6 @@ class Bases:
             self._engine.sequence_cache.clear()
 
     def release(self) -> None:
-        """Free the base with its lanes and fused weights, the other models, and the servers."""
         if self.ranks is not None:
             self.ranks.in_use = nullcontext
         self._close_server()

@@ -26,8 +26,6 @@ from retrain.training.state import RollbackPoint, SharedState
 
 @dataclass
 class Failures:
-    """Ends the runs of a cohort that fail, on all ``ranks``."""
-
     engine: Engine
     queue: RolloutQueue[Run]
     observer: Observer

@@ -288,7 +288,6 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """``<label>_s<seed>``, the run's directory name in a campaign."""
         return self.spec.run_id
 
     @property

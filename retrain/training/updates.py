@@ -96,7 +96,6 @@ def _dealt(
 
 
 def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
-    """Return the loss denominators of a minibatch; all of its ``rollouts`` are credited."""
     sampled = [rollout for rollout in rollouts if len(rollout) > 0]
     return replace(
         batch.denominators,
