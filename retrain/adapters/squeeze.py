@@ -147,8 +147,8 @@ def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_sc
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
-    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
-    by module that keep as much energy.
+    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank. With ``pattern`` each module
+    gets its own rank, and the adapter as much energy as with rank ``to``.
 
     The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is
     read from the adapter's verification, if there is one.
@@ -233,11 +233,8 @@ def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> 
 
 def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
     """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
-    the group of the run that was analysed. The same analysis sent again continues the same wandb run.
-
-    Raises:
-        RetrainError: wandb is missing or cannot start.
-    """
+    the group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if
+    wandb is missing or cannot start."""
     summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
     facts = {key: report.get(key) for key in summary}
     columns = ("rank", "mean_variance", "min_variance", "max_variance")

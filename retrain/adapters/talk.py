@@ -282,9 +282,9 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 
 def _grading(config: Config, graded: Sequence[Graded]) -> Row:
-    """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
-    many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
-    if there are others."""
+    """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, graded by
+    as many workers as the reward has. The mean leaves out the first answer, which waits for workers to start, if there
+    are others."""
     times = [each for _, seconds in graded for each in seconds if each == each]
     usual = times[1:] or times
     reward, training = config.reward, config.training

@@ -94,7 +94,8 @@ def verdict(low: float | None, high: float | None) -> str:
 
 
 def sufficient_rank(rows: Sequence[Values]) -> int | None:
-    """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
+    """Return the smallest rank for which it and all larger ranks are kept, or None; ``rows`` begin with the largest
+    rank."""
     smallest = None
     for row in rows:
         if row["verdict"] != "kept":

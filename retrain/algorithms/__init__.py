@@ -1,7 +1,7 @@
-"""Algorithms: from rewards to what each token is trained with. The tables map names in TOML files to code.
+"""Algorithms: how rewards become advantages and masks of tokens. The tables map names in TOML files to code.
 
-A new advantage is a function of the rewards of a group in a file under ``credit/``, a row of ``GROUP_ADVANTAGES``, and
-a row of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of the function (``docs/extending.md``).
+A new advantage is a function of a group's rewards in a file under ``credit/``, a row of ``GROUP_ADVANTAGES``, and a row
+of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of the function (``docs/extending.md``).
 """
 
 from collections.abc import Callable, Sequence

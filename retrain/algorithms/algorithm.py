@@ -1,6 +1,6 @@
 """Algorithms: lists of credit steps that assign advantages, masks and denominators to graded rollouts.
 
-Credit steps compute in padded tables of the rollouts; what trains are samples, flat sequences.
+Credit steps compute in padded tables of rollouts. A policy trains on samples, which are flat token sequences.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -167,8 +167,8 @@ def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
 def samples_of_rollout(rollout: Rollout) -> list[Sample]:
     """Return the rollout's token sequences as the policy saw them, without tokenising again.
 
-    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. No token has an
-    advantage or trains.
+    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. Advantages and
+    loss masks are 0.
     """
     return [_flatten(turns) for turns in split_sequences(rollout.turns)]
 

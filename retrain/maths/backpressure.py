@@ -132,9 +132,9 @@ class Decision:
 class DecodeWork:
     """The cost of one decode step of a dense transformer, from its shapes.
 
-    ``parameters``: multiplied with every token (without the embedding table); ``operations_per_position``: of
-    attention, per earlier token of a sequence; ``cache_bytes``: keys and values of one token; ``parameter_bytes``: of
-    one number. Adapters, activations and processor caches are neglected: all weights are read once per step.
+    ``parameters``: weights multiplied with every token (without the embedding table), ``parameter_bytes`` each;
+    ``operations_per_position``: attention's operations per earlier token of a sequence; ``cache_bytes``: keys and
+    values of one token. Adapters, activations and processor caches are neglected: all weights are read once per step.
     """
 
     parameters: int

@@ -1,8 +1,8 @@
 """Compares the gradients that a file's conditions compute on the same graded rollouts, without taking steps.
 
 The runs are assembled as for training, one lane for each condition, in a temporary directory and without trackers.
-Batches are those that the baseline's run would sample next; every condition credits them with the functions that
-training uses, and its gradient is the one that its optimizer would receive.
+Batches are those that the baseline's run would sample next. Every condition credits them with training's functions, and
+its gradient is the one that its optimizer would receive.
 """
 
 import math

@@ -283,7 +283,7 @@ class _PendingGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """The graded group of every request, or the error of its environment, chat template or grader."""
+    """For every request, in order, its graded group or the error of its environment, chat template or grader."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]  # ("rollout" | "score", start, end) in seconds since the epoch

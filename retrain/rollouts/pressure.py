@@ -1,7 +1,7 @@
 """Back pressure on decoding: how many prompts decode at once, by the Universal Scalability Law.
 
-Only speed and memory depend on it, never what is sampled beyond rounding. Decisions follow from recorded loads and
-throughputs, which are part of every checkpoint: a resumed cohort decides from the record, not from a new clock.
+It affects speed and memory, and what is sampled only by rounding. Decisions follow from recorded loads and throughputs,
+which are part of every checkpoint: a resumed cohort decides from the record, without new measurements.
 """
 
 from typing import TypedDict

@@ -227,8 +227,8 @@ def load_model(
 
 
 def _episode_tokens(config: Config, prompt: int, context: int) -> int:
-    """Return an estimate of the tokens before the last action of the longest episode: the prompt, and for each earlier
-    turn an action and an observation of the same length."""
+    """Return an estimate of the tokens before the last action of the longest episode: the prompt, and two times
+    ``max_tokens`` (action and observation) for each earlier turn."""
     section, action = config.environment, config.training.max_tokens
     limits = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
     return prompt if section.turns == 1 else max(prompt, min(limits) - action)

@@ -1,7 +1,7 @@
 """Loads what a cohort samples and trains with: a base model with lanes and an engine, or a user's backends.
 
 One base is in memory at a time. Cohorts with the same base share it with its preparations (lanes, fused weights);
-before another base is loaded, these are undone and the base is freed.
+before another base is loaded, the preparations are undone and the base is freed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

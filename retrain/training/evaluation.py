@@ -1,4 +1,4 @@
-"""Evaluates policies on held-out sets, for the loop and for the verification of ranks.
+"""Evaluates policies on held-out sets, for the loop and for the verification of compressed adapters.
 
 An answer is a function of the weights, the problem and its random stream: evaluating equal weights after the same
 number of updates gives equal answers. Sets are sampled one after another, so that no set affects the results of

@@ -173,7 +173,7 @@ class StepTimer:
         self._last_end = now
 
     def finish_step(self, now: float) -> tuple[list[Span], float]:
-        """Return the spans since the last finished step, and when the step began; the next one begins ``now``."""
+        """Return the spans of the step that ends ``now``, and when it began; the next step begins ``now``."""
         spans, begin = self._spans, self._last_end or now
         self._spans, self._last_end = [], now
         return spans, begin

@@ -44,7 +44,7 @@ from retrain.types import Problem
 
 
 class RecordsDiffer(Exception):
-    """Base, data, teacher or records differ from what the runs recorded, and the user has not accepted that."""
+    """Base, data, teacher or record files differ from the runs' records, and the user has not accepted that."""
 
     def __init__(self, lines: list[str]):
         super().__init__(lines)

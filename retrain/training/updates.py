@@ -115,8 +115,8 @@ class MinibatchUpdate:
     trainer_logprobs: Sequence[np.ndarray | None] = ()
 
     def weight(self, key: str) -> float:
-        """Return the weight of this update in the mean of a metric: its trained tokens, its action tokens, or its
-        completions."""
+        """Return the weight of this update in the mean of the metric ``key``: its number of trained tokens, of action
+        tokens, or of completions."""
         samples = self.batch.samples
         if key in OF_COMPLETIONS:
             return float(len(samples))

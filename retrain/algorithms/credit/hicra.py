@@ -17,8 +17,8 @@ from retrain.types import CreditedBatch, CreditedRollout
 class Hicra(TokenCreditStep):
     """Adds ``alpha``·|A_t| to the advantage of planning tokens.
 
-    With ``placebo_stream``, a random stream, as many random tokens of each completion are amplified instead: the
-    control of the method.
+    With ``placebo_stream`` (a random stream), random tokens are amplified instead, as many in each completion as it has
+    planning tokens: a control.
     """
 
     alpha: float
