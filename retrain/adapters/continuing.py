@@ -15,12 +15,12 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, CONFIG, PLAN
 
 
 def continuation(directory: Path, rank: int, steps: int, out: Path | None) -> tuple[LoadedConfig, Path]:
-    """Return the configuration of ``steps`` more steps at ``rank``, and the run's directory, after compressing the
-    adapter of this run or campaign directory.
+    """Compress the adapter of a run or campaign directory to ``rank``, and return configuration and directory of a new
+    run that trains it for ``steps`` steps.
 
     The new run copies all settings but rank, alpha and length; its directory is ``out`` or ``squeeze/continue_<rank>``
-    beside the adapter. A repeated call continues it. Raises UsageError if the directory has no adapter or no plan, or
-    the rank exceeds the adapter's.
+    beside the adapter. A repeated call returns the same run, to continue it. Raises UsageError if the directory has no
+    adapter or no plan, or the rank exceeds the adapter's.
     """
     adapter = find_adapter(directory)
     owner = _holding((adapter.parent, adapter.parent.parent), CONFIG)

@@ -105,9 +105,10 @@ def _with_adapter(model: Any, source: Provenance) -> Any:
 def pad_rank(source: Provenance, out: Path, rank: int) -> Row:
     """Write the adapter with A and B padded with zeros to ``rank`` in every module, with one scale for all modules.
 
-    The result avoids rsLoRA and rank patterns, which some servers ignore: alpha/rank is the most frequent scale, and in
-    other modules B absorbs the ratio, rounded once; ΔW is otherwise bit-identical. Raises UsageError for a rank below
-    the adapter's or when ``out`` is in use, ModelError for an adapter with more than LoRA factors.
+    The result avoids rsLoRA and rank patterns, which some servers ignore. Its scale alpha/rank is the most frequent
+    one; in modules with another scale, B absorbs the ratio, rounded once. ΔW is otherwise bit-identical. Raises
+    UsageError for a rank below the adapter's or when ``out`` is in use, ModelError for an adapter with more than LoRA
+    factors.
     """
     out = _free(out)
     with AdapterFile(source.adapter) as file:
@@ -154,7 +155,7 @@ def uniform(file: AdapterFile, rank: int) -> tuple[float, Iterator[tuple[str, Pa
 
 
 def _free(out: Path) -> Path:
-    """Return ``out`` as an absolute path that is free or an empty directory. Raises UsageError."""
+    """Return ``out`` as an absolute path. Raises UsageError unless it is free or an empty directory."""
     out = out.absolute()
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         kind = "a symbolic link" if out.is_symlink() else "a file"
@@ -206,7 +207,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _difference(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Return the root mean square of the difference, relative to that of the reference."""
+    """Return the root mean square of ``actual`` − ``reference``, divided by that of ``reference``."""
     spread = float(reference.square().mean().sqrt())
     return float((actual - reference).square().mean().sqrt()) / max(spread, 1e-30)
 

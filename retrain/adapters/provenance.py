@@ -24,8 +24,8 @@ SECTIONS = ("model", "lora", "data", "backend", "inference", "training", "evalua
 class Provenance:
     """An adapter's directory, and the records of the run that trained it.
 
-    ``record`` is that run's directory, None for an adapter elsewhere, whose ``config`` then has defaults.
-    ``fingerprint`` and ``dtype`` describe the base that it was trained on, if recorded.
+    ``record`` is that run's directory, None if there is none; ``config`` then has defaults. ``fingerprint`` and
+    ``dtype`` describe the base that it was trained on, if recorded.
     """
 
     adapter: Path
@@ -39,7 +39,6 @@ class Provenance:
         return self.config.model.model
 
     def load(self, devices: str, dtype: str) -> BaseModel:
-        """Load the base into memory. Raises as ``load_base``."""
         return load_weights(find_model_files(self.config), devices, dtype)
 
     def unquantised(self) -> Provenance:
@@ -93,7 +92,7 @@ def _adapter_config(adapter: Path) -> Row:
 
 
 def _recorded(adapter: Path) -> Provenance:
-    """Return the records of the nearest run or campaign above the adapter; the caller fills in the base."""
+    """Return the records of the nearest run or campaign above the adapter, or defaults; the caller sets the base."""
     for folder in (adapter, *list(adapter.parents)[:4]):
         content = read_object(folder / CONFIG)
         if not all(isinstance(content.get(key), dict) for key in (*SECTIONS, "types")):

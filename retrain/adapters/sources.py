@@ -1,4 +1,4 @@
-"""Resolve the argument of ``retrain serve``: a model, a run or adapter, a campaign, or the file of one."""
+"""Resolve the argument of ``retrain serve``: a model, a run or adapter, a campaign, or a TOML file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from retrain.records.schema.layout import ADAPTER_CONFIG, MANIFEST
 
 @dataclass(frozen=True)
 class Sources:
-    """A base, as a configuration names it, and adapters over it by name. ``notes`` are messages for the user."""
+    """A base (``config`` and ``name``) and the adapters over it, by name. ``notes`` are messages for the user."""
 
     config: Config
     name: str
@@ -47,7 +47,6 @@ def sources(target: str, more: Sequence[str] = (), base: str | None = None) -> S
 
 
 def _target(target: str, base: str | None) -> tuple[Config, list[tuple[str, Path]]]:
-    """Return the configuration that names the base, and the adapters by name."""
     path = Path(target).expanduser()
     if path.suffix == ".toml" and path.is_file():
         return load(path).config, []
@@ -67,7 +66,7 @@ def _named_adapter(text: str) -> tuple[str, Path]:
 
 
 def _runs(campaign: Path) -> list[tuple[str, Path]]:
-    """Return the finished runs of a campaign, or the single run that it is."""
+    """Return name and directory of a campaign's finished runs, or of the directory itself if there are none."""
     runs = read_manifest(campaign)["runs"]
     paths = [campaign / run["path"] for run in runs if run["state"] == "done"]
     return [(_name_of(path), path) for path in paths or [campaign]]
@@ -82,5 +81,4 @@ def _name_of(directory: Path) -> str:
 
 
 def _model_name(model: str) -> str:
-    """Return the name of a hub or bundled model, or the directory name of a local one."""
     return bundled_name(model) or (Path(model).name if Path(model).is_dir() else model)

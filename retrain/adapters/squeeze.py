@@ -56,8 +56,8 @@ def find_adapter(directory: Path) -> Path:
 def analyse_adapter(adapter: Path, settings: Squeeze) -> Row:
     """Return the squeeze table of one adapter directory as JSON (see ``tables.squeeze_table``).
 
-    Candidates are its ``target_ranks``, by default every rank; the table then shows the powers of two, the source rank
-    and the recommended one.
+    Candidates are ``settings.target_ranks``. By default every rank is a candidate, and the table shows the powers of
+    two, the source rank and the recommended rank.
     """
     spectra = _spectra(adapter)
     result = recommend(
@@ -100,9 +100,9 @@ def _spectra(adapter: Path) -> Row:
 def compress_adapter(adapter: Path, rank: int, out: Path, pattern: bool = False) -> Path:
     """Write the adapter truncated to ``rank`` as a PEFT directory, module by module.
 
-    With ``pattern``, ranks differ by module: the lowest total that keeps the energy of ``rank`` everywhere. Raises
-    UsageError above the source rank, ModelError for an adapter with more than LoRA factors, NotOurs when ``out`` holds
-    an adapter that was not compressed from this one.
+    With ``pattern``, each module gets its own rank: the fewest ranks in total that keep the energy Σ s² that ``rank``
+    keeps over all modules. Raises UsageError for a rank above the adapter's, ModelError for an adapter with more than
+    LoRA factors, NotOurs if ``out`` holds an adapter that was not compressed from this one.
     """
     with AdapterFile(adapter) as file:
         if not 1 <= rank <= file.rank:
@@ -142,13 +142,13 @@ def _owner(adapter: Path, subfolder: str) -> Owner:
 
 
 def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_scale: float) -> Pair:
-    """Return factors of exactly ``rank`` rows; a layer of lower rank (rank_pattern) is padded with zeros."""
+    """Return factors truncated to ``rank``; those of a layer of lower rank (rank_pattern) are padded with zeros."""
     return padded(truncate(a, b, scale, min(rank, a.shape[0]), new_scale), rank)
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
-    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank, or with ``pattern`` to ranks
-    by module that keep as much energy.
+    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank. With ``pattern`` each module
+    gets its own rank, and the adapter as much energy as with rank ``to``.
 
     The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is
     read from the adapter's verification, if there is one.
@@ -233,11 +233,8 @@ def _report(context: RunContext, directory: Path, analysis: Row, warn: Warn) -> 
 
 def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, warn: Warn = lambda text: None) -> None:
     """Send a wandb run ``squeeze-analysis`` with the variance table of ``report`` (the dict of ``squeeze_table``), in
-    the group of the run that was analysed. The same analysis sent again continues the same wandb run.
-
-    Raises:
-        RetrainError: wandb is missing or cannot start.
-    """
+    the group of the analysed run. The same analysis sent again continues the same wandb run. Raises RetrainError if
+    wandb is missing or cannot start."""
     summary = ("recommended_rank", "source_rank", "min_variance_retention", "num_layers")
     facts = {key: report.get(key) for key in summary}
     columns = ("rank", "mean_variance", "min_variance", "max_variance")
@@ -263,8 +260,8 @@ def log_squeeze_analysis(context: RunContext, directory: Path, report: Values, w
 
 
 def _verified(home: Path, spec: RunSpec, adapter: Path, ranks: Sequence[int], evaluate: Evaluate) -> Row:
-    """Return the held-out accuracy of the adapter compressed to each of these ranks, from ``verification.json`` of
-    ``home`` if it is about this very adapter."""
+    """Return the held-out accuracy of the adapter compressed to each of ``ranks``. Reuses ``verification.json`` in
+    ``home`` if it covers these ranks of the same weights."""
     out = home / VERIFICATION
     known = read_verification(out, adapter)
     if known is not None and set(ranks) <= {row["rank"] for row in known["ranks"]}:

@@ -17,8 +17,8 @@ from retrain.util.tensor_file import data_of, dtype_name, header
 def write_streamed(
     directory: Path, layout: Mapping[str, Factors], pairs: Iterable[tuple[str, Pair]], config: Values
 ) -> None:
-    """Write a PEFT directory from consecutive modules; ``layout`` declares all of them. Raises ModelError if a module
-    is missing or has another shape than declared."""
+    """Write a PEFT directory from an iterable of modules; ``layout`` declares all of them. Raises ModelError if a
+    module is missing or has another shape than declared."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = {
         key: (dtype_name(where.dtype), shape)

@@ -106,7 +106,8 @@ def answers(
 def _engine(
     config: Config, base: BaseModel, lanes: Lanes, stack: ExitStack, notify: Callable[[str], None]
 ) -> LocalEngine | ServerEngine:
-    """Return the run's engine: its servers if reachable, else this process, as for launched servers."""
+    """Return the engine of ``[inference] url`` if its servers answer, else an engine in this process. Servers of
+    ``[inference] launch`` are not started."""
     if config.inference.url:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="retrain-sample-")))
         try:
@@ -141,7 +142,6 @@ def _layers(file: AdapterFile, base: BaseModel) -> list[str]:
 
 
 def lane_adapter(file: AdapterFile, lanes: Lanes) -> Adapter:
-    """Return the adapter on the lanes, with every module at the highest rank and one scale."""
     scale, pairs = uniform(file, file.rank)
     adapter = lanes.new_adapter(file.rank, scale * file.rank)
     adapter.load(dict(pairs))
@@ -204,8 +204,8 @@ def _answers(
 
 
 def _episodes(engine: Engine, requests: Sequence[RolloutRequest]) -> Tried:
-    """Return whole episodes; each has the mean seconds of its environments. Raises RunFailed for exceptions of the chat
-    template or a grader."""
+    """Sample and grade whole episodes; the grading seconds of each are the mean of all. Raises RunFailed for exceptions
+    of the chat template or a grader."""
     collected = collect(engine, requests)
     groups = require_graded(collected.groups)
     seconds = {name: sum(end - begin for span, begin, end in collected.spans if span == name) for name in WAITS}
@@ -267,8 +267,8 @@ def _graded(completion: Action, result: RewardResult, seconds: float) -> Row:
 
 
 def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: float) -> Row:
-    """Return counts and seconds of sampling. ``step_seconds`` bounds a training step: at least the time of these
-    answers, at most that time scaled by their number."""
+    """Return counts and seconds of sampling. ``step_seconds`` are bounds for a training step: the time of these
+    answers, and that time scaled to the step's number of answers."""
     training = config.training
     answers, step = sum(map(len, sampled)), training.batch_size * training.group_size
     ends = sorted((seconds, seconds * step / answers))
@@ -282,9 +282,9 @@ def _sampling(config: Config, sampled: Sequence[Sequence[Action]], seconds: floa
 
 
 def _grading(config: Config, graded: Sequence[Graded]) -> Row:
-    """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, with as
-    many at once as the reward has workers. The first answer waits for the workers to start and is left out of the mean
-    if there are others."""
+    """Return counts and seconds of grading. ``step_seconds`` is the time for all answers of a training step, graded by
+    as many workers as the reward has. The mean leaves out the first answer, which waits for workers to start, if there
+    are others."""
     times = [each for _, seconds in graded for each in seconds if each == each]
     usual = times[1:] or times
     reward, training = config.reward, config.training
@@ -305,7 +305,6 @@ def _grading(config: Config, graded: Sequence[Graded]) -> Row:
 
 
 def _verdict(config: Config, sampled: Sequence[Sequence[Action]], graded: Sequence[Sequence[RewardResult]]) -> Row:
-    """Return mean reward, correct answers, groups with signal, and the reasons of failures, the most frequent first."""
     results = [result for group in graded for result in group]
     rewards = _rewards(results)
     failures = Counter(result.error or "no reason given" for result in results if result.total_reward is None)

@@ -1,8 +1,8 @@
 """Evaluate an adapter on the held-out problems at every candidate rank, to find which rank is enough.
 
 Energy does not answer that: 95 % of it is a 22 % error of the weights. All ranks get the same problems and random
-numbers, and are compared with the full adapter by problem, which is the unit because there is one run; conclusions hold
-for this adapter and similar problems. A loss is excluded by Tango's score interval, which is not overconfident when all
+numbers, and are compared with the full adapter problem by problem, because there is only one run; conclusions hold for
+this adapter and similar problems. A loss is excluded by Tango's score interval, which is not overconfident when all
 answers agree. The full adapter's answers are those of the run's final evaluation if it had the same sampling, so that
 there is one accuracy. Candidates are tested from the largest rank down, while they keep the full adapter's accuracy:
 this fixed order keeps the error of calling any rank enough at that of one test (Westfall and Krishen 2001).
@@ -30,10 +30,10 @@ TOLERANCE = 0.02  # Largest loss of accuracy that counts as small
 
 
 class RankMarks(NamedTuple):
-    """Marks of adapters on the same problems and samples.
+    """Correct (1) and wrong (0) answers of adapters to the same problems.
 
-    ``marks`` is float64 [adapters, problems, samples] of 0 and 1, and ``sampled_anew`` whether the first adapter, the
-    run's own, was sampled again.
+    ``marks`` is float64 [adapters, problems, samples]. ``sampled_anew``: the first adapter, the run's own, was sampled
+    again.
     """
 
     marks: np.ndarray
@@ -51,8 +51,8 @@ def verify_ranks(spec: RunSpec, full: Path, smaller: Sequence[Path], out: Path, 
     Returns problems, samples, tolerance, ``set`` (its name), ``adapter`` (SHA-256 of the full one's weights), ``full``
     ({rank, accuracy, low, high, sampled_anew}), ``ranks``, the largest first, each {rank, accuracy, low, high,
     difference ({mean, low, high}: minus the full adapter, paired by problem), verdict ("kept", "lost", "unclear")},
-    ``enough`` (the smallest rank that with all larger ones is kept, or null) and ``sentence``.
-    Raises UsageError for fewer than two held-out problems, and what ``evaluate`` raises.
+    ``enough`` (the smallest rank for which it and all larger ranks are kept, or null) and ``sentence``. Raises
+    UsageError for fewer than two held-out problems, and errors of ``evaluate``.
     """
     held_out = spec.config.decisive
     if held_out is None or held_out.problems < 2:
@@ -79,7 +79,7 @@ def verify_ranks(spec: RunSpec, full: Path, smaller: Sequence[Path], out: Path, 
 
 
 def read_verification(path: Path, adapter: Path) -> Row | None:
-    """Return the content of ``path`` that ``verify_ranks`` wrote, if it is about these very weights; else None."""
+    """Return the content of ``path``, written by ``verify_ranks``, if it is about this adapter's weights; else None."""
     content = read_object(path)
     return content if content and content.get("adapter") == sha256(adapter / ADAPTER_WEIGHTS) else None
 
@@ -94,7 +94,8 @@ def verdict(low: float | None, high: float | None) -> str:
 
 
 def sufficient_rank(rows: Sequence[Values]) -> int | None:
-    """Return the smallest rank that is kept with all those above it; ``rows`` are sorted from the largest rank down."""
+    """Return the smallest rank for which it and all larger ranks are kept, or None; ``rows`` begin with the largest
+    rank."""
     smallest = None
     for row in rows:
         if row["verdict"] != "kept":

@@ -1,7 +1,7 @@
-"""Algorithms: from rewards to what each token is trained with. The tables map names in TOML files to code.
+"""Algorithms: how rewards become advantages and masks of tokens. The tables map names in TOML files to code.
 
-A new advantage is a function of the rewards of a group in a file under ``credit/``, a row of ``GROUP_ADVANTAGES``, and
-a row of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of the function (``docs/extending.md``).
+A new advantage is a function of a group's rewards in a file under ``credit/``, a row of ``GROUP_ADVANTAGES``, and a row
+of ``retrain.config.modes``, whose ``parameters`` are keyword arguments of the function (``docs/extending.md``).
 """
 
 from collections.abc import Callable, Sequence
@@ -121,7 +121,6 @@ def load_detector(config: Config, base_dir: Path | None = None) -> Detector:
 def build_algorithm(
     config: Config, modes: Modes, detector: Detector, tokenizer: Tokenizer, stream: Stream
 ) -> Algorithm:
-    """Return the credit steps that a configuration asks for, in the order in which they are applied."""
     planning_tokens = PlanningTokens(detector, tokenizer)
     steps = [
         _advantage(config, modes),
@@ -193,9 +192,9 @@ def objective_of(config: Config, loss: Named) -> Objective:
 
 
 def build_loss(config: Config, loss: Named) -> PolicyLoss:
-    """Return the policy loss of a configuration; ``loss`` is ``[algorithm] loss``, or the function that it names.
+    """Return the policy loss of a configuration; ``loss`` is the name in ``[algorithm] loss``, or a plug-in's function.
 
-    The fields of a loss are the keys of its row in ``config.modes``; the ``parameters`` among them lose its name.
+    The fields of a loss are the configuration keys in its row of ``config.modes``, without section and loss name.
     """
     if not isinstance(loss, str):
         return PluginLoss(loss)

@@ -1,6 +1,6 @@
 """Algorithms: lists of credit steps that assign advantages, masks and denominators to graded rollouts.
 
-Credit steps compute in padded tables of the rollouts; what trains are samples, flat sequences.
+Credit steps compute in padded tables of rollouts. A policy trains on samples, which are flat token sequences.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ from retrain.types.rollouts import split_sequences
 
 @dataclass(frozen=True)
 class StepContext:
-    """The training step, and the ``scores`` of all rollouts in order, which a credit step may read beside the batch."""
+    """Inputs of a credit step besides the batch: the training step, and the ``scores`` of all rollouts in order."""
 
     step: int
     scores: Scores
@@ -69,9 +69,7 @@ class StatefulStep(Protocol):
 
     name: str
 
-    def state(self) -> dict[str, object]:
-        """Return the state as strict JSON."""
-        ...
+    def state(self) -> dict[str, object]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
@@ -79,7 +77,7 @@ class StatefulStep(Protocol):
 class Algorithm:
     """The credit steps of one run, in order. ``retrain.algorithms.build_algorithm`` makes it from a configuration.
 
-    ``mark_planning`` is applied to groups that are too stale to train, which get no credit.
+    ``mark_planning`` marks planning tokens of groups that are too stale to train; these groups get no credit.
     """
 
     def __init__(self, steps: Sequence[CreditStep], mark_planning: Callable[[CreditedBatch], CreditedBatch]):
@@ -87,7 +85,6 @@ class Algorithm:
         self.requires: frozenset[Want] = frozenset().union(*(step.requires for step in self.steps))
 
     def credit(self, batch: CreditedBatch, scores: Scores, step: int) -> CreditedBatch:
-        """Return the batch with advantages, masks, denominators and discarded groups."""
         # Before any step can discard a group: these metrics describe all rollouts that were sampled.
         for credit_step in self.steps:
             batch = batch.with_metrics(credit_step.measure(scores))
@@ -112,7 +109,7 @@ class Algorithm:
         return {step.name: step.state() for step in self._stateful}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state()``, possibly of another algorithm; steps that it does not name start anew."""
+        """Restore a ``state()``, possibly of another algorithm; steps that it does not name keep their state."""
         for step in self._stateful:
             if step.name in state:
                 step.restore(state[step.name])
@@ -143,7 +140,8 @@ def token_mask(rows: Sequence[Rollout | np.ndarray]) -> Mask_BT:
 def with_rows(
     batch: CreditedBatch, rollouts: Sequence[CreditedRollout], **tables_BT: Floats_BT | Mask_BT
 ) -> CreditedBatch:
-    """Return the batch with each rollout's row of each table, without padding, as the field of that name."""
+    """Return the batch with new fields of ``rollouts``: the argument ``name=table_BT`` sets the field ``name`` of
+    rollout b to row b of the table, without padding."""
     arrays = {name: table_BT.numpy() for name, table_BT in tables_BT.items()}
     changes = [
         {name: rows_BT[row][: len(rollout)] for name, rows_BT in arrays.items()} for row, rollout in enumerate(rollouts)
@@ -152,12 +150,12 @@ def with_rows(
 
 
 def pad_field(rollouts: Sequence[CreditedRollout], name: str, dtype: type = np.float64) -> torch.Tensor:
-    """Return the field ``name``, an array [T] of every rollout, as a padded table [B, T]."""
     return pad([getattr(rollout, name) for rollout in rollouts], dtype)
 
 
 def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
-    """Discard exactly the groups without a token advantage, for credit that replaces the episode's."""
+    """Return the batch with exactly those groups discarded whose token advantages are all 0, for credit that replaces
+    episode advantages."""
     reasons = []
     for group in batch.groups:
         rows = [rollout.token_advantages_T for rollout in group.rollouts if rollout.token_advantages_T is not None]
@@ -169,8 +167,8 @@ def discard_by_tokens(batch: CreditedBatch) -> CreditedBatch:
 def samples_of_rollout(rollout: Rollout) -> list[Sample]:
     """Return the rollout's token sequences as the policy saw them, without tokenising again.
 
-    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. No token has an
-    advantage or trains.
+    There is one sample, and one more per rewrite of the conversation; none if the policy never acted. Advantages and
+    loss masks are 0.
     """
     return [_flatten(turns) for turns in split_sequences(rollout.turns)]
 
@@ -182,7 +180,6 @@ def training_samples(rollout: CreditedRollout) -> list[Sample]:
 
 
 def scores_by_rollout(scores: Scores, groups: Sequence[Group]) -> Scores:
-    """Return the scores of ``samples_of(groups)`` with one array for each rollout."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     by_sample = {kind.name: getattr(scores, kind.name) for kind in fields(scores)}
     requested = {kind: rows for kind, rows in by_sample.items() if rows is not None}
@@ -197,7 +194,7 @@ def join_by_rollout(rows_by_sample: Iterable[np.ndarray], rollouts: Sequence[Rol
 
 
 def sequence_slices(rollout: Rollout) -> list[slice]:
-    """Return for each sample of the rollout the slice of its sampled tokens [T]."""
+    """Return, for each sample of the rollout, the slice of its tokens among the rollout's sampled tokens [T]."""
     lengths = [sum(len(turn.action) for turn in turns) for turns in split_sequences(rollout.turns)]
     ends = np.cumsum([0, *lengths]).tolist()
     return [slice(begin, end) for begin, end in pairwise(ends)]

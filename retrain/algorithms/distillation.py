@@ -1,9 +1,9 @@
 """Teachers of on-policy distillation, and the privileged context that a teacher reads and its student does not.
 
 Weights of the policy's own base (an adapter, or none) are scored by the policy itself, with its micro-batches and its
-ranks; another model is a second base in memory with the same vocabulary. A teacher that reads the solution needs no
-other weights than the student's (OPSD, arXiv 2601.18734; SDPO, 2601.20802): the tokens that lead there are more
-probable in its context.
+ranks; another model is a second base in memory with the same vocabulary. A teacher that reads the solution may have the
+student's weights (OPSD, arXiv 2601.18734; SDPO, 2601.20802): its context makes tokens that lead to the solution more
+probable.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from retrain.types import Group, Rollout, Sample, Want
 
 
 class TeacherContext:
-    """Builds the prompts of a teacher, of at most ``longest`` tokens together with the answer that follows.
+    """Builds the prompts of a teacher: the rollout's prompt, with privileged context at the end of its last message.
 
-    The additional text stands at the end of the last message, in the same chat template.
+    A prompt has at most ``longest`` tokens together with the completion that follows; the chat template is the same.
     """
 
     def __init__(self, renderer: Renderer, section: Distillation, longest: int):
@@ -69,8 +69,8 @@ class Teacher(Protocol):
 def teacher_logprobs(
     teacher: Teacher, policy: Policy, groups: Sequence[Group], context: TeacherContext | None = None
 ) -> list[np.ndarray]:
-    """Return the teacher's log-probabilities of every rollout's sampled tokens [T]; with a ``context`` after prompts of
-    its own, and [0] for a rollout to whose prompt there is nothing to add."""
+    """Return the teacher's log-probabilities of every rollout's sampled tokens [T]. With a ``context``, the teacher
+    reads ``context.prompts``; a rollout without such a prompt gets an empty array."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if context is None:
         return join_by_rollout(teacher.score(policy, samples_of(groups)), rollouts)
@@ -85,7 +85,7 @@ def teacher_logprobs(
 
 
 def teacher_prompts(groups: Sequence[Group], context: TeacherContext | None) -> list[tuple[int, ...] | None]:
-    """Return the prompt that each rollout's teacher reads: () for the rollout's, None where it has no teacher."""
+    """Return the prompt that the teacher of each rollout reads; () means the rollout's prompt, None no teacher."""
     if context is None:
         return [()] * sum(len(group.rollouts) for group in groups)
     return [prompt for group in groups for prompt in context.prompts(group)]
@@ -103,7 +103,7 @@ def _states(base: BaseModel, views: Sequence[Sample]) -> tuple[torch.Tensor, Hea
 
 
 class PolicyTeacher:
-    """The student's own current weights, which only a context makes a teacher."""
+    """The student's current weights, as a teacher that differs from the student only by its context."""
 
     identity = "policy"
 
@@ -132,7 +132,7 @@ class AdapterSnapshot(PolicySnapshot, Protocol):
 
 
 class AdapterTeacher:
-    """An adapter of the policy's base, which costs no second copy of it."""
+    """An adapter over the policy's base, which needs no second base in memory."""
 
     def __init__(self, snapshot: AdapterSnapshot, identity: str):
         self.snapshot, self.identity = snapshot, identity
@@ -146,7 +146,7 @@ class AdapterTeacher:
 
 
 class ModelTeacher:
-    """Another model with the same vocabulary, in micro-batches of ``tokens``, fewer when memory runs out."""
+    """Another model with the same vocabulary; its micro-batches have ``tokens`` tokens, fewer when memory runs out."""
 
     def __init__(self, base: BaseModel, tokens: int, temperature: float):
         self.base, self.budget, self.temperature = base, Budget(tokens), temperature

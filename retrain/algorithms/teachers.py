@@ -63,7 +63,7 @@ def teachers_of(
 
 @dataclass
 class _FirstRankTeacher:
-    """A server that only rank 0 asks, because repeated answers may differ in their last bits."""
+    """A server that only rank 0 calls, because repeated answers may differ in their last bits."""
 
     server: ServerTeacher
     ranks: RankGroup

@@ -1,4 +1,4 @@
-"""Types of numpy arrays, as ``shapes`` has them of tensors, and the name of a plug-in. Does not import torch."""
+"""Types of numpy arrays (those of tensors are in ``shapes``), and the name of a plug-in. Does not import torch."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,5 +19,4 @@ Table = Num[np.ndarray, "..."]  # Array of any shape
 
 
 def plugin_name(function: Callable[..., object]) -> str:
-    """Return a user's function as ``module:function`` for error messages."""
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"

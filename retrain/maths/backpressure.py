@@ -1,8 +1,8 @@
 """Back pressure by the Universal Scalability Law (Gunther): X(n) = λn/(1 + σ(n−1) + κn(n−1)), peak n* = √((1−σ)/κ).
 
-λ is the throughput of one, σ contention, κ coherency (crosstalk). A fit alone always yields some n*; the controller
-believes it only when κ̂ − 2·SE > 0 and loads on both sides of n* were observed. Pairs of different loads are never
-averaged together.
+λ is the throughput at load 1, σ contention, κ coherency (crosstalk). A fit alone always yields some n*; the controller
+uses n* only when κ̂ − 2·SE > 0 and loads on both sides of n* were observed. Pairs of different loads are never
+averaged.
 """
 
 import math
@@ -20,8 +20,6 @@ STANDARD_ERRORS = 2.0  # How many standard errors κ̂ must lie above 0
 
 @dataclass(frozen=True)
 class UslFit:
-    """Fitted parameters."""
-
     lam: float
     sigma: float
     kappa: float
@@ -30,12 +28,10 @@ class UslFit:
 
     @property
     def kappa_is_positive(self) -> bool:
-        """Return whether κ̂ − 2·SE > 0: the data show a peak."""
         return self.kappa - STANDARD_ERRORS * self.kappa_se > 0.0
 
 
 def usl(n: float | Table, lam: float, sigma: float, kappa: float) -> float | Table:
-    """Return the throughput at load ``n``, in the unit of ``lam``."""
     return lam * n / (1.0 + sigma * (n - 1.0) + kappa * n * (n - 1.0))
 
 
@@ -90,8 +86,7 @@ def fit_usl(loads: Sequence[float], throughputs: Sequence[float]) -> UslFit:
 @dataclass(frozen=True)
 class PressureLimits:
     """Limits of the controller. The target load is ``throttle_margin``·n*; a load is increased only below
-    ``increase_margin``·target. Peaks of 0: the roofline is unknown.
-    """
+    ``increase_margin``·target. A peak of 0 is unknown: there is no roofline then."""
 
     min_load: int = 1
     max_load: int = 64
@@ -115,11 +110,11 @@ class PressureLimits:
 class Decision:
     """The next load.
 
-    ``action``: hold, increase or throttle, to ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the
-    data do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or
-    ``fit``. ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``n_star`` is None unless the basis
-    is ``fit``: only then it is acted on. As soon as there is a fit at all, ``best_load`` is the allowed load with the
-    highest throughput that it predicts, and ``utilization`` the throughput now over that prediction.
+    ``action``: hold, increase or throttle, to ``load``. ``basis``: ``warmup`` (too few points), ``explore`` (the data
+    do not yet show where n* is), ``unbounded`` (κ ≈ 0 over the whole allowed range: grow to the maximum) or ``fit``.
+    ``regime``: warmup, optimal, retrograde, memory_bound or compute_bound. ``n_star`` is None unless the basis is
+    ``fit``. With any fit, ``best_load`` is the allowed load of the highest predicted throughput, and ``utilization``
+    the current throughput divided by that prediction.
     """
 
     action: str
@@ -137,9 +132,9 @@ class Decision:
 class DecodeWork:
     """The cost of one decode step of a dense transformer, from its shapes.
 
-    ``parameters``: multiplied with every token (without the embedding table); ``operations_per_position``: of
-    attention, per earlier token of a sequence; ``cache_bytes``: keys and values of one token; ``parameter_bytes``: of
-    one number. Adapters, activations and processor caches are neglected: all weights are read once per step.
+    ``parameters``: weights multiplied with every token (without the embedding table), ``parameter_bytes`` each;
+    ``operations_per_position``: attention's operations per earlier token of a sequence; ``cache_bytes``: keys and
+    values of one token. Adapters, activations and processor caches are neglected: all weights are read once per step.
     """
 
     parameters: int
@@ -219,7 +214,7 @@ def _move_to_peak(
 
 
 def _unmeasured(loads: Sequence[float], load: int, limits: PressureLimits) -> int:
-    """Return twice the load, else its nearest half that was not measured, else twice the load again."""
+    """Return the first load not yet measured of twice, half, a quarter … of ``load``, or twice if all were."""
     candidates = [min(2 * load, limits.max_load)]
     while load // 2 >= limits.min_load and load > 1:
         load //= 2

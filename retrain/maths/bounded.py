@@ -1,14 +1,14 @@
-"""Score intervals of a mean that has bounds: of two models' differences on the same problems, of scores in [0, 1].
+"""Score intervals for means of bounded values: differences of two models on the same problems, or scores in [0, 1].
 
-Wilson (1927) asks which shares θ the data do not contradict, with the variance that θ would have rather than that of
-the data; Tango (1998) asks the same of the difference of two paired shares, with the most likely probabilities of the
-answers gained and lost that have this difference. Here the unit is the problem, and a problem's value may be any
-number between the bounds: the mean of several samples, a pass@k. The most likely distribution with the mean θ then
-tilts the values that were seen, and puts on the bound beyond them what tilting cannot reach (Owen's 1988 empirical
-likelihood with two more possible values). With values 0 and 1 this is Wilson's interval, with −1, 0 and 1 Tango's.
+Wilson's interval (1927) has the shares θ that the data do not contradict, with the variance under θ rather than that of
+the data. Tango's (1998) is the same for the difference of two paired shares, with the most likely probabilities of the
+answers gained and lost that have this difference. Here the unit is the problem, and a problem's value may be any number
+between the bounds: the mean of several samples, a pass@k. The most likely distribution with the mean θ then reweights
+the observed values, and puts on the bound beyond them what reweighting cannot reach (Owen's 1988 empirical likelihood
+with two more possible values). With values 0 and 1 this is Wilson's interval, with −1, 0 and 1 Tango's.
 
-What was never seen therefore counts: n equal values leave q²/(n + q²) of the way to each bound open. Coverage:
-``benchmarks/intervals.py``.
+Unobserved values therefore count: n equal values leave q²/(n + q²) of the way to each bound open (q: the quantile).
+Coverage: ``benchmarks/intervals.py``.
 """
 
 import math
@@ -23,11 +23,11 @@ HALVINGS = 45  # They cut a path of length 2 to 6e-14, below what any printed in
 
 
 def bounded_mean_interval(values: Values, low: float, high: float, level: float = 0.95, *, t: bool = False) -> Interval:
-    """Mean of independent values in [low, high] with its score interval, within the bounds.
+    """Return the mean of independent values in [low, high] with its score interval, within the bounds.
 
-    The quantile is the normal one, as in Tango's interval; with ``t`` Student's and the variance that goes with it, as
-    in ``statistics.accuracy_interval``. Ends are None with one value. Raises ValueError for no value, or one outside
-    the bounds.
+    The quantile is the normal one, as in Tango's interval; with ``t`` it is Student's, with n − 1 for n in the
+    variance, as in ``statistics.accuracy_interval``. Ends are None with one value. Raises ValueError for no value, or
+    one outside the bounds.
     """
     x = _vector(values, "values")
     if not len(x) or x.min() < low - ROUNDING or x.max() > high + ROUNDING:
@@ -50,8 +50,8 @@ def same_problems_interval(gains: Values, level: float = 0.95) -> Interval:
 
 def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> Table:
     """Return, for each row of ``shares`` [N, values], the smallest mean distance to a bound that is at most
-    ``quantile`` of its standard errors from the data; ``rooms`` [N or 1, values]: the values' distances to the bound,
-    ``size``: their number. The upper end of a score interval is the upper bound minus this distance.
+    ``quantile`` of its standard errors from the data. ``rooms`` [N or 1, values]: distances of the values to the bound;
+    ``size``: number of observations. The upper end of a score interval is the upper bound minus the result.
 
     The most likely distributions of given means form one path: weights share/(room + e), from e = ∞ (the data) to 0,
     then mixed with a share from 0 to 1 of the bound itself. Bisection finds the end on this path.
@@ -70,7 +70,7 @@ def smallest_room(rooms: Table, shares: Table, size: float, quantile: float) -> 
 
 
 def _on_path(rooms: np.ndarray, shares: np.ndarray, at: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and variance at places of the path [N]: 0 to 1 is e from ∞ to 0, 1 to 2 the share of the bound."""
+    """Return mean and variance at points ``at`` [N] of the path: 0 to 1 is e from ∞ to 0, 1 to 2 the bound's share."""
     # at = 0 stands for e = ∞; a tiny tilt in its place keeps the quotient finite.
     tilt = np.clip(at, 1e-15, 1.0)[:, None]
     offset = scale * (1.0 - tilt) / tilt

@@ -26,7 +26,7 @@ class Correction:
 
     ``tis`` min(w, high) (truncated importance sampling); ``mis`` w where w ≤ high, else 0 (masked); ``icepop`` w inside
     [low, high], else 0 (arXiv 2510.18855); ``decoupled`` w itself (arXiv 2110.00641); ``seq_tis`` and ``seq_mis`` as
-    ``tis`` and ``mis`` with W. Raises ValueError for another kind or bounds that cannot be.
+    ``tis`` and ``mis`` with W. Raises ValueError for an unknown kind or invalid bounds.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Correction:
 def kept_sequences(
     kind: str, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT, low: float, high: float
 ) -> Mask_B1:
-    """Return which sequences train, bool [B, 1].
+    """Return the mask of sequences that train, bool [B, 1].
 
     ``geometric``: the geometric mean of w, exp(mean log w), lies in [low, high]; ``k3``: mean(w − 1 − log w) ≤ high;
     ``veto``: no token has w < low. Means are over ``mask_BT``. An empty sequence is kept. Raises ValueError for another

@@ -1,10 +1,10 @@
 """A difference between two conditions over seeds *and* problems: what other seeds on new problems would show.
 
-The paired difference of every seed on every problem varies with the seed, with the problem and with both. The interval
-over seeds holds for other seeds on the same problems; read as one of the method it is too narrow, because the problems
-are a sample too. With crossed effects the variance of the mean is (MS_seed + MS_problem − MS_cell)/(S·P), which is
-clustering two ways (Cameron, Gelbach and Miller 2011) with the small-sample correction of the analysis of variance,
-and its degrees of freedom are Satterthwaite's (1946). Coverage: ``benchmarks/intervals.py``.
+The paired difference of every seed on every problem varies with the seed, with the problem and with both. An interval
+over seeds holds for other seeds on the same problems. As a statement about the method it is too narrow, because the
+problems are a sample too. With crossed effects the variance of the mean is (MS_seed + MS_problem − MS_cell)/(S·P),
+which is clustering two ways (Cameron, Gelbach and Miller 2011) with the small-sample correction of the analysis of
+variance, and its degrees of freedom are Satterthwaite's (1946). Coverage: ``benchmarks/intervals.py``.
 """
 
 import math
@@ -16,7 +16,8 @@ from retrain.maths.statistics import Interval, _t_quantile
 
 
 def new_problems_interval(values: Table, level: float = 0.95, resolution: float = 0.0) -> Interval:
-    """Mean of condition 0 less condition 1 with an interval that holds for other seeds on new problems like these.
+    """Return the mean of condition 0 minus condition 1, and an interval that holds for other seeds on new, similar
+    problems.
 
     ``values`` [seeds, problems, 2] are scores of every problem, means over its samples. The variance is at least that
     over seeds alone and that over problems alone, and that of rounding scores to ``resolution``. Ends are None with

@@ -12,10 +12,10 @@ LEAST_TAIL = 1e-7  # The kept tokens' log Σp is at most −1e-7, so that the re
 def divergence(student_MV: Logs_MV, teacher_MV: Logs_MV, alpha: float) -> Floats_M:
     """Return D_α of full distributions, given as log-probabilities, at each of M positions; the gradient reaches both.
 
-    α = 0 is the forward divergence KL(T ‖ S), α = 1 the reverse one KL(S ‖ T), between them the generalised
-    Jensen-Shannon divergence α·KL(T ‖ M) + (1 − α)·KL(S ‖ M) with M = αT + (1 − α)S. That goes to 0 at both ends, so D
-    is discontinuous there (OPSD, arXiv 2601.18734; SDPO, 2601.20802; GKD, 2306.13649). Raises ValueError for α outside
-    [0, 1].
+    α = 0 is the forward divergence KL(T ‖ S) of student S from teacher T, α = 1 the reverse one KL(S ‖ T). Between them
+    it is the generalised Jensen-Shannon divergence α·KL(T ‖ X) + (1 − α)·KL(S ‖ X) with X = αT + (1 − α)S, whose limit
+    is 0 at both ends: D is discontinuous there (OPSD, arXiv 2601.18734; SDPO, 2601.20802; GKD, 2306.13649). Raises
+    ValueError for α outside [0, 1].
     """
     if not 0.0 <= alpha <= 1.0:
         raise ValueError(f"alpha must be in [0, 1]: got {alpha}")

@@ -22,7 +22,7 @@ SIMULATIONS = 100_000
 
 
 def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.0, level: float = 0.95) -> Interval:
-    """Mean over seeds with its t interval; for shares, which are skewed near 0 and 1, with a score interval.
+    """Return the mean over seeds with its t interval; for shares, which are skewed near 0 and 1, with a score interval.
 
     A share θ near an end has less room to vary: its variance is taken as proportional to θ(1−θ), with the factor that
     the seeds show. That is Wilson's interval at the effective size m(1−m)·n/s² with n − 1 degrees of freedom, as in
@@ -54,12 +54,12 @@ def mean_interval(values: Values, *, share: bool = False, resolution: float = 0.
 
 
 def iqm_interval(values: Values, *, resolution: float = 0.0, level: float = 0.95) -> Interval:
-    """Interquartile mean (``statistics.iqm``) with Tukey and McLaughlin's (1963) interval: the middle h of n values and
-    their Winsorised squares.
+    """Return the interquartile mean (``statistics.iqm``) with Tukey and McLaughlin's (1963) interval, from the middle h
+    of n values and their Winsorised squares.
 
-    Their quantile, Student's with h − 1 degrees of freedom, is an approximation for many values: five to sixteen
-    normal ones are covered 93.6 to 94.1 % of the time. The one used here is that of normal samples of this very size.
-    ``resolution`` as for ``mean_interval``. Ends are None with fewer than four values (nothing can be trimmed).
+    Their quantile, Student's with h − 1 degrees of freedom, holds for many values; for five to sixteen normal values it
+    covers 93.6 to 94.1 %. The quantile used here is simulated for normal samples of size n. ``resolution`` as for
+    ``mean_interval``. Ends are None with fewer than four values (nothing can be trimmed).
     """
     x = np.sort(_vector(values, "values"))
     if not len(x):

@@ -99,8 +99,8 @@ def ratio_sums(
 def mismatch_sums(
     logprobs_BT: Floats_BT, old_logprobs_BT: Floats_BT, sampler_logprobs_BT: Floats_BT, mask_BT: Mask_BT
 ) -> Sums:
-    """Return the sums that compare with the sampler where the ratio is π/π_old: ``k1`` and ``k2`` of π_old, the trainer
-    before the first of several updates, and ``k3`` of π, the policy now."""
+    """Return the sums that compare trainer and sampler when the loss has the ratio π/π_old: ``k1`` and ``k2`` of π_old,
+    the trainer before the first of several updates, and ``k3`` of π, the policy now."""
     weight_BT = mask_BT.to(torch.float64)
     before_BT = -log_ratio(old_logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT
     now_BT = -log_ratio(logprobs_BT, sampler_logprobs_BT, mask_BT).to(torch.float64) * weight_BT

@@ -22,7 +22,7 @@ ENERGY_TOLERANCE = 1e-9
 
 
 def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
-    """Both factors detached in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
+    """Return both factors, detached, in a dtype that LAPACK has; ValueError for wrong shapes or non-finite values."""
     if A_r_in.dim() != 2 or B_out_r.dim() != 2 or A_r_in.shape[0] != B_out_r.shape[1]:
         raise ValueError(f"expected A [r, in] and B [out, r]: got {tuple(A_r_in.shape)} and {tuple(B_out_r.shape)}")
     dtype = torch.float64 if torch.float64 in (A_r_in.dtype, B_out_r.dtype) else torch.float32
@@ -35,7 +35,7 @@ def _factors(A_r_in: FactorA, B_out_r: FactorB) -> tuple[FactorA, FactorB]:
 
 @torch.no_grad()
 def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
-    """Singular values of scale·B·A, descending, float64 [min(r, in, out)].
+    """Return the singular values of scale·B·A, descending, float64 [min(r, in, out)].
 
     Raises ValueError for NaN or factors that do not fit each other.
     """
@@ -46,7 +46,7 @@ def analyse(A_r_in: FactorA, B_out_r: FactorB, scale: float) -> Doubles_K:
 
 
 def energy(singular_values: Spectrum) -> Doubles_K | None:
-    """V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
+    """Return V(k) for k = 1 … len, float64, ending in exactly 1; None when ΔW = 0 (an untrained module)."""
     squares = singular_values.to(torch.float64).square()
     total = squares.sum()
     if float(total) == 0.0:
@@ -73,8 +73,8 @@ class SqueezeAnalysis:
     """The squeeze table of an adapter.
 
     ``recommended`` is None when nothing can be recommended, ``reason`` says why or by what rule; ``worst_module`` is
-    the one that keeps least energy at the recommended rank; ``rank_pattern`` spends the same total energy module by
-    module; ``untrained`` lists the modules with ΔW = 0, which count in no average.
+    the one that keeps least energy at the recommended rank; ``rank_pattern`` has ranks by module that keep the same
+    total energy; ``untrained`` lists the modules with ΔW = 0, which count in no average.
     """
 
     source_rank: int
@@ -115,11 +115,11 @@ def recommend(
     min_layer_retention: float | None = None,
     ranks: Sequence[int] | None = None,
 ) -> SqueezeAnalysis:
-    """Return the table and the smallest rank at which the mean energy and the worst module's reach their minimum.
+    """Return the table and the smallest rank with a sufficient mean energy and a sufficient energy in every module.
 
-    ``spectra`` maps module names to ``analyse`` results; ``ranks`` limits the candidates (default: all up to the
-    source rank). Without ``min_layer_retention`` only the mean counts. Raises UsageError for a candidate above the
-    source rank, ValueError for a retention outside (0, 1].
+    ``spectra`` maps module names to ``analyse`` results; ``ranks`` limits the candidates (default: all up to the source
+    rank). Without ``min_layer_retention`` only the mean counts. Raises UsageError for a candidate above the source
+    rank, ValueError for a retention outside (0, 1].
     """
     _check_retention("min_variance_retention", min_variance_retention)
     if min_layer_retention is not None:
@@ -151,10 +151,11 @@ def _check_retention(name: str, value: float) -> None:
 
 
 def rank_pattern(spectra: Mapping[str, AnySpectrum], uniform_rank: int) -> dict[str, int]:
-    """Return the fewest ranks per module that keep at least the total energy Σ s² of ``uniform_rank`` in all modules.
+    """Return the fewest ranks, by module, that together keep at least the energy Σ s² of ``uniform_rank`` in all
+    modules.
 
-    The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least
-    one per module because PEFT has no rank 0.
+    The largest singular values of all modules together are kept (Eckart–Young over the block-diagonal ΔW), at least one
+    per module because PEFT has no rank 0.
     """
     names = list(spectra)
     squares = {name: spectra[name].to(torch.float64).square() for name in names}
@@ -183,10 +184,10 @@ def _check_rank(rank: int, source_rank: int) -> None:
 def truncate(
     A_r_in: FactorA, B_out_r: FactorB, scale: float, rank: int, new_scale: float | None = None
 ) -> tuple[CutA, CutB]:
-    """Factors A' [rank, in] and B' [out, rank] with new_scale·B'A' = the best rank-``rank`` approximation of scale·BA.
+    """Return A' [rank, in] and B' [out, rank] with new_scale·B'A' = the best rank-``rank`` approximation of scale·BA.
 
-    ``new_scale = None`` keeps ``scale``. Singular values are shared evenly (√s on each side); the dtypes of A and B
-    are kept; ΔW = 0 gives zeros. Raises UsageError for a rank above the source rank, ValueError for bad factors.
+    ``new_scale = None`` keeps ``scale``. Singular values are shared evenly (√s on each side); the dtypes of A and B are
+    kept; ΔW = 0 gives zeros. Raises UsageError for a rank above the source rank, ValueError for bad factors.
     """
     _check_rank(rank, A_r_in.shape[0])
     new_scale = scale if new_scale is None else new_scale

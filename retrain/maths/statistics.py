@@ -20,7 +20,6 @@ EQUAL_SHARE = 1e-8
 
 
 def _vector(values: Values, name: str) -> Doubles_S:
-    """Return the values as float64 [n]. Raises ValueError unless one-dimensional and finite."""
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be a list of numbers: got shape {array.shape}")
@@ -39,8 +38,6 @@ def _t_quantile(level: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its confidence interval."""
-
     estimate: float
     low: float | None  # None where no interval exists
     high: float | None
@@ -50,7 +47,7 @@ class Interval:
 
 
 def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[float, float, int]:
-    """Mean over all samples, its standard error clustered with a G/(G−1) correction, and the number of clusters."""
+    """Return the mean, its standard error clustered with a G/(G−1) correction, and the number G of clusters."""
     if len(clusters) != len(values):
         raise ValueError(f"one cluster per value: got {len(clusters)} for {len(values)}")
     if not len(values):
@@ -67,11 +64,11 @@ def _cluster_moments(values: np.ndarray, clusters: Sequence[Hashable]) -> tuple[
 
 
 def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: float = 0.95) -> Interval:
-    """Share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
+    """Return the share of correct samples with a Wilson interval at the clustered effective sample size, within [0, 1].
 
     The effective size is p(1−p)/SE² with the clustered SE (Korn and Graubard's adjustment), at most the number of
-    samples, and the number of problems when SE = 0: an evaluation without an error still has an interval. Ends are
-    None with one problem.
+    samples; with SE = 0 (as when all answers are correct) it is the number of problems, so that there is an interval.
+    Ends are None with one problem.
     """
     values = _vector(np.asarray(correct, dtype=np.float64), "correctness")
     if ((values < 0.0) | (values > 1.0)).any():
@@ -84,8 +81,8 @@ def accuracy_interval(correct: Values, clusters: Sequence[Hashable], level: floa
 
 
 def score_interval(p: float, size: float, quantile: float) -> Interval:
-    """Wilson's (1927) interval of a share that ``size`` trials gave, within [0, 1]: the θ at which p is no further
-    than ``quantile`` standard errors away, √(θ(1−θ)/size) being that of θ rather than of p."""
+    """Return Wilson's (1927) interval of a share p of ``size`` trials, within [0, 1]: the θ from which p is at most
+    ``quantile`` standard errors √(θ(1−θ)/size) away."""
     q2 = quantile**2
     centre = (p + q2 / (2.0 * size)) / (1.0 + q2 / size)
     reach = math.sqrt(q2 * (p * (1.0 - p) / size + q2 / (4.0 * size**2))) / (1.0 + q2 / size)
@@ -93,12 +90,12 @@ def score_interval(p: float, size: float, quantile: float) -> Interval:
 
 
 def gini(values: Values, lowest: float | None = None) -> float | None:
-    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1], 1 when one value holds everything; the factor n/(n−1) makes that
-    maximum 1.
+    """Return Σ|x_i − x_j|/(2n²x̄)·n/(n−1) in [0, 1]: 0 for equal values (up to rounding, also all 0), 1 when one value
+    holds everything, by the factor n/(n−1).
 
-    Equal values (up to rounding) give 0, also when all are 0. The coefficient is one of amounts counted from 0. Values
-    that can be negative are counted from ``lowest``, the smallest possible one, or from the smallest value if that is
-    lower. None for fewer than two values. Raises ValueError for NaN.
+    The coefficient is one of amounts counted from 0. Values that can be negative are counted from ``lowest``, the
+    smallest possible value, or from the smallest value if that is lower. None for fewer than two values. Raises
+    ValueError for NaN.
     """
     x = np.sort(_vector(values, "values"))
     n = len(x)
@@ -133,8 +130,8 @@ def majority_ks(samples: int) -> list[int]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return 1 − C(n−c, k)/C(n, k), the probability that one of k out of n samples, c of them correct, is correct (Chen
-    2021)."""
+    """Return 1 − C(n−c, k)/C(n, k): the probability that k samples, drawn from n of which c are correct, have a correct
+    one (Chen 2021)."""
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n: got n={n}, c={c}, k={k}")
     if n - c < k:
@@ -144,10 +141,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k: int) -> float:
-    """Return whether the most frequent answer among the first k samples is correct: 1, 0, or the share of tied leaders.
+    """Return 1 if the most frequent answer among the first k samples is correct, else 0; the mean over tied answers.
 
-    None is "no answer" and has no vote; without any vote the result is 0. Tied leaders share, as if one of them were
-    drawn. Where samples with one answer were graded differently, the answer counts with their share of correct ones.
+    None is "no answer" and has no vote; without any vote the result is 0. An answer whose samples were graded
+    differently counts with their share of correct grades.
     """
     if len(answers_N) != len(correct_N) or not 1 <= k <= len(answers_N):
         raise ValueError(f"maj@k needs as many answers as marks and 1 <= k <= {len(answers_N)}: got k={k}")
@@ -174,7 +171,7 @@ def majority(answers_N: Sequence[Hashable | None], correct_N: Sequence[bool], k:
 
 
 def iqm(values: Table, axis: int = -1) -> Table | float:
-    """Interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
+    """Return the interquartile mean: the mean without the lowest and highest ⌊n/4⌋ values (25 % trimmed mean)."""
     array = np.sort(np.asarray(values, dtype=np.float64), axis=axis)
     n = array.shape[axis]
     if n == 0:
@@ -192,11 +189,11 @@ def bootstrap_ci(
     resamples: int = 10_000,
     expanded: bool = False,
 ) -> Interval:
-    """``statistic`` with a percentile bootstrap interval.
+    """Return ``statistic`` of the values with a percentile bootstrap interval.
 
-    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). ``expanded`` takes wider percentiles that undo the
-    narrowness of a bootstrap from few values (Hesterberg 2015, section 3.1). The estimate is that of the values as
-    given; ends are None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
+    ``statistic`` must take an ``axis`` (``np.mean``, ``iqm``). ``expanded`` takes wider percentiles, because a
+    bootstrap from few values is too narrow (Hesterberg 2015, section 3.1). The estimate is that of the values as given;
+    ends are None with one value. Raises ValueError for no value, non-finite ones or a level outside (0, 1).
     """
     x = _vector(values, "values")
     if not len(x) or not 0.0 < level < 1.0 or resamples < 1:
@@ -213,7 +210,7 @@ def paired_bootstrap_ci(
     level: float = 0.95,
     resamples: int = 10_000,
 ) -> Interval:
-    """``statistic(a, b)`` of paired results with an expanded percentile interval; whole pairs are resampled.
+    """Return ``statistic(a, b)`` of paired results with an expanded percentile interval; whole pairs are resampled.
 
     ``statistic`` takes two arrays [..., pairs] and returns one number for each leading index. Ends are None with one
     pair. Raises ValueError for lists that do not pair.
@@ -269,8 +266,9 @@ def paired_interval(a: Values, b: Values, level: float = 0.95) -> Interval:
 
 
 def sign_flip_p(differences: Values) -> float:
-    """Return the one-sided p that paired differences are not below 0: the share of sign patterns whose sum is as low as
-    theirs, exact for up to ``MOST_FLIPPED`` differences other than 0, else of sampled patterns. It is 1 without any."""
+    """Return the one-sided p-value for differences below 0: the share of sign patterns whose sum is at most the
+    observed sum. Exact for up to ``MOST_FLIPPED`` nonzero differences, else from sampled patterns; 1 without nonzero
+    differences."""
     x = _vector(differences, "differences")
     return _flip_p(tuple(sorted(float(value) for value in x if value)))
 
@@ -294,7 +292,7 @@ def _flip_p(differences: tuple[float, ...]) -> float:
 
 
 def holm(p: Values) -> list[float]:
-    """Return p adjusted for their number (Holm 1979), in the same order."""
+    """Return p-values adjusted for multiple tests (Holm 1979), in the same order."""
     x = _vector(p, "p")
     order = np.argsort(x, kind="stable")
     adjusted = np.empty(len(x))
@@ -305,8 +303,8 @@ def holm(p: Values) -> list[float]:
 
 
 def probability_of_improvement(a: Table | Sequence[float], b: Table | Sequence[float]) -> Table | float:
-    """P(A > B) + ½P(A = B) over all pairs of runs, of results [..., runs] for every leading index (Agarwal 2021): Mann
-    and Whitney's U, from mid-ranks, over mn. Raises ValueError for no runs on a side."""
+    """Return P(A > B) + ½P(A = B) over all pairs of runs, for every leading index of results [..., runs] (Agarwal
+    2021): Mann and Whitney's U, from mid-ranks, over mn. Raises ValueError for no runs on a side."""
     from scipy.stats import rankdata
 
     a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)

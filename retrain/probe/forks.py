@@ -48,7 +48,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fork:
-    # Every condition with every fresh seed, seed by seed
+    # Runs of every condition with every fresh seed, seed by seed
     plan: Plan
     checkpoint: Path
     # State in the checkpoint
@@ -58,7 +58,7 @@ class Fork:
     measure: Measure
     # Conditions that cannot continue the checkpoint, each with the reason
     left_out: list[str]
-    # Steps of all these runs by the steps of the whole file
+    # Steps of all these runs, divided by the steps of all runs of the file
     share: float
 
     @property
@@ -92,7 +92,6 @@ def plan_fork(plan: Plan, checkpoint: Path, steps: int, seeds: int) -> Fork:
 
 
 def _plan_fault(plan: Plan, specs: Sequence[RunSpec], checkpoint: Path, state: RunState, base: str, steps: int) -> str:
-    """Return why no condition can continue the checkpoint, "" if nothing is wrong for all of them."""
     model, last = specs[0].config.model.model, min(spec.config.training.max_steps for spec in specs)
     if _model_id(base) != _model_id(model):
         return f"{checkpoint} was trained on {base}, and {plan.name} trains {model}: name one of its own runs"
@@ -130,7 +129,6 @@ def _fresh_seeds(plan: Plan, state: RunState, count: int) -> range:
 
 
 def _misfit(spec: RunSpec, baseline: RunSpec, checkpoint: Path, step: int, adapter: Values) -> str:
-    """Return why a condition cannot continue the checkpoint; "" if it can."""
     model, lora, algorithm = spec.config.model, spec.config.lora, spec.config.algorithm
     if base_key(spec) != base_key(baseline):
         return "its base, problems or adapted layers differ from the baseline's"
@@ -174,9 +172,9 @@ class _Measurements(Messages):
 def run_fork(fork: Fork, progress: Progress) -> Row:
     """Continue every condition and return the ranking as plain data, the highest change first.
 
-    ``change`` is the mean change of the held-out metric over seeds, ``difference`` the same against the baseline's,
-    paired by seed, each with a 95 % t interval. A seed's evaluation before is shared by its conditions, which have the
-    same weights. Raises UsageError for a checkpoint of other weights, and what training raises.
+    ``change`` is the held-out metric after minus before, ``difference`` the metric after minus the baseline's; both are
+    means over seeds with 95 % t intervals, paired by seed. The metric before is measured once per seed, because all
+    conditions have the same weights then. Raises UsageError for a checkpoint of other weights, and training's errors.
     """
     begin, results = time.monotonic(), _Measurements(fork, progress)
     on_gpu = torch.cuda.is_available() and fork.plan.specs[0].config.backend.device != "cpu"

@@ -1,8 +1,8 @@
 """Compares the gradients that a file's conditions compute on the same graded rollouts, without taking steps.
 
 The runs are assembled as for training, one lane for each condition, in a temporary directory and without trackers.
-Batches are those that the baseline's run would sample next; every condition credits them with the functions that
-training uses, and its gradient is the one that its optimizer would receive.
+Batches are those that the baseline's run would sample next. Every condition credits them with training's functions, and
+its gradient is the one that its optimizer would receive.
 """
 
 import math
@@ -41,13 +41,12 @@ Progress = Callable[[str], None]
 
 
 def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = None) -> Row:
-    """Return the comparison of the plan's conditions, of its first seed, as plain data.
+    """Return the comparison of the conditions' runs of the first seed, as plain data.
 
     Each condition has ``norm`` (mean length of its gradient), ``length`` (ratio to the baseline's length, geometric
-    mean), ``cosine`` (to the baseline's gradient on the same batch, mean) and ``halves`` (cosine between its own mean
-    gradients of one and of the other half of the batches: what is left of a direction when the rollouts change).
-    Intervals are 95 % bootstrap intervals over batches. Raises UsageError for a file with nothing to compare, and what
-    training raises.
+    mean), ``cosine`` (to the baseline's gradient on the same batch, mean) and ``halves`` (cosine between its gradients
+    summed over two halves of the batches: near 1 if the direction depends little on the rollouts). Intervals are 95 %
+    bootstrap intervals over batches. Raises UsageError for a file with nothing to compare, and training's errors.
     """
     begin = time.monotonic()
     specs, notes = comparable(plan)
@@ -95,8 +94,8 @@ def probe(plan: Plan, batches: int, progress: Progress, bases: Bases | None = No
 
 
 def comparable(plan: Plan) -> tuple[list[RunSpec], list[str]]:
-    """Return the runs of the first seed whose gradients can be compared with the baseline's on its rollouts, baseline
-    first, and notes about the others. Raises UsageError unless there are two."""
+    """Return the first seed's runs whose gradients can be compared on the baseline's rollouts, baseline first, and
+    notes about the other conditions. Raises UsageError unless there are at least two runs."""
     specs = conditions_of(plan)
     first, comparable_specs, notes = specs[0], list[RunSpec](), list[str]()
     for spec in specs:
@@ -127,8 +126,8 @@ class _Observer(Messages):
 
 
 def sample_batches(engine: Engine, run: Run, batches: int, progress: Progress) -> list[list[Group]]:
-    """Return the graded rollouts of the run's next steps, all sampled with its present weights. Raises RunFailed with
-    what a grader or the chat template raises."""
+    """Return the graded rollouts of the run's next steps, all sampled with its current weights. Raises RunFailed for
+    errors of a grader or the chat template."""
     run.publish_to(engine)
     sampled, requests = list[list[Group]](), run.requests
     for start in range(run.step, run.step + batches, AT_ONCE):
@@ -159,8 +158,8 @@ def _is_uniform(groups: Sequence[Group]) -> bool:
 def _compare(
     runs: Sequence[Run], sampled: Sequence[Sequence[Group]], progress: Progress
 ) -> tuple[np.ndarray, np.ndarray, list[float | None]]:
-    """Return cosines to the baseline's gradient and lengths, float64 [C, B] each, and for each condition the cosine
-    between the sums of every other gradient that is not 0. A cosine with a gradient of length 0 is NaN."""
+    """Return the gradients' cosines to the baseline's and their lengths, float64 [C, B] each; and per condition the
+    cosine between the sums of odd and of even nonzero gradients. A cosine with a gradient of length 0 is NaN."""
     states = [with_open_gate(run.algorithm.state()) if run.step == 0 else run.algorithm.state() for run in runs]
     cosines_CB, norms_CB = np.full((2, len(runs), len(sampled)), np.nan)
     sums = [[torch.zeros(()), torch.zeros(())] for _ in runs]
@@ -185,8 +184,8 @@ def cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 def gradient_of(run: Run, groups: Sequence[Group], step: int, state: Row) -> torch.Tensor:
-    """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with
-    its algorithm in ``state``. Run and groups are left as they are."""
+    """Return the gradient [D] that the run's optimizer would receive for the whole batch, credited at ``step`` with its
+    algorithm in ``state``. Afterwards the run has its old step, and its algorithm is in ``state``."""
     assert isinstance(run.policy, LocalPolicy)
     before, run.step = run.step, step
     run.algorithm.restore(state)
@@ -202,8 +201,8 @@ def gradient_of(run: Run, groups: Sequence[Group], step: int, state: Row) -> tor
 
 
 def with_open_gate(state: Row) -> Row:
-    """Return the algorithm's state with SEPA's gate open from the start: a schedule that waits for success would make
-    the condition look like the one without it."""
+    """Return the algorithm's state with SEPA's gate open from the start. Behind a shut gate, the condition would look
+    like one without SEPA."""
     sepa = state.get("sepa")
     if not isinstance(sepa, dict) or sepa.get("opened_at") is not None:
         return state
@@ -211,8 +210,8 @@ def with_open_gate(state: Row) -> Row:
 
 
 def _interval(values_B: np.ndarray, scale: Callable[[float], float] = float) -> dict[str, float | None] | None:
-    """Return the mean of the finite values with its interval, each after ``scale``; None where there is none. All
-    conditions are resampled alike."""
+    """Return the mean of the finite values with its bootstrap interval, all mapped by ``scale``; None without finite
+    values. Equal numbers of values get equal resamples."""
     finite_B = values_B[np.isfinite(values_B)]
     if not len(finite_B):
         return None

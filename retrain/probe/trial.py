@@ -51,7 +51,6 @@ def trial(
 
 
 def chosen(plan: Plan, condition: str | None) -> RunSpec:
-    """Return the first run of the condition. Raises UsageError when there is no such condition."""
     labels = list(dict.fromkeys(spec.label for spec in plan.specs))
     label = labels[0] if condition is None else find_label(condition, labels)
     if label is None:
@@ -60,8 +59,8 @@ def chosen(plan: Plan, condition: str | None) -> RunSpec:
 
 
 def others(plan: Plan, condition: str | None) -> list[str]:
-    """Return the labels of the conditions whose reward or sampling differs from the tried one. Raises UsageError if
-    that does not exist."""
+    """Return the labels of the conditions whose reward or sampling differs from ``condition``. Raises UsageError if
+    there is no such condition."""
     tried = chosen(plan, condition)
 
     def seen(spec: RunSpec) -> tuple[Any, ...]:

@@ -45,15 +45,15 @@ NO_LIMITS = EpisodeLimits()
 
 @dataclass(frozen=True)
 class Weights:
-    step: int  # The step before which they were published
+    step: int  # Step before which these weights were published
     ref: PolicyRef
     snapshot: PolicySnapshot
 
 
 @dataclass(eq=False)
 class RecentWeights:
-    """The weights of a run that sample its present and next rollouts: those before the present step and before the
-    ``bound`` earlier steps, the oldest first.
+    """The weights of a run that sample its current and next rollouts, oldest first: those published before the current
+    step and before each of the ``bound`` steps preceding it.
 
     ``remembers``: ``snapshots`` also has the last dropped weights, which servers may still use.
     """
@@ -66,7 +66,7 @@ class RecentWeights:
     _replaced: list[Weights] = field(default_factory=list)
 
     def publish_to(self, engine: Engine, newest: Weights) -> None:
-        """Publish these weights to the engine, and retire those beyond the staleness limit."""
+        """Publish ``newest``, and stored weights that are not loaded; retire those beyond the staleness limit."""
         for weights in (*self._weights, newest):
             if weights.ref not in self.published:
                 engine.publish(weights.ref, weights.snapshot)
@@ -82,8 +82,8 @@ class RecentWeights:
             self.published.discard(ref)
 
     def note(self, weights: Weights) -> list[PolicyRef]:
-        """Add or replace the weights before this step; return the refs that are no longer needed. Replaced weights stay
-        for one step, because a request may already name them."""
+        """Store ``weights`` for their step; return the refs that are no longer needed. Replaced weights of the same
+        step stay until the next call, because a request may already name them."""
         before = [*self._replaced, *self._weights]
         retained = [each for each in self._weights if weights.step - self.bound <= each.step < weights.step]
         replaced = [each for each in before if each.step == weights.step and each.ref != weights.ref]
@@ -96,12 +96,11 @@ class RecentWeights:
         return list(dict.fromkeys(each.ref for each in dropped))
 
     def before(self, step: int) -> list[Weights]:
-        """Return the weights of the last ``bound`` steps before ``step``."""
         return [each for each in self._weights if step - self.bound <= each.step < step]
 
     def drawing(self, step: int) -> PolicyRef:
-        """Return the weights that sample the rollouts of a step: the newest ones at least ``bound`` steps before it, or
-        else the oldest."""
+        """Return the weights that sample the rollouts of a step: the newest of those at least ``bound`` steps before
+        it, or else the oldest ones."""
         old_enough = [each for each in self._weights if each.step <= step - self.bound]
         return (old_enough[-1] if old_enough else self._weights[0]).ref
 
@@ -109,12 +108,11 @@ class RecentWeights:
         return self._weights[-1].ref
 
     def snapshots(self) -> dict[int, PolicySnapshot]:
-        """Return the stored weights by version."""
         known = [*([self._dropped] if self._dropped else []), *self._weights]
         return {each.ref.version: each.snapshot for each in known}
 
     def staleness(self, version: int, step: int) -> int:
-        """Return the staleness of a version at ``step``: the steps since it was the newest one."""
+        """Return how many steps before ``step`` a version was the newest one; ``bound`` + 1 for an unknown version."""
         known = [*self._replaced, *self._weights]
         last = max((each.step for each in known if each.ref.version == version), default=None)
         return step - last if last is not None else self.bound + 1
@@ -123,7 +121,7 @@ class RecentWeights:
 @dataclass(frozen=True)
 class RolloutRequest:
     """``samples`` rollouts of one problem by ``policy``. ``stream``: random stream of the group. ``newest`` returns the
-    weights that sample later turns; None: the same weights."""
+    weights that sample the turns after the first; None: ``policy`` samples all turns."""
 
     environment: Environment
     renderer: Renderer
@@ -138,9 +136,10 @@ class RolloutRequest:
 
 @dataclass
 class _Trajectory:
-    """A rollout in progress: episode, turns, and the next observation, as tokens and as messages.
+    """A rollout in progress. ``next_ids``, ``next_messages``: the next observation; ``fresh``: it begins a new
+    sequence.
 
-    ``length``: tokens of its sequence, including the next observation; ``spent``: tokens of all its sequences.
+    ``length``: tokens of the sequence, including the next observation.
     """
 
     episode: Episode | None = None
@@ -162,7 +161,7 @@ class _Trajectory:
 
 
 class _PendingGroup:
-    """A group in progress. ``begin`` is called once, then ``step`` for every action."""
+    """A group in progress. Call ``start`` for each rollout, ``read`` once, then ``step`` for every action."""
 
     def __init__(self, request: RolloutRequest):
         self.request = request
@@ -232,7 +231,6 @@ class _PendingGroup:
         self._set_length(trajectory, len(read.token_ids) + (0 if read.fresh else trajectory.length))
 
     def _set_length(self, trajectory: _Trajectory, length: int) -> None:
-        """Set the sequence's length; end the episode if no further token fits."""
         trajectory.length = length
         limit = self.request.limits.tokens
         if limit is not None and length >= limit:
@@ -267,7 +265,7 @@ class _PendingGroup:
         return [sample for sample, trajectory in enumerate(self.trajectories) if trajectory.ended is None]
 
     def set_rewards(self, rewards: Iterator[RewardResult]) -> None:
-        """Set the rewards of the episodes that have not failed, in order."""
+        """Set the reward of every rollout: the next of ``rewards``, or the error of a failed episode."""
         self.rewards = [
             failed(without_keys(trajectory.error)) if trajectory.error else _without_secrets(next(rewards))
             for trajectory in self.trajectories
@@ -285,7 +283,7 @@ class _PendingGroup:
 
 @dataclass(eq=False)
 class CollectResult:
-    """The graded group of every request, or the error of its environment, chat template or grader."""
+    """For every request, in order, its graded group or the error of its environment, chat template or grader."""
 
     groups: list[Group | Exception]
     spans: list[tuple[str, float, float]]  # ("rollout" | "score", start, end) in seconds since the epoch
@@ -361,7 +359,7 @@ class _EpisodeThread:
             self._side_by_side.shutdown(wait=kind is None, cancel_futures=True)
 
     def begin(self, groups: Sequence[_PendingGroup]) -> list[_Pending]:
-        """Start all episodes; a group whose episodes all fail is finished."""
+        """Start all episodes, and return those that wait for an action; grade groups whose episodes have all failed."""
         jobs = [(group, sample) for group in groups for sample in range(len(group.trajectories))]
         self._for_each(lambda group, sample: group.start(sample), jobs)
         pending: list[_Pending] = []

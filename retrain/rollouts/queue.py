@@ -3,7 +3,7 @@
 With the staleness limit k (``[training] max_off_policy_steps``) the rollouts of step t are sampled by the weights
 before step max(0, t − k); with k = 0 these are the weights that train on them.
 
-An engine on the trainer's processors samples when rollouts are due, so every update waits for its own. A concurrent
+An engine on the trainer's processors samples when rollouts are due, so every update waits for them. A concurrent
 engine (``Engine.is_concurrent``) is called in a thread and samples later steps during an update. Requests are sampled
 and taken in order: long rollouts are not skipped for short ones, and a step has the same problems either way.
 """
@@ -65,8 +65,8 @@ def collect_rounds(
 
 @dataclass(frozen=True)
 class SampledStep(Generic[Owner]):
-    """The groups of every owner, in the order of its requests. ``spans`` as in ``CollectResult``, or, sampled in a
-    thread, ("ahead", …) and the wait for it ("rollout", …). ``depth``: number of later steps that are sampled."""
+    """The groups of every owner, in the order of its requests. ``spans``: as in ``CollectResult``; if sampled ahead,
+    ("ahead", …) for sampling and ("rollout", …) for waiting. ``depth``: number of later steps already sampled."""
 
     groups: dict[Owner, list[Group | Exception]]
     spans: list[Span]
@@ -95,7 +95,7 @@ class RolloutQueue(Generic[Owner]):
     def offer(
         self, owner: Owner, requests: Mapping[int, Sequence[RolloutRequest]], resample: Resample | None = None
     ) -> None:
-        """Add an owner's requests, by step; the sampling thread calls ``resample`` for further requests."""
+        """Add requests, by step; ``resample`` is called after each of their decode batches, for more requests."""
         with self._changed:
             for step, step_requests in requests.items():
                 self._offers[owner, step] = StepRollouts(step, list(step_requests), resample)
@@ -106,7 +106,7 @@ class RolloutQueue(Generic[Owner]):
             self._offers = {key: offer for key, offer in self._offers.items() if key[0] != owner}
 
     def take(self, due: Mapping[Owner, int]) -> SampledStep[Owner]:
-        """Return the groups of the offered step of every owner. Raises errors of the engine."""
+        """Sample or wait for the ``due`` step of every owner; return the groups. Raises errors of the engine."""
         begin = timestamp()
         if self.ahead:
             self._wait(list(due.items()))
@@ -126,7 +126,7 @@ class RolloutQueue(Generic[Owner]):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend sampling ahead: environments and graders serve one batch at a time."""
+        """Suspend sampling ahead in the block, because environments and graders serve one batch at a time."""
         with self._collecting:
             yield
 
@@ -138,7 +138,6 @@ class RolloutQueue(Generic[Owner]):
         return sum(max(0.0, min(stop, end) - max(start, begin)) for start, stop in spans)
 
     def close(self) -> None:
-        """Stop sampling, and cancel what is in flight."""
         with self._changed:
             self._closed = True
             self._offers.clear()

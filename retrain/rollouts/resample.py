@@ -35,8 +35,8 @@ class SelectedGroups:
 
 @dataclass(frozen=True)
 class Resampler:
-    """Adds at most ``rounds`` rounds of prompts to the ``batch`` of a step. ``upcoming(start, count)`` returns problems
-    of an endless order; ``problems`` is the number of different ones."""
+    """Adds at most ``rounds`` rounds of prompts to a step of ``batch`` prompts. ``upcoming(start, count)`` returns
+    problems of an endless order; ``problems`` is the number of different problems."""
 
     batch: int
     rounds: int
@@ -44,8 +44,8 @@ class Resampler:
     problems: int
 
     def resample(self, step: int, requests: Sequence[RolloutRequest], drawn: Drawn) -> list[RolloutRequest]:
-        """Return one request per group with signal that the batch still lacks; none after the last
-        round, for a run that will fail, or when the step has used all problems."""
+        """Return one request for each group with signal that the batch still lacks. Empty after the last round, after
+        an error (the run will fail), and when the step has used all problems."""
         groups = [group for group in drawn if isinstance(group, Group)]
         if len(groups) < len(drawn) or self._rounds(groups) >= self.rounds:
             return []
@@ -67,7 +67,7 @@ class Resampler:
         ]
 
     def select(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Return the groups with signal, padded to a batch with the first of the others."""
+        """Return the groups with signal, filled up to a batch with the first groups without signal."""
         reasons = [no_signal_reason(group) for group in groups]
         with_signal = [i for i, reason in enumerate(reasons) if reason is None]
         others = [i for i, reason in enumerate(reasons) if reason is not None]

@@ -47,7 +47,7 @@ from retrain.training.run_builder import ResumePoint, RunBuilder, check_recorded
 class ServerEvents:
     """Passes messages about servers to ``observer``, and to the records of every run of a cohort.
 
-    Messages come from any thread. Those from before the runs exist are kept for ``attach``.
+    Thread-safe. Messages that arrive before ``attach`` are recorded by it.
     """
 
     def __init__(self, observer: Observer):
@@ -78,8 +78,8 @@ class ServerEvents:
             self._runs = ()
 
 
-Teachers = Mapping[str, Teacher]  # By the ids of the runs that have one
-Graders = Mapping[str, Grader]  # By the ``grading`` of the sections [reward] that they are built from
+Teachers = Mapping[str, Teacher]  # By run id; only runs that have a teacher
+Graders = Mapping[str, Grader]  # By ``config.reward.grading``: equal settings share a grader
 
 
 def assemble(
@@ -88,9 +88,9 @@ def assemble(
 ) -> Cohort:  # fmt: skip
     """Return the cohort of a job's runs, ready to train.
 
-    ``stack`` closes graders and records at the end; the base is taken from ``bases`` and stays there. Raises
-    RetrainError when a plug-in, the model, the data or a checkpoint cannot be used, DoesNotFit when memory is too short
-    for all runs, and RecordsDiffer.
+    Closing ``stack`` closes graders and records; the base stays in ``bases``. A run whose checkpoint cannot be used is
+    reported as failed and left out. Raises RetrainError when a plug-in, the model or the data cannot be used,
+    DoesNotFit when memory is too short for all runs, RecordsDiffer when inputs differ from the records.
     """
     bases = bases or stack.enter_context(Bases())
     ranks = bases.ranks
@@ -131,7 +131,8 @@ def assemble(
 def read_inputs(
     specs: Sequence[RunSpec], job: CohortJob, stack: ExitStack, bases: Bases
 ) -> tuple[list[tuple[Modes, Detector]], Graders, Dataset]:
-    """Return the plug-ins of each run, the graders, and the problems, as far as they are known without the model."""
+    """Return the plug-ins of each run, the graders, and the data. Prompts that are too long are removed here for a
+    local model only; a plug-in backend must be loaded first."""
     config = specs[0].config
     modes = [(load_modes(spec.config.algorithm, job.folder), load_detector(spec.config, job.folder)) for spec in specs]
     use_deterministic(config.training.deterministic)
@@ -146,8 +147,8 @@ def read_inputs(
 def check_on_first_rank(
     check: Callable[[], None], points: Mapping[str, ResumePoint], data: Dataset, bases: Bases
 ) -> None:
-    """Compare the runs to their records on rank 0 by ``check``, and give all ranks the result. Raises DataError if the
-    ranks have read different problems."""
+    """Call ``check`` on rank 0, and copy ``any_base`` of its resume points to all ranks. Raises DataError if the ranks
+    have read different problems."""
 
     def accepted_bases() -> dict[str, bool]:
         check()
@@ -193,8 +194,8 @@ def load_model(
     specs: Sequence[RunSpec], job: CohortJob, data: Dataset, bases: Bases, stack: ExitStack, observer: Observer,
     server_events: ServerEvents | None,
 ) -> CohortModel:  # fmt: skip
-    """Return the base model, lanes and engine of the cohort; with ``server_events`` servers sample. For a plug-in
-    backend, return the user's own policies and engine."""
+    """Return the base model, lanes, engine and teachers of the cohort; with ``server_events`` the engine samples from
+    servers. For a plug-in backend, return the user's own policies and engine."""
     config, ranks = specs[0].config, bases.ranks
     if not is_local(config):
         return plugin_model(specs, job.folder)
@@ -226,15 +227,15 @@ def load_model(
 
 
 def _episode_tokens(config: Config, prompt: int, context: int) -> int:
-    """Return an estimate of the tokens before the last action of the longest episode: the prompt, and for each earlier
-    turn an action and an observation of the same length."""
+    """Return an estimate of the tokens before the last action of the longest episode: the prompt, and two times
+    ``max_tokens`` (action and observation) for each earlier turn."""
     section, action = config.environment, config.training.max_tokens
     limits = [section.max_episode_tokens or context, context, prompt + (2 * section.turns - 1) * action]
     return prompt if section.turns == 1 else max(prompt, min(limits) - action)
 
 
 def check_servers(engine: Engine, bases: Bases, specs: Sequence[RunSpec], server_events: ServerEvents) -> None:
-    """Test the servers with canaries, and record their messages. Raises ModelError for a server that fails."""
+    """Test the servers with canary adapters, and record their messages. Raises ModelError for a server that fails."""
     if not isinstance(engine, ServerEngine):
         return
     if isinstance(bases.servers, RemoteFleet):
@@ -261,8 +262,6 @@ def restore_engine(model: CohortModel, runs: Sequence[Run]) -> None:
 
 
 def evaluator_of(spec: RunSpec, directory: Path, model: CohortModel, ranks: RankGroup | None = None) -> Evaluator:
-    """Return the evaluator of a cohort's runs, configured by ``spec``; runs of a campaign in ``directory`` share the
-    evaluation of the base."""
     config, is_shared = spec.config, spec.is_campaign and is_local(spec.config)
     base_evaluations = BaseEvaluations(directory, model.identity) if is_shared else None
     limits = episode_limits(config, model.context)

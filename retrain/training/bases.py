@@ -1,7 +1,7 @@
 """Loads what a cohort samples and trains with: a base model with lanes and an engine, or a user's backends.
 
 One base is in memory at a time. Cohorts with the same base share it with its preparations (lanes, fused weights);
-before another base is loaded, these are undone and the base is freed.
+before another base is loaded, the preparations are undone and the base is freed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +42,8 @@ T = TypeVar("T")
 
 @dataclass
 class CohortModel:
-    """The model, engine and teachers that the runs of a cohort share. ``identity``: fingerprint of the frozen
-    weights."""
+    """The model, engine and teachers that the runs of a cohort share. ``identity``: fingerprint of the frozen weights,
+    or the name of a plug-in backend."""
 
     name: str
     identity: str
@@ -53,7 +53,7 @@ class CohortModel:
     policy: Callable[[RunSpec, Path], Policy]  # Builds a run's untrained policy from its spec and directory
     built: dict[str, object]  # Facts for `built` in `config.json`
     context: int | None = None  # Context length in tokens, if known
-    watch: Callable[[Config], Watch] | None = None  # Compares an external sampler with a run's trainer
+    watch: Callable[[Config], Watch] | None = None  # None if sampler and trainer compute alike
     notes: Sequence[str] = ()  # Notes for the user
     teachers: Mapping[str, Teacher] = field(default_factory=dict)  # By run id
 
@@ -67,8 +67,8 @@ def local_model(
     ranks: RankGroup | None = None,
     teachers: Mapping[str, Teacher] | None = None,
 ) -> CohortModel:
-    """Return the model of a cohort whose base is in this process; the engine samples here or in servers. ``ranks``
-    train together with this process; ``teachers`` are by run id."""
+    """Return the model of a cohort whose base is in this process; ``engine`` samples here or in servers. ``ranks``: the
+    processes that train together; ``teachers``: by run id."""
 
     def policy(spec: RunSpec, directory: Path) -> LocalPolicy:
         teacher = (teachers or {}).get(spec.run_id) if spec.config.distillation.full_vocabulary else None
@@ -117,7 +117,7 @@ def local_model(
 
 
 def plugin_model(specs: Sequence[RunSpec], folder: Path) -> CohortModel:
-    """Return the model of a cohort of user's backends, one per run, which share no weights.
+    """Return the model of a cohort with a plug-in backend; each run has its own backend object and weights.
 
     Raises PluginError when a backend cannot be loaded or built.
     """
@@ -149,9 +149,9 @@ def _built(
 
 
 class Bases:
-    """The base model in memory, for one cohort after another; freed at the end of the ``with`` block. ``load`` replaces
-    the loading of files. ``ranks`` load the same bases at the same time. ``servers``: the fleet of launched servers, if
-    another process keeps them."""
+    """The base model in memory, reused by consecutive cohorts and freed at the end of the ``with`` block. ``load``
+    replaces loading from files. ``ranks``: processes that load the same base together. ``servers``: the fleet of
+    launched servers, if another process owns it."""
 
     def __init__(
         self,
@@ -175,16 +175,14 @@ class Bases:
         self.release()
 
     def agreed(self, point: str, compute: Callable[[], T]) -> T:
-        """Call ``RankGroup.agree``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.agree(point, compute)
 
     def from_first(self, point: str, compute: Callable[[], T]) -> T:
-        """Call ``RankGroup.from_first``, or without other ranks ``compute``."""
         return compute() if self.ranks is None else self.ranks.from_first(point, compute)
 
     def model_files(self, config: Config) -> ModelFiles:
-        """Return the files of a configuration's model without loading weights; cached, for filtering the data and for
-        loading. Raises ModelError when they are missing or unusable."""
+        """Return the files of the configured model without loading weights; cached. When the model changes, the base in
+        memory is released. Raises ModelError when files are missing or unusable."""
         model = config.model
         key = repr((
             model.model, model.revision, model.quantize, model.trust_remote_code, model.local_files_only,
@@ -198,8 +196,8 @@ class Bases:
     def with_engine(
         self, config: Config, notify: Callable[[str], None] = lambda line: None
     ) -> tuple[BaseModel, Lanes, LocalEngine]:
-        """Return the base of a configuration, its lanes and an engine in this process, reusing those in memory. Raises
-        ModelError when the base cannot be loaded."""
+        """Return the base of a configuration, its lanes and an engine in this process, reused if in memory. Adapters in
+        the engine are dropped. Raises ModelError when the base cannot be loaded."""
         base, lanes = self.with_lanes(config, notify)
         if self._engine is None:
             self._engine = LocalEngine(base, lanes, notify=notify)
@@ -211,8 +209,8 @@ class Bases:
     def with_servers(
         self, config: Config, directory: Path, notify: Callable[[str, str], None] = lambda text, level: None
     ) -> tuple[BaseModel, Lanes, ServerEngine]:
-        """Return the base of a configuration, its lanes and an engine that samples with its servers. Launched servers
-        write their logs to ``directory`` and stay for the next cohort. Raises UsageError when none answers."""
+        """Return the base of a configuration, its lanes and an engine that samples from its servers. Launched servers
+        write logs to ``directory`` and keep running for the next cohort. Raises UsageError when no server answers."""
         base, lanes = self.with_lanes(config, lambda line: notify(line, "info"))
         model = config.model  # servers do not depend on the rank or other settings of training
         key = repr((config.inference, model.model, model.revision, base.fingerprint))
@@ -241,7 +239,6 @@ class Bases:
         return self._base
 
     def with_lanes(self, config: Config, notify: Callable[[str], None] = lambda line: None) -> tuple[BaseModel, Lanes]:
-        """Return the base of a configuration and its lanes. Raises ModelError when it cannot be loaded."""
         base, targets = self.load(config, notify), repr(config.lora.target_modules)
         if self._lanes is None or targets != self._targets:
             self._lanes = self._engine = None
@@ -252,8 +249,8 @@ class Bases:
         return base, self._lanes
 
     def second_model(self, config: Config, name: str) -> BaseModel:
-        """Return a further model for forward passes, with the device and dtype of the base; it is freed with the base.
-        Raises ModelError when it cannot be loaded."""
+        """Return another model for forward passes (a teacher), with the device and dtype of the base; freed with the
+        base. Raises ModelError when it cannot be loaded."""
         if name not in self._others:
             model = config.model
             self._others[name] = load_base(
@@ -292,7 +289,6 @@ class Bases:
             self._engine.sequence_cache.clear()
 
     def release(self) -> None:
-        """Undo all preparations of the base, and free it and the servers."""
         if self.ranks is not None:
             self.ranks.in_use = nullcontext
         self._close_server()

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written aside, hashed, fsynced and renamed; the newest whole one is loaded."""
+"""Writes, verifies and loads the checkpoints of a run. Writing is atomic: files are hashed, synced, then renamed."""
 
 import os
 import shutil
@@ -26,21 +26,19 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a run at ``step``."""
-
     step: int
     policy: PolicySnapshot
-    state: str  # Its ``RunState`` as JSON
-    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)  # Older weights that still sample, by step
-    cursor: int = 0  # Training problems taken from its data
+    state: str  # ``RunState`` as JSON
+    earlier: Mapping[int, PolicySnapshot] = field(default_factory=dict)  # Weights that still sample, by earlier step
+    cursor: int = 0  # Training problems taken so far
 
 
 def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None] = lambda: None) -> None:
     """Write the snapshot as one directory, atomically.
 
-    ``guard`` is called before the directory gets its name; an exception from it prevents that. Raises StorageError when
-    the file system refuses, NotOurs when files of another owner have these names, and CheckpointError when the policy
-    wrote a link; partial files are removed.
+    ``guard`` is called before the final rename; an exception from it prevents the rename. Raises StorageError for a
+    failed write, NotOurs when ``directory`` belongs to another owner, and CheckpointError when the policy wrote a
+    symbolic link; partial files are removed.
     """
     aside = aside_of(directory)
     shutil.rmtree(aside, ignore_errors=True)
@@ -68,7 +66,7 @@ def write_checkpoint(directory: Path, saved: Snapshot, guard: Callable[[], None]
 def verify_checkpoint(directory: Path) -> None:
     """Raise CheckpointError unless every file of the manifest exists with its hash and is no link.
 
-    Raises NotReadable for a file that cannot be read, whose content may be intact.
+    Raises NotReadable for a file that cannot be read (it may be intact), UsageError for another layout version.
     """
     try:
         manifest = read_json(directory / MANIFEST)
@@ -97,7 +95,7 @@ def verify_checkpoint(directory: Path) -> None:
 
 
 def load_checkpoint(directory: Path, policy: Policy) -> dict[str, Any]:
-    """Verify, then restore the policy in place; returns the JSON state."""
+    """Verify the checkpoint, load the policy's tensors in place, and return the rest: ``RunState`` as JSON."""
     verify_checkpoint(directory)
     policy.load(directory)
     return read_json(directory / STATE)
@@ -112,9 +110,9 @@ def checkpoint_directory(run_directory: Path, step: int) -> Path:
 
 
 def checkpoint_directories(run_directory: Path) -> list[Path]:
-    """Return the directories of the run's own checkpoints, oldest first, complete or not.
+    """Return the directories of the run's own checkpoints, oldest first, without verifying their files.
 
-    A directory without an owner mark does not say whose they are: all are returned, and none is ever removed.
+    If the run directory has no owner mark, all are returned, because their owner is unknown; none is then removed.
     """
     folder = run_directory / SAVED
     try:
@@ -138,10 +136,11 @@ def checkpoint_step(directory: Path) -> int:
 
 
 def missing_rows(run_directory: Path, step: int) -> list[str]:
-    """Return one sentence for each record that lacks rows which existed when the checkpoint of ``step`` was written.
+    """Return one sentence for each record file that lacks rows which it had when the checkpoint of ``step`` was
+    written.
 
-    The checkpoint holds the number of rows of each file. For one of an earlier version, which does not, the last row of
-    each file is compared with the step. Damaged records are skipped: reading them for the resume reports the damage.
+    The checkpoint holds the number of rows of each file. In early versions it does not: then the step of each file's
+    last row is compared with ``step``. Damaged files are skipped, because the resume reports them.
     """
     saved = read_json(checkpoint_directory(run_directory, step) / STATE)
     expected: dict[str, int] = (saved.get("recorder") or {}).get("rows") or {}
@@ -163,28 +162,25 @@ def count_rows(run_directory: Path, name: str, step: int) -> int:
 
 @dataclass(frozen=True)
 class CommonStep:
-    """A step at which the runs of a cohort can continue."""
-
     step: int
-    missing_rows: list[list[str]]  # Of each run: what its records lack there
+    missing_rows: list[list[str]]  # For each run, the sentences of ``missing_rows``
 
 
 def newest_undamaged(run_directory: Path, report: list[str]) -> Path | None:
-    """Return the newest undamaged checkpoint, or None; what is wrong with newer ones is appended to ``report``."""
+    """Return the newest undamaged checkpoint, or None; append a line to ``report`` for each damaged, newer one."""
     checkpoints = _VerifiedCheckpoints(run_directory, report)
     step = next((step for step in checkpoints.steps if checkpoints.is_undamaged(step)), None)
     return None if step is None else checkpoint_directory(run_directory, step)
 
 
 def common_step(runs: Sequence[tuple[Path, int]], reports: Sequence[list[str]]) -> CommonStep:
-    """Return the newest step at which every run of a cohort has an undamaged checkpoint; step 0, the start, when there
-    is none.
+    """Return the newest step at which every run of a cohort has an undamaged checkpoint; step 0, the start, if there is
+    none.
 
-    ``runs`` are (directory, max_steps): a run that ends earlier than a step need only have a checkpoint of its own end.
-    What is wrong with newer checkpoints is appended to the run's own report. A step at which the records of some run
-    lack rows is passed over for an earlier one with all rows; where there is no such step, it is returned with the
-    missing rows, and the caller decides. A checkpoint of step 0 has nothing to continue: such a run starts anew, with
-    empty records.
+    ``runs`` are (directory, max_steps). A run that has ended by a step only needs the checkpoint of its last step. A
+    step with missing rows in a run's records is passed over for an earlier one with all rows. Without such a step, the
+    newest is returned with its missing rows, and the caller decides. Damaged checkpoints and passed-over steps are
+    appended to the run's report. Checkpoints of step 0 are ignored.
     """
     newest: CommonStep | None = None
     for candidate in _whole_steps(runs, reports):
@@ -232,8 +228,8 @@ def delete_checkpoints_after(run_directory: Path, step: int) -> None:
 
 
 def prune(run_directory: Path, keep_last: int, keep_every: int = 0) -> None:
-    """Delete all but the last ``keep_last`` of the run's own checkpoints (0 keeps all) and those at multiples of
-    ``keep_every``."""
+    """Delete the run's own checkpoints except the last ``keep_last`` (0 keeps all) and those at multiples of
+    ``keep_every`` (0: no exception)."""
     for directory in checkpoint_directories(run_directory)[:-keep_last] if keep_last else []:
         if not (keep_every and checkpoint_step(directory) % keep_every == 0):
             remove(directory, _owner(directory))
@@ -255,7 +251,7 @@ class Checkpoints:
     ):
         self.directory, self.recorder, self.training = recorder.directory, recorder, training
         self.base_id, self.accept_other_base, self.problems, self.export = base_id, accept_other_base, problems, export
-        self.loaded: RunState | None = None  # Of the checkpoint that this process began with, another run's included
+        self.loaded: RunState | None = None  # Of the checkpoint that this process began with (its own or another run's)
         self.restored_step: int | None = None  # Step of the run's own checkpoint that this process continued from
 
     @property
@@ -263,7 +259,7 @@ class Checkpoints:
         return bool(checkpoint_directories(self.directory))
 
     def write(self, saved: Snapshot) -> None:
-        """Write the checkpoint, unless the run was restored from it."""
+        """Write the checkpoint, unless the run was restored from it; then discard the weights of ``saved``."""
         try:
             if saved.step != self.restored_step:
                 self.recorder.flush()  # rows of the steps that a checkpoint contains are never lost
@@ -273,8 +269,8 @@ class Checkpoints:
             saved.policy.discard()
 
     def publish(self, saved: Snapshot, final: bool) -> None:
-        """Record the checkpoint, write ``final/`` if it is the last one, and prune; called once the checkpoints of the
-        whole cohort are written."""
+        """Record the checkpoint, write ``final/`` and the exported copy if it is the last one, and prune. Called after
+        the checkpoints of the whole cohort are written."""
         self.recorder.files.check_directory()
         directory = checkpoint_directory(self.directory, saved.step)
         self._record_save(f"{saved.step:06d}", saved.step, directory, directory, saved.cursor)
@@ -291,7 +287,7 @@ class Checkpoints:
         prune(self.directory, self.training.keep_last, self.training.keep_every)
 
     def load(self, directory: Path, policy: Policy) -> RunState:
-        """Verify the checkpoint, restore the policy's tensors and return the state of all else.
+        """Verify the checkpoint, load the policy's tensors in place, and return the run's other state.
 
         Raises CheckpointError when it is damaged or belongs to another base.
         """
@@ -306,7 +302,7 @@ class Checkpoints:
         delete_checkpoints_after(self.directory, step)
 
     def record_restored(self, step: int, cursor: int) -> None:
-        """Record the checkpoint that the run is restored from, if it was killed between the rename and the record."""
+        """Record the checkpoint of ``step`` unless it is recorded: the run may have been killed after the rename."""
         directory = checkpoint_directory(self.directory, step)
         self._record_save(f"{step:06d}", step, directory, directory, cursor)
 

@@ -1,4 +1,4 @@
-"""Estimates the samples and the memory of a plan's runs from the TOML, the data and ``config.json`` alone.
+"""Estimates samples and memory of a plan's runs from the TOML file, the data and the model's ``config.json``.
 
 Neither torch nor weights are read. Parameter counts of Llama-like models are exact up to attention biases. Units:
 bytes, tokens.
@@ -28,7 +28,7 @@ from retrain.models.layers import (
 
 ASSUMED_PROMPT_TOKENS = 128  # Assumed where prompts were not measured, which takes the data and the tokenizer
 
-# Assumed for ``micro_batch_tokens = "auto"`` on a GPU whose memory is not known, from which it follows
+# Assumed for ``micro_batch_tokens = "auto"`` on a GPU of unknown memory
 ASSUMED_MICRO_BATCH_TOKENS = 4096
 
 # Largest chunk of vocabulary logits that is computed at a time; a few copies of it exist together
@@ -42,9 +42,10 @@ PROCESS_BYTES = {"cpu": 500 << 20, "gpu": 0}
 class RunSize:
     """The number of completions and tokens of one run.
 
-    A step trains on ``rows`` completions of at most ``tokens`` tokens; dynamic sampling may sample ``draws`` times as
-    many. A full evaluation has ``evaluated`` completions with at most ``evaluated_tokens`` tokens in all; there are
-    ``evaluations`` of these after the start, and ``parts`` partial ones with ``part`` completions each, for the curve.
+    A step trains on ``rows`` completions of at most ``tokens`` tokens; dynamic sampling samples up to ``draws`` times
+    as many. A full evaluation has ``evaluated`` completions with at most ``evaluated_tokens`` tokens in total;
+    ``evaluations`` counts those after the start. ``parts`` partial evaluations, for the curve, have ``part``
+    completions each.
     """
 
     prompt: int
@@ -79,7 +80,7 @@ class RunSize:
 
 
 def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> list[HeldOut]:
-    """Return the held-out sets with their real number of problems, ``sizes`` by name, if the data was read."""
+    """Return the held-out sets; ``sizes`` has the number of problems in the data by set, if it was read."""
     real_sizes = sizes or {}
     return [
         replace(held_out, problems=real_sizes.get(held_out.name, held_out.problems)) for held_out in config.held_out
@@ -87,7 +88,6 @@ def held_out_sets(config: Config, sizes: Mapping[str, int] | None = None) -> lis
 
 
 def run_size(config: Config, prompt_tokens: int | None = None, sizes: Mapping[str, int] | None = None) -> RunSize:
-    """Return the size of a resolved run configuration; ``sizes``: problems of held-out sets by name."""
     training, evaluation, environment = config.training, config.evaluation, config.environment
     schedule = (evaluation.schedule, training.max_steps, training.eval_every)
     sets = held_out_sets(config, sizes)
@@ -143,12 +143,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one run, or of a cohort of them.
+    """Bytes of one run, or of a cohort.
 
-    ``process`` (Python and torch, on a CPU), ``base``, ``head_copy`` (its output layer as decoding reads it),
-    ``update_copy`` (the weights in bfloat16, of ``update_dtype``) and ``adapter`` (with critic and optimizers) stay.
-    Beside them there is either ``training``, what a micro-batch of ``micro_batch_tokens`` takes, or ``sampling``, what
-    all sequences of a step take at once, with ``block_copy``, the weights that decoding on a CPU reads.
+    Always in memory: ``process`` (Python and torch, on a CPU), ``base``, ``head_copy`` (output layer, copied for
+    decoding), ``update_copy`` (bfloat16 weights, for ``update_dtype``) and ``adapter`` (with critic and optimizers). In
+    addition either ``training`` (for a micro-batch of ``micro_batch_tokens``), or ``sampling`` (for all sequences of a
+    step) and ``block_copy`` (weights copied for decoding on a CPU).
     """
 
     base: int
@@ -189,8 +189,8 @@ def cohort_memory(runs: Sequence[Memory]) -> Memory:
 
 
 def trained_parameters(config: Config, architecture: Architecture) -> tuple[int, int]:
-    """Return the trained parameters of the policy's adapter and of the critic: its head and, where it has one, its own
-    adapter; 0 without a critic."""
+    """Return the numbers of trained parameters of the policy's adapter and of the critic (its head and, if it has one,
+    its adapter; 0 without a critic)."""
     rank, targets = config.model.lora_rank, config.lora.target_modules
     critic = architecture.adapter_parameters(config.lane_ranks - rank, targets)
     critic += config.algorithm.critic * (architecture.hidden + 1)
@@ -200,7 +200,7 @@ def trained_parameters(config: Config, architecture: Architecture) -> tuple[int,
 def run_memory(
     config: Config, architecture: Architecture, device: Device, prompt_tokens: int | None = None, lanes: int = 1
 ) -> Memory:
-    """Return the memory of one resolved run configuration, which steps together with others: ``lanes`` in all."""
+    """Return the memory of one run, from its resolved configuration, in a cohort of ``lanes`` runs."""
     size = run_size(config, prompt_tokens)
     width, weights = number_bytes(config, device), architecture.parameters()
     adapter, critic = trained_parameters(config, architecture)
@@ -238,11 +238,11 @@ def run_memory(
 
 
 def decoding_copies(architecture: Architecture, width: int, total_memory: int) -> tuple[int, int]:
-    """Return the bytes of the copies of weights that decoding on a CPU reads: of the blocks for the length of a call,
-    of the output layer for good.
+    """Return the bytes of the weight copies for decoding on a CPU: of the blocks (kept during a call) and of the output
+    layer (kept for good).
 
-    Larger models are packed where they are not in fp64, others have an adapter merged into a copy where they are not in
-    bf16. There is no copy where the weights take more than ``COPY_SHARE`` of the memory.
+    Large models are packed, except in fp64; other models have the adapter merged into a copy, except in bf16. Weights
+    that take more than ``COPY_SHARE`` of the memory are not copied.
     """
     weights = architecture.parameters() * width
     if weights > COPY_SHARE * total_memory:
@@ -253,7 +253,7 @@ def decoding_copies(architecture: Architecture, width: int, total_memory: int) -
 
 
 def verified_ranks(config: Config) -> int:
-    """Return the largest number of ranks at which squeeze measures held-out accuracy: the recommended and tabulated."""
+    """Return the largest number of ranks that squeeze verifies on held-out problems; 0 without verification."""
     squeeze, held_out = config.squeeze, config.decisive
     if not squeeze.enabled or squeeze.verify == "off" or held_out is None or held_out.problems < 2:
         return 0

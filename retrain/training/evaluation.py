@@ -1,4 +1,4 @@
-"""Evaluates policies on held-out sets, for the loop and for the verification of ranks.
+"""Evaluates policies on held-out sets, for the loop and for the verification of compressed adapters.
 
 An answer is a function of the weights, the problem and its random stream: evaluating equal weights after the same
 number of updates gives equal answers. Sets are sampled one after another, so that no set affects the results of
@@ -28,8 +28,6 @@ from retrain.types import EvalRecord, Group, Message, PolicyRef, Problem, Prompt
 
 @dataclass(frozen=True)
 class EvaluatedPolicy:
-    """A policy to evaluate."""
-
     policy: PolicyRef
     environments: Mapping[str, Environment]  # By held-out set
     stream: tuple[int | str, ...]  # Prefix of the random streams
@@ -39,8 +37,8 @@ class EvaluatedPolicy:
 class Evaluator:
     """Samples and grades held-out sets.
 
-    ``base_evaluations`` keeps evaluations of the untrained model for all cohorts of a campaign; of ``ranks`` each
-    samples a share, and the first keeps them.
+    ``base_evaluations`` stores evaluations of the untrained model for all cohorts of a campaign. With ``ranks``, each
+    rank samples a share of the problems, and rank 0 stores.
     """
 
     def __init__(
@@ -57,8 +55,8 @@ class Evaluator:
         self.base_evaluations, self.limits, self.ranks, self.collect = base_evaluations, limits, ranks, collect
 
     def evaluate(self, held_out: HeldOut, subjects: Sequence[EvaluatedPolicy]) -> list[EvalRecord]:
-        """Return the set's answers by each of the subjects, from one decode batch. The answers of a set's part equal
-        the first samples that the full set would draw for these problems."""
+        """Sample and grade a held-out set with all ``subjects`` in one decode batch; return one record per subject.
+        Answers to a part of the set equal the first answers that the whole set would draw to the same problems."""
         begin, sampling = time.monotonic(), held_out.sampling.requested
         set_stream = () if held_out.name == HELDOUT else (held_out.name,)
         problems_by_subject = [
@@ -101,7 +99,7 @@ class Evaluator:
         return get(problems)
 
     def keep_base(self, held_out: HeldOut, environment: Environment, setting: str, record: EvalRecord) -> None:
-        """Store the untrained model's evaluation for later cohorts. Raises StorageError."""
+        """Store a complete evaluation of the untrained model for later cohorts. Raises StorageError."""
         if self.ranks is not None and not self.ranks.is_first:
             return
         if self.base_evaluations is not None and len(record.groups) == len(environment.problems(held_out.name)):
@@ -131,7 +129,7 @@ def _key(held_out: HeldOut, environment: Environment, setting: str) -> str:
 
 class CohortEvaluator:
     """Evaluates the runs of a cohort in one decode batch; untrained runs with equal settings share an evaluation. An
-    error of an evaluation ends its runs. ``evaluator`` has the held-out sets, which all runs share."""
+    evaluation that fails ends its runs. ``evaluator`` has the held-out sets, which all runs share."""
 
     def __init__(self, evaluator: Evaluator, observer: Observer, saver: Saver, failures: Failures):
         self.evaluator, self.observer, self.saver, self.failures = evaluator, observer, saver, failures
@@ -143,7 +141,7 @@ class CohortEvaluator:
                 self._evaluate(problems, [[run] for run in due])
 
     def untrained(self, runs: Sequence[Run]) -> Iterator[None]:
-        """Evaluate runs before their first update, with a pause for the caller after each set."""
+        """Evaluate runs before their first update; yield after each held-out set."""
         for held_out in self.evaluator.sets:
             others = [run for run in runs if not equals_base(run) and run.error is None]
             self._evaluate(held_out, [[run] for run in others])
@@ -151,8 +149,8 @@ class CohortEvaluator:
             yield
 
     def _evaluate_base(self, held_out: HeldOut, runs: Sequence[Run]) -> None:
-        """Evaluate untrained runs, which all equal the base, on a held-out set: sample once per setting, or reuse the
-        evaluation of an earlier cohort."""
+        """Evaluate untrained runs that equal the base on a held-out set. Runs with equal environment, grading and seed
+        share one evaluation, possibly that of an earlier cohort."""
         alike: dict[str, list[Run]] = {}
         for run in runs:
             config = run.config

@@ -30,10 +30,9 @@ def allow_all(directory: Path) -> Callable[[], None]:
 class CohortJob:
     """Runs to train together, starting from their checkpoints.
 
-    ``directory`` is the campaign's, ``folder`` that of its TOML file; ``longest`` are the longest completions of all
-    runs of the plan. ``failed_at``: steps done by runs that have failed. ``same_step``: all resume from their newest
-    common step, else each from its newest checkpoint. ``accepted``: differences from the runs' records that the user
-    accepts.
+    ``directory``: of the campaign. ``folder``: of its TOML file. ``longest``: the longest completions of all runs of
+    the plan. ``failed_at``: steps done by failed runs, by run id. ``same_step``: all resume from their newest common
+    step, else each from its newest checkpoint. ``accepted``: differences from the runs' records that the user accepts.
     """
 
     directory: Path
@@ -51,17 +50,18 @@ def change_line(name: str, old: object, new: object) -> str:
 
 
 def world_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the differences in weights and tokenizer of the base, the teacher and the data from a run's record.
+    """Return one line for each fact that differs from a run's record: weights and tokenizer of the base, data, teacher,
+    rubrics.
 
-    ``now`` is nested as in config.json.
+    ``facts`` (the record) and ``now`` are nested as in config.json.
     """
     names = {"base.fingerprint": BASE_WEIGHTS, "base.tokenizer": "tokenizer of the base model", "data_hash": "data"}
     return _differences(facts, now, names | {"taught_by": "weights of the teacher", "rubrics": "rubrics of the data"})
 
 
 def machine_changes(facts: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return the differences that affect only rounding: device and drivers, dtype, threads. They need no acceptance;
-    the index of a GPU does not count."""
+    """Return one line for each difference that affects only rounding: device and drivers, dtype, threads. The user need
+    not accept these; the index of a GPU does not count."""
     names = {"device": "device", "dtype": "number format", "threads.workers": "workers", "threads.torch": "threads"}
     names |= {"gpu.driver": "GPU driver", "gpu.cuda": "CUDA", "gpu.cudnn": "cuDNN"}
     return _differences(facts, now, {f"built.{key}": name for key, name in names.items()})

@@ -43,7 +43,7 @@ def learn(run: Run, selected: SelectedGroups) -> StepResult:
 class Cohort:
     """Runs that share an engine and step together.
 
-    ``evaluator`` has the held-out sets, which all runs share; ``stop`` is asked between steps whether to stop;
+    ``evaluator`` has the held-out sets, which all runs share; ``stop``, called between steps, returns whether to stop;
     ``workers`` credit and update several runs at once; ``pressure`` controls the shared decode batch.
     """
 
@@ -72,10 +72,10 @@ class Cohort:
         return {"pressure": self.pressure and self.pressure.state(), "engine": self.engine.state()}
 
     def train(self) -> Generator[None, None, None]:
-        """Step until every run has finished or failed, with a pause for the caller between steps and evaluations.
+        """Step until every run has finished or failed; yield between steps and evaluations.
 
-        Raises RunInterrupted, with everything saved, when asked to stop. Closed in a pause, or when the GPU's context
-        is lost, it ends as on KeyboardInterrupt: without saving.
+        Raises RunInterrupted, with everything saved, when ``stop`` returns True. On KeyboardInterrupt, when the
+        generator is closed, or when the GPU's context is lost, it ends without saving.
         """
         for run in self.runs:
             run.timer.start(timestamp())

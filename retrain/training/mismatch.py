@@ -1,4 +1,4 @@
-"""Says why a server's log-probabilities of a run's samples differ from the trainer's; the run's watch calls it."""
+"""Finds the likely cause when a server's log-probabilities differ from the trainer's; called by ``Watch``."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ def likely_cause(
     """Return a message on why a server's log-probabilities differ from the trainer's during training: a stale or
     missing adapter if earlier weights explain them better than the current ones, else precision.
 
-    ``earlier`` maps names to weights. The log-probabilities of a stale adapter are nearer to every earlier version than
-    to the current one, even if the stale version itself is not among ``earlier``.
+    ``earlier`` maps names to weights. A stale adapter is recognised even if its own version is not in ``earlier``: its
+    log-probabilities are nearer to every earlier version than to the current one. Only single-turn samples are used.
     """
     served = [
         ServedTokens(sample.token_ids[: sample.prefix].tolist(), sample.token_ids[actions].tolist(), logprobs_T)
@@ -68,8 +68,8 @@ def _explanation(now: Sequence[np.ndarray], others: Mapping[str, Sequence[np.nda
 
 def _evidence(current: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     """Return the log-likelihood ratio (nats) of ``other`` to ``current`` from their residuals per rollout, for normal
-    noise of unknown variance: over all rollouts, or only over those that ``other`` fits better, if that is larger,
-    because only one of several servers may be at fault."""
+    noise of unknown variance. It is over all rollouts or, if that is larger, over those that ``other`` fits better:
+    only one of several servers may be at fault."""
 
     def ratio(current_T: np.ndarray, other_T: np.ndarray) -> float:
         return (len(current_T) - 1) * math.log(max(rms(current_T), LEAST) / max(rms(other_T), LEAST))

@@ -1,8 +1,8 @@
-"""Recovery: a run that fails leaves its cohort, checkpoints stand at common steps, and a run resumes from them.
+"""Ends failed runs of a cohort, saves the others at common steps, and resumes runs from checkpoints.
 
-Saving copies the state to host memory, which is all that a step waits for; a thread writes the copies in order. The
-last bits of what is sampled depend on the composition of the batch, so the runs of a cohort are saved at a common step,
-from which all of them can resume.
+A step waits only until its state is copied to host memory; a thread writes the copies in order. The last bits of
+sampled log-probabilities depend on the other runs in the batch. The runs of a cohort are therefore saved at a common
+step, from which all of them can resume.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +26,6 @@ from retrain.training.state import RollbackPoint, SharedState
 
 @dataclass
 class Failures:
-    """Ends the runs of a cohort that fail, on all ``ranks``."""
-
     engine: Engine
     queue: RolloutQueue[Run]
     observer: Observer
@@ -35,15 +33,15 @@ class Failures:
 
     @contextmanager
     def isolated(self, run: Run, quiet: bool = False) -> Iterator[None]:
-        """End only this run with what its part of a step raises (``end``)."""
+        """Catch an exception of the block, and end only this run with it (``end``)."""
         try:
             yield
         except Exception as error:  # a failed run must not end the others
             self.end(run, error, quiet)
 
     def end(self, run: Run, error: Exception, quiet: bool = False) -> None:
-        """End a run, with the traceback in its log. ``quiet``: the caller reports it to the observer. Raises an error
-        that stops all runs alike (``RunFailed.shared``)."""
+        """End a run, with the traceback in its log. ``quiet``: the caller reports it to the observer. Raises the error
+        instead if it stops all runs (``RunFailed.shared``)."""
         error = lost(error) or error
         if isinstance(error, RunFailed) and error.shared:
             raise error
@@ -55,8 +53,8 @@ class Failures:
             self.observer.run_finished(run.spec, "failed", run.error)
 
     def share(self, runs: Sequence[Run], stop: Callable[[], bool] = lambda: False) -> bool:
-        """End the runs on this rank that have failed on another one, as when a disk is full on the first; return
-        whether that one is asked to ``stop``."""
+        """End the runs that have failed on another rank (as with a full disk on rank 0); return whether rank 0 is asked
+        to ``stop``."""
         if (ranks := self.ranks) is None:
             return stop()
         errors = {run.run_id: run.error for run in runs if run.error is not None}
@@ -70,7 +68,7 @@ class Failures:
 
 @dataclass
 class Saver:
-    """Saves a cohort. ``shared`` returns the state that its runs have in common, for every checkpoint."""
+    """Saves the runs of a cohort. ``shared`` returns the state common to all runs, which every checkpoint contains."""
 
     failures: Failures
     shared: Callable[[], SharedState]
@@ -79,7 +77,7 @@ class Saver:
 
     @contextmanager
     def closed_after(self) -> Iterator[None]:
-        """Close after the block; abandon saves when the process is to end at once or the GPU's context is lost."""
+        """Close after the block; drop queued saves on KeyboardInterrupt, GeneratorExit or a lost GPU context."""
         try:
             yield
         except (KeyboardInterrupt, GeneratorExit, DeviceLost):
@@ -89,7 +87,7 @@ class Saver:
             self.close()
 
     def save_if_due(self, runs: Sequence[Run], points: Mapping[Run, RollbackPoint]) -> list[Run]:
-        """Save at this step when a run is due, ends, or has just failed; return the runs that are done, with all saved.
+        """Save all runs if one is due, done, or has just failed; return the done runs, after their saves.
 
         A run that failed is saved as it was at its rollback point, if its weights have not changed since.
         """
@@ -104,9 +102,9 @@ class Saver:
         return [run for run in done if run.error is None]
 
     def save(self, runs: Sequence[Run]) -> None:
-        """Copy the state of these runs and queue the copies for writing, once the saves before are complete.
+        """Wait for earlier saves, copy the state of these runs, and queue the copies for writing.
 
-        All are written before the first is published, and so before anything older is deleted.
+        All are written before the first is published (none, if a write fails), and so before older ones are deleted.
         """
         self.settle()
         saved: list[tuple[Run, Snapshot]] = []
@@ -128,11 +126,11 @@ class Saver:
                 self.submit(run, partial(action, run, snapshot))
 
     def submit(self, run: Run, action: Callable[[], None]) -> None:
-        """Call ``action`` in the background, after all that was submitted before; what it raises ends the run."""
+        """Queue ``action`` for the saving thread, which keeps the order; what it raises ends the run."""
         self._pending.append((run, self._pool.submit(action)))
 
     def settle(self) -> None:
-        """Wait for what was submitted; what it raised ends its run."""
+        """Wait for all queued actions; end each run whose action raised an exception."""
         while self._pending:
             run, future = self._pending.pop(0)
             with self.failures.isolated(run):
@@ -144,8 +142,8 @@ class Saver:
 
     @contextmanager
     def undo_on_server_failure(self, points: Mapping[Run, RollbackPoint]) -> Iterator[None]:
-        """Save the runs as they were at their rollback points when the servers that sample fail in the block: nothing
-        was learnt from this step, and all before it is kept."""
+        """If sampling servers fail in the block, save the runs as they were at their rollback points and raise
+        ServerFailed again: nothing was learnt from this step, and all earlier steps are kept."""
         try:
             yield
         except ServerFailed:
@@ -164,10 +162,10 @@ def _rolled_back(runs: Iterable[Run], points: Mapping[Run, RollbackPoint]) -> li
 
 
 def resume(run: Run, step: int, skipped: Sequence[str] = ()) -> list[str]:
-    """Continue from the run's own checkpoint of ``step`` (0 is the start) and remove the rows of later steps.
+    """Continue from the run's own checkpoint of ``step`` (0 is the start); remove rows and checkpoints of later steps.
 
-    ``skipped`` says what was wrong with later checkpoints. Returns lines for the user. Raises CheckpointError when the
-    checkpoint belongs to another base.
+    ``skipped``: lines about unusable later checkpoints. Returns them and further lines for the user. Raises
+    CheckpointError when the checkpoint belongs to another base.
     """
     lines, checkpoints = list(skipped), run.checkpoints
     if step:
@@ -183,10 +181,10 @@ def resume(run: Run, step: int, skipped: Sequence[str] = ()) -> list[str]:
 
 
 def continue_from(run: Run, directory: Path) -> list[str]:
-    """Begin with another run's state (``[resume] from``), of a run directory or checkpoint, or with the weights of an
-    adapter directory. Returns lines for the user.
+    """Begin with the state in a run or checkpoint directory (``[resume] from``), or with the weights of an adapter
+    directory. Returns lines for the user.
 
-    Raises UsageError when nothing is left to train or the adapter is scaled differently.
+    Raises UsageError when no steps are left to train or the adapter has another scale.
     """
     lines: list[str] = []
     checkpoint = directory if (directory / STATE).is_file() else newest_undamaged(directory, lines)

@@ -61,7 +61,8 @@ LOGGED_ERRORS = 20  # Different grading errors that go into a run's log
 
 
 class DataCursor:
-    """The order of training problems: a new permutation per epoch, a function of seeds and position.
+    """The order of training problems: with ``shuffle``, a new permutation per epoch, a function of ``stream`` and
+    epoch.
 
     ``position`` counts problems taken so far. A batch may span epochs.
     """
@@ -109,8 +110,8 @@ class RolloutRequests:
         self.resampler = Resampler(training.batch_size, rounds, upcoming, len(cursor.problems)) if rounds else None
 
     def due(self, step: int, ahead: bool = False) -> dict[int, list[RolloutRequest]]:
-        """Return the requests of ``step``, the next one, by step, and with ``ahead`` those of all later steps within
-        the staleness limit; no step is requested twice."""
+        """Return, by step, the requests of ``step`` (the run's next) and with ``ahead`` of all later steps within the
+        staleness limit. Steps that an earlier call returned are left out."""
         training = self.config.training
         last = min(step + training.max_off_policy_steps * ahead, training.max_steps - 1)
         steps = range(max(step, self.next_step), last + 1)
@@ -172,7 +173,7 @@ class StepTimer:
         self._last_end = now
 
     def finish_step(self, now: float) -> tuple[list[Span], float]:
-        """Return the spans since the last finished step, and when the step began; the next one begins ``now``."""
+        """Return the spans of the step that ends ``now``, and when it began; the next step begins ``now``."""
         spans, begin = self._spans, self._last_end or now
         self._spans, self._last_end = [], now
         return spans, begin
@@ -189,7 +190,7 @@ class RunHealth:
     logged_errors: set[tuple[str, str]] = field(default_factory=set)
 
     def check_grading(self, step: int, groups: Sequence[CreditedGroup]) -> None:
-        """Log each reason of failed gradings once. Raises RunFailed after ``UNGRADED_STEPS`` without any grade."""
+        """Log each new grading error. Raises RunFailed after ``UNGRADED_STEPS`` steps in a row without any grade."""
         results = [rollout.reward for group in groups for rollout in group.rollouts]
         errors = [result.error for result in results if result.error]
         self._log_errors(step, "graded", errors)
@@ -210,7 +211,7 @@ class RunHealth:
                 self.log(f"step {step}: {count} completion(s) not {action}: {error}", "warning")
 
     def check_sampler(self, step: int, mismatches: Sequence[str]) -> None:
-        """Log ``sampler_mismatches``. Raises RunFailed after ``MISMATCHED_STEPS`` consecutive steps with one."""
+        """Log ``mismatches``. Raises RunFailed after ``MISMATCHED_STEPS`` steps in a row with any."""
         counters = self.counters
         counters.mismatched_steps = counters.mismatched_steps + 1 if mismatches else 0
         if not mismatches:
@@ -223,7 +224,7 @@ class RunHealth:
         self.log(f"step {step}: {problem}", "warning")
 
     def check_updates(self, step: int, updates: Sequence[MinibatchUpdate]) -> None:
-        """Log skipped updates. Raises RunFailed after ``nonfinite_limit`` steps with one."""
+        """Log skipped updates. Raises RunFailed after ``nonfinite_limit`` steps in a row with a skipped update."""
         errors = [update.error for update in updates if update.error is not None]
         if not errors:
             if any(update.batch.samples for update in updates):
@@ -287,7 +288,6 @@ class Run:
 
     @property
     def run_id(self) -> str:
-        """``<label>_s<seed>``, the run's directory name in a campaign."""
         return self.spec.run_id
 
     @property
@@ -316,14 +316,15 @@ class Run:
         self.requests.recent.publish_to(engine, Weights(self.step, self.policy_ref, self.policy.snapshot()))
 
     def take(self, groups: Sequence[Group]) -> SelectedGroups:
-        """Move the data cursor past the step's groups and return those of the batch."""
+        """Move the data cursor by one step; return the groups to train on, with overlong penalties in their rewards."""
         selected = self.requests.select(groups)
         if soft := self.config.reward.overlong_tokens:
             return replace(selected, groups=punish_overlong(selected.groups, self.config.training.max_tokens, soft))
         return selected
 
     def with_staleness(self, group: Group) -> CreditedGroup:
-        """Return the group with the staleness of its rollouts; one that is too stale to train is discarded."""
+        """Return the group with the staleness of each rollout. The group is marked as discarded if a rollout is too
+        stale to train."""
         recent = self.requests.recent
         versions = [{turn.action.policy_version for turn in rollout.turns} for rollout in group.rollouts]
         staleness = [max((recent.staleness(version, self.step) for version in each), default=0) for each in versions]
@@ -331,7 +332,7 @@ class Run:
         return CreditedGroup.of(group, staleness, MAX_STALENESS if is_too_stale else None)
 
     def credit(self, groups: Sequence[CreditedGroup]) -> CreditedBatch:
-        """Have the algorithm credit the step's rollouts. The batch has all ``groups``, in their order."""
+        """Score the rollouts and credit them with the algorithm. The batch has all ``groups``, in their order."""
         fresh = CreditedBatch(tuple(group for group in groups if group.discarded != MAX_STALENESS))
         want, scores = self.algorithm.requires & POLICY_SCORES, Scores()
         # Credit steps measure a critic's scores even when every group is too stale to train.
@@ -351,9 +352,9 @@ class Run:
         return self.algorithm.with_stale_groups(batch, groups)
 
     def update(self, batch: CreditedBatch) -> tuple[CreditedBatch, dict[str, float | None]]:
-        """Take the optimizer steps of the batch; return the batch, with the trainer's log-probabilities where they are
-        recorded, and the metrics of the updates. A minibatch whose loss or gradient is not finite is skipped. Raises
-        RunFailed at the limits of ``RunHealth``."""
+        """Take the optimizer steps of the batch and end the step; return the batch, with the trainer's
+        log-probabilities where they are recorded, and the metrics of the updates. A minibatch whose loss or gradient is
+        not finite is skipped. Raises RunFailed at the limits of ``RunHealth``."""
         self.health.check_grading(self.step, batch.groups)
         if self.watch is not None:
             mismatches = sampler_mismatches(self.watch, self.policy, self.requests.recent, batch.groups)
@@ -379,8 +380,8 @@ class Run:
         self, selected: SelectedGroups, batch: CreditedBatch, update: Mapping[str, object],
         shared: Mapping[str, object], now: float,
     ) -> Row:  # fmt: skip
-        """Record the step that has just ended and return its row. ``update`` are the metrics of its optimizer steps,
-        ``shared`` those of what the runs of a cohort share."""
+        """Record the step that has just ended and return its row. ``update``: metrics of its optimizer steps.
+        ``shared``: metrics that the runs of a cohort have in common."""
         config, cursor = self.config, self.requests.cursor
         spans, begin = self.timer.finish_step(now)
         record = StepRecord(
@@ -415,7 +416,7 @@ class Run:
         return RollbackPoint(self.step, cursor, self.algorithm.state(), health, version)
 
     def roll_back(self, point: RollbackPoint) -> bool:
-        """Undo a failed step. Returns False, with nothing changed, when its weights have changed."""
+        """Undo a failed step; return whether that was possible. Nothing changes if the step has changed the weights."""
         if self.step != point.step or self.policy.version != point.policy_version:
             return False
         self.requests.cursor.position = point.cursor
@@ -424,7 +425,6 @@ class Run:
         return True
 
     def state(self, shared: SharedState) -> RunState:
-        """Return everything but tensors; ``shared`` is the state that the runs of the cohort share."""
         return RunState(
             step=self.step,
             cursor=self.requests.cursor.position,

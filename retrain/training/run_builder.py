@@ -44,7 +44,7 @@ from retrain.types import Problem
 
 
 class RecordsDiffer(Exception):
-    """Base, data, teacher or records differ from what the runs recorded, and the user has not accepted that."""
+    """Base, data, teacher or record files differ from the runs' records, and the user has not accepted that."""
 
     def __init__(self, lines: list[str]):
         super().__init__(lines)
@@ -70,8 +70,9 @@ class ResumePoint:
 
 
 def find_resume_points(job: CohortJob) -> dict[str, ResumePoint]:
-    """Return where each run of a cohort continues. A failed run is included if the others go back to before its
-    failure. Raises RecordsDiffer when rows of a record are missing that no earlier checkpoint can restore."""
+    """Return where each run of a cohort continues, by run id. With ``same_step``, a failed run is tried again if the
+    others go back to its failure or earlier. Raises RecordsDiffer for missing rows that no checkpoint restores and the
+    user has not accepted."""
     points, missing_rows = dict[str, ResumePoint](), list[str]()
     active = [spec for spec in job.runs if spec.run_id not in job.failed_at]
     for group in [active] if job.same_step else [[spec] for spec in job.runs]:
@@ -108,7 +109,7 @@ def check_recorded_facts(
     observer: Observer,
 ) -> None:  # fmt: skip
     """Compare base, data and machine with the runs' records, and store them in ``points`` for the new records. Raises
-    RecordsDiffer."""
+    RecordsDiffer for differences that the user has not accepted."""
     facts, system = _shared_facts(model, data), SystemInfo.now(job.folder)
     directories = {spec.run_id: run_directory(job.directory, spec) for spec in specs}
     readers = {run_id: RunReader(path) for run_id, path in directories.items() if (path / CONFIG).exists()}
@@ -328,8 +329,8 @@ def _facts_of(run: Run, point: ResumePoint, initial_adapter: str | None) -> dict
 def _declared_ranges(
     config: Config, folder: Path, grader: Grader, environment: Environment
 ) -> tuple[dict[str, Row], dict[str, Row]]:
-    """Return the ranges of numbers for charts: those of plug-ins under their keys, and those of components and sample
-    metrics, of which [reward] overrides the reward and the reward overrides the data source."""
+    """Return the chart ranges that plug-ins declare for their metrics, and the ranges of reward components and sample
+    metrics. For the latter, [reward] overrides the environment, which overrides the data source."""
     code = [(key, plugin_ranges(value, folder, f"{key} =")) for key, value in named_code(config)]
     ends = {"min": config.reward.reward_min, "max": config.reward.reward_max}
     limits = {name: end for name, end in ends.items() if end is not None}

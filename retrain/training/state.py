@@ -13,16 +13,12 @@ from retrain.rollouts.pressure import PressureState
 
 @dataclass
 class HealthCounters:
-    """Numbers of consecutive steps, up to now, in which something went wrong."""
-
     ungraded_steps: int = 0  # No rollout could be graded
     skipped_updates: int = 0  # An update was skipped because its loss or gradient was not finite
     mismatched_steps: int = 0  # Sampler and trainer differed by more than ``[inference] mismatch_limit``
 
 
 class SharedState(TypedDict, total=False):
-    """State that all runs of a cohort share."""
-
     pressure: PressureState | None
     engine: EngineState
 

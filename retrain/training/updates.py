@@ -59,9 +59,9 @@ def iter_minibatches(
 ) -> Iterator[list[StepBatch]]:
     """Yield each epoch over a batch as a list of minibatches, with rollouts in the batch's order.
 
-    Minibatches without trained samples are left out. A batch without any yields one empty minibatch, whose ``probe``
-    compares sampler and trainer. ``keep_logprobs`` requests the trainer's log-probabilities from a single update (with
-    several updates, ``old_logprobs_T`` has them).
+    Minibatches without trained samples are left out. A batch without trained samples yields one empty minibatch, whose
+    ``probe`` compares sampler and trainer. ``keep_logprobs`` requests the trainer's log-probabilities from a single
+    update (with several updates, ``old_logprobs_T`` has them).
     """
     samples = {rollout: training_samples(rollout) for rollout in batch.trained}
     flat = [sample for parts in samples.values() for sample in parts]
@@ -96,7 +96,6 @@ def _dealt(
 
 
 def denominators_of(batch: CreditedBatch, rollouts: Sequence[CreditedRollout]) -> Denominators:
-    """Return the loss denominators of a minibatch; all of its ``rollouts`` are credited."""
     sampled = [rollout for rollout in rollouts if len(rollout) > 0]
     return replace(
         batch.denominators,
@@ -116,8 +115,8 @@ class MinibatchUpdate:
     trainer_logprobs: Sequence[np.ndarray | None] = ()
 
     def weight(self, key: str) -> float:
-        """Return the weight of this update in the mean of a metric: its trained tokens, its action tokens, or its
-        completions."""
+        """Return the weight of this update in the mean of the metric ``key``: its number of trained tokens, of action
+        tokens, or of completions."""
         samples = self.batch.samples
         if key in OF_COMPLETIONS:
             return float(len(samples))
@@ -127,7 +126,7 @@ class MinibatchUpdate:
 @dataclass(frozen=True)
 class UpdatePlan:
     """Update settings of a run: ``per_step`` updates of each batch; ``learning_rate`` maps the update's number in the
-    run to its rate; ``masked_by`` computes the rejection mask before each update, None without one."""
+    run to its rate; ``masked_by``: settings of the M2PO mask computed before each update, None without it."""
 
     objective: Objective
     per_step: int
@@ -151,11 +150,11 @@ def update_minibatch(batch: StepBatch, policy: Policy, plan: UpdatePlan) -> Mini
 
 
 def learning_rate(schedule: str, step: int, max_steps: int, warmup_steps: int, base: float) -> float:
-    """Return the learning rate of 0-based ``step``; a step of the schedule is one update.
+    """Return the learning rate of 0-based ``step``, which counts updates.
 
-    Warm-up rises linearly and reaches ``base`` at step ``warmup_steps - 1``; its first step is base/warmup_steps,
-    not 0. After it ``linear`` and ``cosine`` fall so that they would reach 0 at ``max_steps``: the last step still
-    trains. Raises ValueError for an unknown schedule or a step outside [0, max_steps].
+    Warm-up rises linearly from base/warmup_steps (step 0) to ``base`` (step ``warmup_steps - 1``). Then ``linear`` and
+    ``cosine`` fall and would reach 0 at ``max_steps``: the last step still trains. Raises ValueError for an unknown
+    schedule or a step outside [0, max_steps].
     """
     if schedule not in LR_SCHEDULES:
         raise ValueError(f"unknown learning-rate schedule {schedule!r}: one of {', '.join(LR_SCHEDULES)}")
@@ -175,8 +174,8 @@ def exceeds_target_kl(updates: Sequence[MinibatchUpdate], target_kl: float | Non
 
 
 SUMMED = ("timing_", "num_datums")  # Prefixes of metrics that are summed over updates
-ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are 1 for a step if they are for one of its updates
-# Means over updates. All metrics that are named nowhere here are means over trained tokens
+ANY = ("optim/grad_clipped", "optim/skipped")  # Metrics that are true for a step if true for any of its updates
+# Means over updates. Metrics in none of these tuples are means over trained tokens
 PER_UPDATE = ("loss", "reported_loss", "optim/lr", "optim/grad_norm", "optim/critic_lr", "optim/critic_grad_norm")
 # Means over action tokens, all of which have a value
 OF_ACTIONS = ("loss/value_avg", "val/clipfrac_avg", "rejected_tokens_frac")

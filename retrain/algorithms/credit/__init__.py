@@ -1,1 +1,1 @@
-"""Credit steps, one per file: from the rewards of groups to what each token is trained with."""
+"""Credit steps, one per file: they turn the rewards of groups into advantages and masks of tokens."""

@@ -18,7 +18,7 @@ from retrain.types import CreditedBatch, CreditedRollout
 class EntropyMask(TokenCreditStep):
     """Trains the share ``rho`` of the batch's tokens, those of highest entropy.
 
-    ``denominator``: the loss is divided by the number of ``kept`` tokens, or of ``all``; the two differ by 1/rho.
+    ``denominator``: the loss is divided by the number of ``kept`` tokens, or of ``all``; the losses differ by 1/rho.
     """
 
     rho: float
@@ -48,7 +48,7 @@ class EntropyMask(TokenCreditStep):
 
 @torch.no_grad()
 def entropy_mask(entropy_BT: Floats_BT, mask_BT: Mask_BT, rho: float) -> Mask_BT:
-    """Return the ⌈ρn⌉ trained tokens of highest entropy in the whole batch (arXiv 2506.01939), bool [B, T].
+    """Return a mask, bool [B, T], of the ⌈ρn⌉ tokens of highest entropy among the batch's n (arXiv 2506.01939).
 
     Ties at the threshold go to the earlier token, so exactly ⌈ρn⌉ stay; ρ = 1 is an exact no-op. ρ is read as the
     decimal it was written as (0.1 of 30 tokens is 3, not 4). Raises ValueError unless 0 < ρ ≤ 1, and for NaN.

@@ -1,12 +1,12 @@
-"""PPO's advantages: one per action token, from its reward and what a critic expects (generalised advantage estimation,
-arXiv 1506.02438; PPO, 1707.06347).
+"""Generalised advantage estimation: one advantage per action token, from rewards and a critic's values (arXiv
+1506.02438; PPO, 1707.06347).
 
-Differences from the textbook: the action tokens of a rollout are one sequence, over all its turns, so what the policy
-read in between has no value, and the last token of a turn bootstraps from the first one of the next; the value after
-the last action is 0, also where it was cut off. A turn's reward comes with its last token, and what the total is beyond
-those of single turns with the last token of all. With ``kl_in_reward`` every token has a reward of −kl_coef·KL to the
-base, as in TRL; there the score stands one position later where there is room, here on the last token. The policy and
-the critic may have different λ. Advantages are whitened with the unbiased variance, as TRL does.
+Differences from the textbook: the action tokens of all turns of a rollout are one sequence. Observation tokens have no
+value, and the last token of a turn bootstraps from the first one of the next turn. The value after the last action is
+0, also after a cut-off. A turn's reward is at its last token; the part of the total that no turn received is at the
+rollout's last token. With ``kl_in_reward`` every token has a reward of −kl_coef·KL to the base, as in TRL. TRL puts the
+score one position after the last token if there is room, this file on the last token. The policy and the critic may
+have different λ. Advantages are whitened with the unbiased variance, as in TRL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,6 @@ from retrain.types import CreditedBatch, CreditedRollout, Rollout, Scores, Want
 
 @dataclass(frozen=True)
 class RewardKL:
-    """The KL penalty in every token's reward."""
-
     estimator: str  # k1, k2 or k3
     coef: float  # 0: recorded only
 
@@ -96,8 +94,8 @@ class GaeAdvantage(CreditStep):
 
 
 def sequence_kl(scores: Scores, kl: RewardKL) -> dict[str, float]:
-    """Return TRL's metrics of the KL to the base: the mean over rollouts of its sum over tokens (by the estimator of
-    the reward, else k1), and the penalty in the reward. {} without scores or tokens."""
+    """Return TRL's metrics: the KL to the base (mean over rollouts of the sum over tokens, with the reward's estimator,
+    else k1), and the reward's penalty from it. {} without reference scores or tokens."""
     lengths = [len(logprobs_T) for logprobs_T in scores.logprobs or ()]
     rows = [row for row, length in enumerate(lengths) if length]
     if scores.reference is None or not rows:
@@ -138,7 +136,7 @@ WHITENING_EPSILON = 1e-8  # As in TRL's masked_whiten
 
 
 def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coef: float) -> Floats_BT:
-    """−kl_coef·KL_t for every token, and the score with the last of them; 0 outside the mask."""
+    """Return −kl_coef·KL_t for every token, plus the row's score at its last token; 0 outside the mask."""
     rewards_BT = torch.where(mask_BT, -kl_coef * kl_BT, 0.0)
     # The reversed cumulative sum counts the tokens from here to the end of the row.
     is_last_BT = mask_BT & (mask_BT.flip(1).cumsum(1).flip(1) == 1)
@@ -148,7 +146,7 @@ def token_rewards(scores_B: Floats_B, kl_BT: Floats_BT, mask_BT: Mask_BT, kl_coe
 def gae(
     rewards_BT: Floats_BT, values_BT: Floats_BT, mask_BT: Mask_BT, gamma: float, lam: float | Floats_B
 ) -> Floats_BT:
-    """A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t over the tokens of the mask, 0 elsewhere.
+    """Return A_t = Σ_k (γλ)^k δ_{t+k} with δ_t = r_t + γV_{t+1} − V_t over the tokens of the mask, 0 elsewhere.
 
     ``lam`` is one number or one for each row. Tokens outside the mask do not count as time. Same dtype as
     ``values_BT``, no gradient. Raises ValueError for shapes that differ, or γ or λ outside [0, 1].
@@ -178,16 +176,16 @@ def gae(
 
 
 def length_lambda(lengths_B: Floats_B, scale: float) -> Floats_B:
-    """Return λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118): rewards at the end of a
-    long rollout reach its first tokens less attenuated. Raises ValueError unless scale > 0."""
+    """Return λ = 1 − 1/(scale·length) of every rollout, at least 0 (VAPO, arXiv 2504.05118). In long rollouts, rewards
+    at the end thus reach the first tokens less attenuated. Raises ValueError unless scale > 0."""
     if not scale > 0.0:
         raise ValueError(f"the scale of lengths must be above 0: got {scale}")
     return (1.0 - 1.0 / (scale * lengths_B)).clamp(min=0.0)
 
 
 def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
-    """(x − mean)/√(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere, and for fewer
-    than two tokens."""
+    """Return (x − mean)/√(variance + 1e-8) over the tokens of the mask, with the unbiased variance; 0 elsewhere, and
+    for fewer than two tokens."""
     count = int(mask_BT.sum())
     if count < 2:
         return torch.zeros_like(values_BT)
@@ -199,8 +197,8 @@ def whiten_tokens(values_BT: Floats_BT, mask_BT: Mask_BT) -> Floats_BT:
 
 
 def explained_variance(values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT) -> float | None:
-    """Return 1 − Var(R − V)/Var(R) over the tokens of the mask: 1 for a perfect critic, 0 for one that predicts the
-    mean; None where the targets vary by no more than the rounding of A + V."""
+    """Return 1 − Var(R − V)/Var(R) of targets R and values V over the tokens of the mask: 1 for a perfect critic, 0 for
+    one that predicts the mean. None if the targets vary by no more than rounding."""
     targets_M, values_M = targets_BT[mask_BT].double(), values_BT[mask_BT].double()
     if len(targets_M) == 0:
         return None

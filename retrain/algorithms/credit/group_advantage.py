@@ -1,21 +1,21 @@
 """Episode advantages: one number per completion or turn, from the rewards of its group, and their spread over tokens.
 
 All modes subtract the group's mean, r_i − r̄, and differ in the scale: none (Dr. GRPO), the group's standard deviation
-(GRPO), N/(N−1) (RLOO), the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). It
-decides which objective is climbed: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for Dr.
-GRPO and (1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
+(GRPO), N/(N−1) (RLOO), the group's mean (MaxRL), the batch's token-weighted standard deviation (REINFORCE++). The scale
+decides which objective is maximised: with success probability p the expected weight on ∇p is 1 for RLOO, (N−1)/N for
+Dr. GRPO and (1 − (1−p)^(N−1))/p for MaxRL, a truncated maximum likelihood.
 
-Turn by turn (``turn_credit = "turn"``) a rollout's turn t has the rewards that were still to come, discounted:
-G_t = Σ_k γ^(k−t) r_k. It is compared with G_t of the group's other rollouts that reached turn t; a turn that no other
-reached has the advantage 0 (turn-level group-relative advantages; arXiv 2505.11821 is a relative).
+With ``turn_credit = "turn"``, turn t of a rollout has the discounted return G_t = Σ_{k≥t} γ^(k−t) r_k. It is compared
+with G_t of the group's other rollouts that reached turn t; a turn that no other rollout reached has the advantage 0
+(turn-level group-relative advantages; arXiv 2505.11821 is related).
 
-By states (``turn_credit = "state"``, GiGPO, arXiv 2505.10978) whole episodes are compared, and also G_t with that
-of every turn of the group, also of the same rollout, that began with the same observation. Published code counts such a
+With ``turn_credit = "state"`` (GiGPO, arXiv 2505.10978) whole episodes are compared. In addition, G_t is compared among
+all turns of the group that began with the same observation, also turns of one rollout. Published code counts such a
 turn once per rollout, or every time; here every time. A state that occurs only once adds nothing.
 
-The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are
-float64 and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1)
-count as equal: float noise must not become an advantage.
+The last axis of ``rewards_N`` is the group; leading axes are batched, so [N] and [P, N] both work. Results are float64
+and carry no gradient. Rewards that differ by less than 1e-8 (relative to the largest, absolute below 1) count as equal:
+float noise must not become an advantage.
 """
 
 import inspect
@@ -59,12 +59,12 @@ class GroupContext:
 
 @dataclass(frozen=True)
 class ComparedRollouts:
-    """Rollouts that are compared by their ``returns``, whole or one turn of each."""
+    """Rollouts, or turns of rollouts, whose ``returns`` are compared."""
 
     group: CreditedGroup
     rollouts: list[CreditedRollout]
     returns: list[float]
-    turns: list[int] | None = None  # The turn of each, which may repeat a rollout; None: whole rollouts
+    turns: list[int] | None = None  # Turn of each entry (rollouts may repeat); None: whole rollouts
     weight: float = 1.0  # Factor of the advantage
 
     @property
@@ -85,10 +85,8 @@ class ComparedRollouts:
 
 @dataclass(frozen=True)
 class TurnCredit:
-    """Turn-level credit."""
-
     discount: float  # Per turn
-    state_weight: float | None = None  # None: turns of equal number are compared, else those in one state, and episodes
+    state_weight: float | None = None  # GiGPO's ω; None: compare turns by number, not by state
 
 
 def comparisons(group: CreditedGroup, by: TurnCredit | None = None) -> Iterator[ComparedRollouts]:
@@ -124,8 +122,8 @@ def turn_rewards(rollout: Rollout) -> list[float]:
 
 
 def add_advantage(rollout: CreditedRollout, turn: int | None, value: float) -> CreditedRollout:
-    """Return the rollout with this advantage, or, with ``turn``, with it added to that turn's; its own is then the mean
-    over tokens."""
+    """Return the rollout with the advantage ``value``. With ``turn``, ``value`` is added to that turn's advantage, and
+    the rollout's advantage is then the mean over tokens."""
     if turn is None:
         return replace(rollout, advantage=value)
     before = rollout.turn_advantages
@@ -227,8 +225,8 @@ def _whitened(rated: Sequence[tuple[ComparedRollouts, list[float]]]) -> list[tup
 
 @dataclass(frozen=True)
 class SpreadAdvantage(CreditStep):
-    """Sets token advantages, where a critic has not set them, and the loss mask of every rollout with an advantage, and
-    the denominators, which count all of them.
+    """Sets the loss mask and token advantages (unless a critic has) of every rollout with an advantage, and the
+    denominators, which count all these rollouts.
 
     With ``keeps_uniform_groups`` groups whose advantages are all 0 train too.
     """
@@ -285,12 +283,12 @@ def centred(rewards_N: Rewards_PN) -> Doubles_PN:
 
 
 def dr_grpo(rewards_N: Rewards_PN) -> Doubles_PN:
-    """r_i − r̄ (arXiv 2503.20783); pairs with the ``constant`` loss normaliser."""
+    """Return r_i − r̄ (arXiv 2503.20783), to be used with the ``constant`` loss normaliser."""
     return centred(checked_rewards(rewards_N))
 
 
 def grpo(rewards_N: Rewards_PN) -> Doubles_PN:
-    """(r_i − r̄)/(std + 1e-6) with the population standard deviation (arXiv 2402.03300)."""
+    """Return (r_i − r̄)/(std + 1e-6) with the population standard deviation (arXiv 2402.03300)."""
     centred_N = centred(checked_rewards(rewards_N))
     if centred_N.shape[-1] == 0:
         return centred_N
@@ -299,9 +297,9 @@ def grpo(rewards_N: Rewards_PN) -> Doubles_PN:
 
 
 def rloo(rewards_N: Rewards_PN) -> Doubles_PN:
-    """r_i minus the mean of the other rewards, N/(N−1)·(r_i − r̄) (arXiv 2402.14740).
+    """Return r_i minus the mean of the other rewards, N/(N−1)·(r_i − r̄) (arXiv 2402.14740).
 
-    Raises ValueError for a group of one, which has no others.
+    Raises ValueError for a group of one, which has no other rewards.
     """
     centred_N = centred(checked_rewards(rewards_N))
     size = centred_N.shape[-1]
@@ -311,9 +309,9 @@ def rloo(rewards_N: Rewards_PN) -> Doubles_PN:
 
 
 def maxrl(rewards_N: Rewards_PN) -> Doubles_PN:
-    """(r_i − r̄)/r̄, all 0 when every reward is 0 (arXiv 2602.02710).
+    """Return (r_i − r̄)/r̄, all 0 when every reward is 0 (arXiv 2602.02710).
 
-    Defined for rewards in [0, 1]; maximum likelihood only for 0/1. Raises ValueError otherwise.
+    It is maximum likelihood only for rewards 0 and 1. Raises ValueError for rewards outside [0, 1].
     """
     rewards_N = checked_rewards(rewards_N)
     outside_N = rewards_N[(rewards_N < 0.0) | (rewards_N > 1.0)]

@@ -21,7 +21,7 @@ MIN_MEAN_UNCERTAINTY = 1e-7  # Below it h/h̄ is a quotient of rounding errors
 
 @dataclass(frozen=True)
 class GtpoWeights(TokenCreditStep):
-    """Multiplies token advantages by weights of strength ``beta`` from the uncertainties, pooled ones if there are."""
+    """Multiplies token advantages by ``gtpo_weights`` of the uncertainties, pooled ones if SEPA has pooled them."""
 
     beta: float
 
@@ -39,10 +39,10 @@ class GtpoWeights(TokenCreditStep):
 
 @torch.no_grad()
 def gtpo_weights(h_BT: Floats_BT, mask_BT: Mask_BT, beta: float) -> Floats_BT:
-    """w_t = max(0, 1 + β(h_t/h̄ − 1)), h̄ the mean over the completion's trained tokens; 0 in the padding.
+    """Return w_t = max(0, 1 + β(h_t/h̄ − 1)), h̄ the mean over the completion's trained tokens; 0 in the padding.
 
-    Completions with h̄ < 1e-7 get 1; β = 0 is an exact no-op; the mean weight is 1 for β ≤ 1. Raises ValueError for
-    a negative or non-finite β.
+    Completions with h̄ < 1e-7 get 1; β = 0 is an exact no-op; the mean weight is 1 for β ≤ 1. Raises ValueError for a
+    negative or non-finite β.
     """
     if not (math.isfinite(beta) and beta >= 0.0):
         raise ValueError(f"gtpo beta must be a finite number >= 0: got {beta}")
@@ -64,10 +64,10 @@ POOLING_STATS = ("exec_weight_var_unpooled", "plan_weight_change")
 def weight_stats(
     weights_BT: Floats_BT, unpooled_BT: Floats_BT | None, planning_BT: Mask_BT | None, mask_BT: Mask_BT
 ) -> dict[str, float | None]:
-    """Return the catalogue's weight keys: mean and variance over execution and planning tokens, and what pooling did.
+    """Return weight metrics: mean and variance over execution and planning tokens, and the effect of pooling.
 
-    ``unpooled_BT`` are the weights that the same uncertainties give without pooling: ``plan_weight_change`` is the
-    largest difference on a planning token, which is rounding because pooling keeps every completion's Σh.
+    ``unpooled_BT``: the weights without pooling. ``plan_weight_change`` is the largest change of a planning token's
+    weight by pooling; it is only rounding, because pooling keeps every completion's Σh.
     """
     stats: dict[str, float | None] = dict.fromkeys([*WEIGHT_STATS, *(POOLING_STATS if unpooled_BT is not None else ())])
     if planning_BT is None:

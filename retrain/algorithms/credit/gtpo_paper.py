@@ -19,7 +19,7 @@ from retrain.algorithms.credit.uncertainty import without_padding
 from retrain.maths.shapes import Floats_B, Floats_BT, Mask_BT, Values_B
 from retrain.types import CreditedBatch, CreditedRollout
 
-MIN_PAPER_UNCERTAINTY = 1e-6  # Bounds 1/h, which wrong completions are weighted by
+MIN_PAPER_UNCERTAINTY = 1e-6  # Bounds 1/h, the weight of tokens in wrong completions
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def gtpo_paper(
     alpha2: float = 0.1,
     centred: bool = True,
 ) -> Floats_BT:
-    """Token advantages of Group Token Policy Optimization (arXiv 2508.04349), [B, T], 0 in the padding.
+    """Return the token advantages [B, T] of Group Token Policy Optimization (arXiv 2508.04349), 0 in the padding.
 
-    Per group and position t, over the completions that still run at t: a correct one gets
-    α₁r + α₂·d_t·h/Σh (d_t: how many correct ones still run), a wrong one −α₁ − α₂·c_t·(1/h)/Σ(1/h). The shaped
-    rewards of all tokens of the group, correct and wrong together, are then centred and divided by their standard
-    deviation. Where correct tokens are few, that mean is far below 0 and wrong tokens end above it: without ``centred``
-    the shaped rewards are divided by their root mean square alone, so that each keeps its sign. Groups that are all
-    correct or all wrong give 0. ``group_B`` numbers the group of each row.
+    A token at position t with uncertainty h gets α₁·r + α₂·d_t·h/Σh in a correct completion with reward r, and −α₁ −
+    α₂·c_t·(1/h)/Σ(1/h) in a wrong one. d_t and c_t are the numbers of correct and wrong completions of the group that
+    reach t; each sum is over these. The results are centred over all tokens of the group and divided by their standard
+    deviation. Centring makes the advantages of wrong tokens positive where correct tokens are few; ``centred=False``
+    divides by the root mean square instead, which keeps every sign. Groups that are all correct or all wrong get 0.
+    ``group_B``: group number of each row. Raises ValueError for other shapes and rewards that are not finite.
     """
     rows, columns = mask_BT.shape
     for what, given in (("rewards_B", rewards_B), ("correct_B", correct_B), ("group_B", group_B)):

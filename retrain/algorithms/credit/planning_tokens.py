@@ -47,7 +47,7 @@ BETWEEN_WORDS = rf"(?:[{HYPHENS}\s]+|,\s+)"  # What may stand between two words 
 
 
 def _phrase_pattern(phrase: str) -> re.Pattern[str]:
-    """Return a phrase as a pattern for lower-case text, in which anything that separates words may stand between them.
+    """Return a pattern that finds a phrase in lower-case text, with any separators between its words.
 
     The pattern opens with a plain literal, which ``re`` searches several times faster than an alternation or a
     look-behind; the left word boundary is therefore checked just after that literal.
@@ -65,7 +65,8 @@ def _phrase_pattern(phrase: str) -> re.Pattern[str]:
 
 
 def lowered(text: str) -> str:
-    """Lower case of the same length, so that positions keep their meaning ("İ".lower() has two characters)."""
+    """Return the text in lower case with unchanged length, so that positions stay valid ("İ".lower() has two
+    characters)."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
 
@@ -88,7 +89,7 @@ def overlapping_tokens(spans: Sequence[tuple[int, int]], length: int, offsets: O
 
 class Detector(Protocol):
     def token_masks(self, texts: Sequence[str], offsets: Sequence[Offsets]) -> list[AnyTokenMask]:
-        """Return which tokens of each completion plan, bool [T] each."""
+        """Return the mask of planning tokens of each completion, bool [T] each."""
         ...
 
 
@@ -96,7 +97,8 @@ PlanningFunction = Callable[[Sequence[str], Sequence[TokenNumbers]], Iterable[ob
 
 
 class PluginDetector:
-    """A user's ``function(texts, offsets)``: one entry per token for every completion, true where it plans.
+    """A user's ``function(texts, offsets)``, which returns one entry per token for every completion, true for planning
+    tokens.
 
     ``texts`` are the completions of a batch, ``offsets`` their tokens' character ranges, int64 [T, 2] each.
     """
@@ -133,7 +135,7 @@ class PluginDetector:
 
 
 class RegexDetector:
-    """Marks the tokens that overlap a planning phrase. Raises ValueError for an empty phrase or none at all."""
+    """Marks the tokens that overlap a planning phrase. Raises ValueError for an empty phrase or an empty list."""
 
     def __init__(self, phrases: Sequence[str] = STRATEGIC_GRAMS):
         if isinstance(phrases, str) or not phrases:
@@ -142,7 +144,7 @@ class RegexDetector:
         self._patterns = tuple(_phrase_pattern(phrase) for phrase in dict.fromkeys(phrases))
 
     def char_spans(self, text: str) -> list[tuple[int, int]]:
-        """Half-open character ranges of the phrases in ``text``, in order, possibly overlapping."""
+        """Return half-open character ranges of the phrases in ``text``, in order, possibly overlapping."""
         text = lowered(text)
         return sorted(match.span() for pattern in self._patterns for match in pattern.finditer(text))
 

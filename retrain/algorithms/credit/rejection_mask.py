@@ -1,11 +1,11 @@
-"""Rejection: tokens that trainer and sampler disagree about are masked in the policy loss, as far as that is decided
-for a whole update: completions by ``[algorithm] rejection``, tokens by M2PO; and the divisor of the loss after it.
+"""Masks completions (``[algorithm] rejection``) and tokens (M2PO) in the policy loss if trainer and sampler disagree
+about them, and counts the divisor of the loss after that.
 
-Completions are rejected once in a step. M2PO bounds how far the policy goes from the sampler, so with several updates
-it chooses again before each of them (``mask_minibatch``), over that update's tokens.
+Completions are rejected once per step. M2PO bounds how far the policy moves from the sampler, so with several updates
+it chooses again before each update (``mask_minibatch``), among that update's tokens.
 
-What is rejected keeps its place in the other terms of the loss and in all statistics: its weight in the policy loss is
-0, nothing else changes.
+Rejection only sets weights in the policy loss to 0. Rejected tokens still count in the other terms of the loss and in
+all statistics.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,13 @@ from retrain.types import CreditedBatch, CreditedRollout, StepBatch, Want
 @dataclass(frozen=True)
 class _Sequence:
     rollout: CreditedRollout
-    tokens: slice  # Those of one of its samples
+    tokens: slice  # Of one sample of the rollout
     old_logprobs_T: np.ndarray  # The trainer's, before the update
 
 
 @dataclass(frozen=True)
 class RejectionMask(CreditStep):
-    """Sets ``policy_weights_T`` of every rollout that has a reward, and the divisors where only kept tokens count.
+    """Sets ``policy_weights_T`` of every rollout that has a reward, and the divisors if only kept tokens count.
 
     Reads the trainer's log-probabilities before the update. A sequence is what one sample trains on: a whole rollout,
     unless the conversation was rewritten. With ``several_updates`` M2PO is left to ``mask_minibatch``.
@@ -126,11 +126,11 @@ def _shares(kept_BT: Mask_BT, mask_BT: Mask_BT) -> dict[str, float]:
 
 
 def mask_minibatch(batch: StepBatch, policy: Policy, algorithm: AlgorithmSection) -> tuple[StepBatch, dict[str, float]]:
-    """Return the batch of one of several updates, masked by M2PO with the policy as it is now, and the shares masked.
+    """Return the batch of one of several updates, masked by M2PO under the current policy, and the masked shares.
 
-    The choice is over all sampled tokens of the update that have an advantage, so that micro-batches do not change it;
-    what a completion was rejected for stays masked. One forward pass, but none before the first update, whose
-    log-probabilities are known.
+    M2PO chooses among all sampled tokens of the update with a nonzero advantage, so micro-batches do not change it.
+    Rejected completions stay masked. Takes one forward pass, but none before the first update, whose log-probabilities
+    are known.
     """
     samples = batch.samples
     logprobs = [sample.old_logprobs[sample.action_mask] for sample in samples if sample.old_logprobs is not None]

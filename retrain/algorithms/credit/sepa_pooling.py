@@ -1,9 +1,9 @@
-"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens, all but the planning tokens, move
-to their completion's mean.
+"""SEPA, selective entropy pooling with annealing: uncertainties of execution tokens (all but planning tokens) move to
+their completion's mean.
 
-Order within a step: λ is read first (``SepaState.pooling``), from what earlier batches showed; the batch is observed
-afterwards (``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's
-clock starts at 0.
+Order within a step: λ follows from earlier batches (``SepaState.pooling``); then the batch is observed
+(``SepaState.after``). A batch that reaches the gate therefore opens it for the next step, where the ramp's clock starts
+at 0.
 """
 
 import math
@@ -24,7 +24,7 @@ NO_VARIANCE = 1e-12  # A var₀ below it is rounding, and a quotient by it says 
 
 
 class SepaPooling(CreditStep):
-    """Pools uncertainties by the λ of the step, and observes the batch for the λ of the next one."""
+    """Selective entropy pooling (``sepa_pool``) with the step's λ; the batch then updates the next λ."""
 
     name = "sepa"
 
@@ -58,11 +58,10 @@ def correct_rate(rollouts: Sequence[CreditedRollout]) -> float:
 
 @torch.no_grad()
 def sepa_pool(h_BT: Floats_BT, planning_BT: Mask_BT, mask_BT: Mask_BT, lam: float) -> Floats_BT:
-    """Selective entropy pooling: execution tokens move to their completion's mean, λ·mean(h_exec) + (1−λ)·h.
+    """Return λ·mean(h_exec) + (1−λ)·h for execution tokens, with the mean over their completion's execution tokens.
 
     Planning tokens keep their h. λ is clamped to [0, 1]; λ = 0 and completions without execution tokens are exact
-    no-ops.
-    Keeps Σh of every completion, hence h̄ and every planning weight. Raises ValueError for a NaN λ.
+    no-ops. Keeps Σh of every completion, hence h̄ and every planning weight. Raises ValueError for a NaN λ.
     """
     if math.isnan(lam):
         raise ValueError("SEPA λ is NaN")
@@ -99,8 +98,8 @@ class SepaState:
     def pooling(self, sepa: Sepa, step: int) -> float:
         """Return λ in [0, 1] for ``step``: 0 behind a shut gate; a linear ramp counted from the gate's opening.
 
-        ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1), the latter only once warm-up
-        has set var₀ and only if there was any variance to lose. ``steps = 0`` means no ramp.
+        ``auto`` takes the larger of the ramp and 1 − min(varEMA/(var₀·threshold), 1). The latter needs a var₀, set at
+        the end of warm-up, above ``NO_VARIANCE``. ``steps = 0`` means no ramp.
         """
         if self.opened_at is None or step < self.opened_at:
             return 0.0

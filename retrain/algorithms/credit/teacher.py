@@ -1,13 +1,13 @@
 """Credit from a teacher (on-policy distillation): added to every token's advantage, or a term of the loss.
 
 On-policy distillation minimises the reverse KL divergence Σ_t KL(π ‖ π_teacher) on the student's own samples. Its
-policy gradient has the advantage −(ln π − ln π_teacher) of the token itself, with nothing of later tokens (discount 0;
-Thinking Machines, "On-Policy Distillation"; verl pull request 4897). The advantage is a constant: differentiated, the
-estimate k1 has no gradient in expectation, and k3 has that of the forward divergence.
+policy gradient has the advantage −(ln π − ln π_teacher) of the token itself, without later tokens (discount 0; Thinking
+Machines, "On-Policy Distillation"; verl pull request 4897). The advantage is a constant: as a loss, the estimate k1
+would have no gradient in expectation, and k3 that of the forward divergence.
 
-It is added after token credit, which spreads the reward alone, and before anything is rejected. Differences from
-published code: it is added to the reward's advantage, not to the reward, so that it is neither compared within groups
-nor discounted; and completions without a reward are left out, as everywhere.
+The teacher's advantage is added after token credit, which spreads only the reward, and before rejection. Differences
+from published code: it is added to the reward's advantage, not to the reward, so that it is neither compared within
+groups nor discounted; and completions without a reward are left out, as everywhere.
 """
 
 from collections.abc import Set as AbstractSet
@@ -26,7 +26,7 @@ from retrain.types import CreditedBatch, CreditedRollout, Want
 
 @dataclass(frozen=True)
 class TeacherAdvantage(CreditStep):
-    """Makes every token's advantage reward_weight · A + the teacher's; the rollout's becomes the mean of it.
+    """Sets every token's advantage to reward_weight · A + the teacher's, and the rollout's to the mean over its tokens.
 
     Groups whose rewards are all the same train as well. A rollout that the teacher does not score (an empty array)
     keeps reward_weight · A. Reads the ``teacher``'s log-probabilities, and with ``student = "trainer"`` the policy's.
@@ -79,8 +79,8 @@ class FullVocabularyTeacher(CreditStep):
 
 
 def _weigh_reward(batch: CreditedBatch, section: Distillation, taught: AbstractSet[CreditedRollout]) -> CreditedBatch:
-    """Multiply every token's advantage by ``reward_weight`` and decide which groups train: those with a ``taught``
-    rollout do whatever their rewards are, and where the teacher alone gives advantages no others do."""
+    """Multiply every token's advantage by ``reward_weight`` and decide which groups train. Groups with a ``taught``
+    rollout train even if their rewards are equal; if only the teacher gives advantages, no other group trains."""
     reasons = []
     for group in batch.groups:
         reason = group.discarded

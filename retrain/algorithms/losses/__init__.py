@@ -1,7 +1,8 @@
 """Policy losses, one file each, and the table from their TOML names to their classes.
 
-The importance ratio ρ is taken between log-probabilities of the same distribution, temperature applied. On policy all
-losses have the same gradient. The formula, the paper and the TOML keys of each stand in ``retrain.config.modes``.
+The importance ratio ρ compares log-probabilities of the same distribution, temperature applied; sg is the
+stop-gradient. On policy all losses have the same gradient. ``retrain.config.modes`` has formula, paper and TOML keys of
+each.
 """
 
 from collections.abc import Callable

@@ -13,11 +13,11 @@ LEAST_PROBABILITY = 1e-8  # Added inside the logarithm of the probabilities of a
 
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
-    """−sg(keep·min(ρ, cap))·A·log π with ρ = π/π_sampler; keep is 0 where A leads further than ``threshold`` away from
-    the sampler.
+    """−sg(keep·min(ρ, cap))·A·log π with ρ = π/π_sampler; keep is 0 for tokens further than ``threshold`` from the
+    sampler that A pushes still further.
 
-    ``threshold`` = None stands for that of ``THRESHOLDS``. The divergence of π from the sampler μ is over "this token
-    or another": ``tv`` |π − μ|, ``kl`` KL(μ ‖ π).
+    ``threshold`` = None takes the value of ``THRESHOLDS``. The divergence of π from the sampler μ is over two events,
+    this token and any other: ``tv`` |π − μ|, ``kl`` KL(μ ‖ π).
     """
 
     divergence: str = "tv"

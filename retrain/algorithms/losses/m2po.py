@@ -13,8 +13,8 @@ from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 class M2PO(PolicyLoss):
     """−ρA with ρ = π/π_sampler, never clipped: ``kept_tokens`` chooses beforehand which tokens of the step train.
 
-    ``tokens``: ``all``, as in the paper's code, or ``harmful``, those whose probability has already moved in the
-    direction of their advantage, from which another implementation by the authors chooses clipping bounds.
+    ``tokens``: the candidates for masking: ``all``, as in the paper's code, or ``harmful``, those whose probability has
+    already moved in the direction of their advantage (as in the authors' other implementation).
     """
 
     threshold: float = 0.04
@@ -27,8 +27,8 @@ class M2PO(PolicyLoss):
     def kept_tokens(
         self, logprobs_BT: torch.Tensor, sampler_logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, adv_BT: torch.Tensor
     ) -> torch.Tensor:
-        """Return which tokens train, bool [B, T], false in the padding: those with the largest (log ρ)² are left out
-        until the mean over the others is below ``threshold``; equal ones are left out together.
+        """Return the mask of tokens that train, bool [B, T], false in the padding. Tokens with the largest (log ρ)² are
+        masked until the mean over the others is below ``threshold``; tokens with equal values are masked together.
 
         Tokens whose advantage is 0 have no policy loss: they are kept and do not count in the mean, so that groups
         without signal change nothing for the others.

@@ -14,10 +14,11 @@ from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 @dataclass(frozen=True)
 class PluginLoss(PolicyLoss):
-    """``function(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)``: the loss of every token.
+    """A user's ``function(logprobs_BT, old_logprobs_BT, advantages_BT, mask_BT)``, which returns the loss of every
+    token.
 
-    It gets 0 in the padding, and only the first argument carries a gradient. Raises PluginError naming the plug-in
-    when the result has another shape, is not finite for a trained token, or does not depend on the policy.
+    Arguments are 0 in the padding, and only the first carries a gradient. Raises PluginError naming the plug-in when
+    the result has another shape, is not finite for a trained token, or does not depend on the policy.
     """
 
     function: Callable[..., object]

@@ -9,8 +9,8 @@ from retrain.policy.objective import LossInputs, PolicyLoss, TokenLoss
 
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
-    """−A·(4/τ)·σ(τ(ρ − 1)), τ = ``tau_positive`` where A > 0, else ``tau_negative``: a soft gate in place of a clipped
-    ratio, with the policy gradient where ρ = 1 and less on both sides of it."""
+    """−A·(4/τ)·σ(τ(ρ − 1)), τ = ``tau_positive`` where A > 0, else ``tau_negative``: a soft gate in place of clipping.
+    The gradient has the weight 1 at ρ = 1 and less on both sides."""
 
     tau_positive: float = 1.0
     tau_negative: float = 1.05
