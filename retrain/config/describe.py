@@ -33,7 +33,7 @@ _PATTERNS = {
 
 
 def show(value: object, limit: int = 60) -> str:
-    """Return ``value`` as TOML, shortened for a message."""
+    """Return ``value`` as TOML, shortened to ``limit`` characters."""
     text = toml(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -139,7 +139,7 @@ LARGEST = (INT_MAX, 2**63 - 1)
 
 
 def bound(metadata: Sequence[object], limits: bool = False) -> str:
-    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` adds those of all integers."""
+    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` includes those in ``LARGEST``."""
     bounds = []
     for item in _flat(metadata):
         for name, sign in SIGNS.items():

@@ -67,7 +67,6 @@ def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def group_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report groups that are too small for the advantage."""
     size, mode = config.training.group_size, config.algorithm.advantage_mode
     keys = ("training.group_size", "algorithm.advantage_mode")
     if config.distillation.teacher_only:
@@ -186,7 +185,8 @@ def _served_teacher_issues(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _vocabulary_issues(config: Config) -> Iterator[ConfigIssue]:
-    """Report full-vocabulary distillation without an unsharded teacher and untruncated sampling in this process."""
+    """Report what full-vocabulary distillation does not support: a teacher on a server, sharding, truncated
+    sampling."""
     estimate, fault = "distillation.estimate", 'is "vocabulary"'
     if config.distillation.url is not None:
         message = f"{fault}, and a server gives log-probabilities of sampled tokens only"

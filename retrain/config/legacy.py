@@ -95,7 +95,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
     **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""(reason, fix) of keys that do not exist, by dotted name."""
+"""(reason, fix) of keys that retrain does not have, by dotted name."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
@@ -110,7 +110,7 @@ FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration or condition without removed keys."""
+    """Return a recorded configuration or condition without removed keys; any former stopping rule becomes "on"."""
     cleaned = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):
         table = cleaned.get(section)

@@ -40,7 +40,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
-        """Return the run that ``to_json`` wrote, with ``config`` in place of its own if given."""
+        """Return the run that ``to_json`` wrote; ``config``, if given, replaces the recorded configuration."""
         values = {each.name: data[each.name] for each in fields(cls)}
         return cls(**{**values, "config": config or parse_dict(data["config"])})
 
@@ -93,7 +93,7 @@ def distinguishes_runs(key: str) -> bool:
 
 
 def condition_hash(config: Mapping[str, Any]) -> str:
-    """Return the hash of a condition's settings: all but the defaults, steps and training seed."""
+    """Return a hash (16 hex digits) of the settings that distinguish runs, without steps and default values."""
     settings = {
         key: value
         for key, value in flat(config)
