@@ -69,7 +69,6 @@ class CommandLine(TyperGroup):
     through."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command with its options, and the other arguments."""
         name, command, others = super().resolve_command(ctx, args)
         return name, command_of(name) if name else command, others
 

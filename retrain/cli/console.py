@@ -44,8 +44,8 @@ FRAME_LINES = 10
 def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bool = False) -> Observer:
     """Return the live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
 
-    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too. With ``verbose`` they
-    contain every step of every run.
+    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` select plain lines on a terminal too. With ``verbose``, plain
+    lines contain every step of every run.
     """
     out = stream or sys.stdout
     plain = plain or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "") in ("dumb", "unknown")
@@ -162,7 +162,6 @@ class PlainConsole(Board):
         self._event("eval", pairs)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Print ``end run=… status=…``, with the reason after a failure."""
         super().run_finished(spec, status, message)
         self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
 
@@ -245,7 +244,6 @@ class LiveConsole(Board):
 
 
 def message_text(text: str, level: str) -> Text:
-    """Return the line as rich text, without interpreting markup."""
     prefix = "" if level == "info" else f"{level}: "
     return Text(prefix + visible(text), style=LEVEL_STYLES.get(level, ""))
 

@@ -164,7 +164,7 @@ def refuse_given(arguments: Mapping[str, object], message: str) -> None:
 
 
 def require_writable(file: Path) -> None:
-    """Raise UsageError if the report cannot be written, or if the file is not an earlier report."""
+    """Raise UsageError if the report cannot be written, or if ``file`` exists and is no report of ``doctor``."""
     if file.is_dir():
         raise UsageError(f"{file} is a directory; give a file, such as {file / 'doctor.json'}")
     if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):

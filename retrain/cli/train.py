@@ -107,7 +107,7 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """In a process of torchrun other than the first, run the first one's jobs and exit with it; exit at once if there
+    """Run the jobs that rank 0 sends, in a torchrun process of another rank, and exit with them; exit at once if there
     is ``nothing`` to compute."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
@@ -165,7 +165,8 @@ def resume(
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
-    """Return who approves differences from a directory's records: the option, else the person at the terminal."""
+    """Return how differences from a directory's records are approved: by ``accept``, else by the user at the
+    terminal."""
 
     def ask(lines: list[str]) -> bool:
         observer.close()
