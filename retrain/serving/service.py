@@ -35,7 +35,7 @@ JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a
 
 
 class Service:
-    """A base with its lanes and engine, which it owns until ``close``. ``name`` is the base's."""
+    """A served base with its adapters. Owns lanes and engine until ``close``. ``name``: the base's, in requests."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Service:
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise ServingError (400) for a name that is in use."""
+        """Raise ServingError (400) for a name that is in use, and when MAX_ADAPTERS are loaded."""
         if name == self.name:
             raise ServingError(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
@@ -119,7 +119,7 @@ class Service:
         return published
 
     def unload(self, name: str) -> None:
-        """Stop serving the adapter; running generations end with it. Raises ServingError (404)."""
+        """Stop serving the adapter. Running generations still finish with it. Raises ServingError (404)."""
         if name == self.name or name not in self.served:
             raise ServingError(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
         self.batcher.retire(self.served.pop(name).ref)
