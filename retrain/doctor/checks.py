@@ -36,7 +36,7 @@ CHECKS: dict[str, Callable[[DoctorModel], Result]] = {
 def run_checks(
     subject: DoctorModel, begins: Callable[[str], None], checks: Mapping[str, Callable[[DoctorModel], Result]] = CHECKS
 ) -> Iterator[Result]:
-    """Run all checks; one that raises has failed. ``begins`` is called with the name of each before it runs."""
+    """Yield the result of each check, FAIL if it raises an error. ``begins`` gets the name of each before it runs."""
     for name, check in checks.items():
         begins(name)
         clock, processor = time.perf_counter(), os.times()
