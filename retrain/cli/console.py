@@ -64,8 +64,8 @@ class Board(NullObserver):
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def steps_of_all(self) -> tuple[int, int]:
-        """Return the finished and the planned steps of all runs. A waiting run counts as long as the longest started
-        run, a failed or stopped one with its finished steps."""
+        """Return the finished and the planned steps of all runs. A waiting run counts with the steps of the longest
+        started run, a failed or stopped one with its finished steps."""
         views = self.runs.values()
         longest = max((view.max_steps for view in views), default=0)
         ended = ("failed", "stopped")
@@ -226,7 +226,6 @@ class LiveConsole(Board):
         return view
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Also print a failure above the table, where it stays."""
         super().run_finished(spec, status, message)
         if status == "failed":
             self.message(f"{spec.run_id} failed: {message}", level="error")
@@ -380,7 +379,6 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write to the stream. Raises OSError for failures other than a missing reader."""
         with self._without_reader():
             return self._stream.write(text)
         return len(text)

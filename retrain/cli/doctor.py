@@ -56,7 +56,8 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
 
 
 def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> list[Result]:
-    """Print each result of ``run``, which gets a function to be called with the name of a check when it begins."""
+    """Print and return the results that ``run`` yields; it is given a function to call with the name of each check that
+    begins."""
     live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def begins(name: str) -> None:

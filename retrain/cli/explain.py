@@ -46,7 +46,7 @@ TEXTS = {
     "token credit": formulas.credit_formula, "critic": formulas.critic_text, "distillation": formulas.distillation_text,
     "loss": formulas.loss_text, "reward": formulas.reward_text,
 }  # fmt: skip
-"""Descriptions of a condition's algorithm by the name of their line."""
+"""Functions that describe a condition's algorithm, by the name of the printed line."""
 
 
 def explain(

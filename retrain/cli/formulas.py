@@ -98,7 +98,7 @@ def credit_text(config: Config) -> str:
 
 
 def credit_formula(config: Config) -> str:
-    """Return the credit of a token as a formula of its completion's credit A, with this run's numbers."""
+    """Return the credit of a token as a formula of its completion's advantage A, with this run's numbers."""
     kind, mode = config.algorithm.uncertainty_kind, config.algorithm.transform_mode
     uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
     if mode not in TOKEN_CREDIT:

@@ -157,7 +157,6 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes on one line, without its middle if it is long."""
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"

@@ -201,7 +201,6 @@ def machine_lines() -> list[tuple[str, str, bool | None]]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a distribution without importing it, or None."""
     try:
         return installed_version(package)
     except PackageNotFoundError:

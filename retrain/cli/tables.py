@@ -132,8 +132,8 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
 
 
 def accuracy_line(name: str, accuracy: Values) -> str:
-    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, with the last one's
-    interval over problems."""
+    """Return a line with a run's accuracy on the held-out set ``name``: at its first evaluation → at its last, with the
+    interval of the last over problems."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"

@@ -107,8 +107,8 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """Run the jobs that rank 0 sends, in a torchrun process of another rank, and exit with them; exit at once if there
-    is ``nothing`` to compute."""
+    """Run the jobs that rank 0 sends, then exit, in a process that torchrun started as another rank. With ``nothing``
+    to compute, exit at once."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
 

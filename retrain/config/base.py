@@ -96,7 +96,7 @@ class ConfigIssue(NamedTuple):
 class ActiveIf:
     """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
 
-    ``training_only``: the key always affects records, so only a condition's override of it is an error.
+    ``training_only``: the key also affects records; only a condition that overrides it must change the training.
     """
 
     key: str

@@ -158,7 +158,7 @@ def field_expected(field: FieldInfo, value: object = None) -> str:
 
 
 def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
-    """Return path, value and type of the first value with the wrong type in a table of values of one type, or None."""
+    """Return (path, value, expected type) of the first wrong value in a table whose values have one type, or None."""
     if get_origin(annotation) is not dict or not isinstance(value, Mapping):
         return None
     inner = get_args(annotation)[1]

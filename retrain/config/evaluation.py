@@ -42,7 +42,7 @@ PART = "~part"
 """Suffix, in files and metrics, of the part of a set that is evaluated for the curve only; set names may not end in
 it."""
 PART_EVERY = 8
-"""The part consists of every n-th problem of the set, for this n."""
+"""One of this many problems of a set belongs to its part."""
 
 
 def _set_name(value: str) -> str:
@@ -153,7 +153,7 @@ class HeldOut:
     sampling: Sampling
     data: Data
     every: int = 1
-    """Every n-th problem of the set is evaluated, for this n."""
+    """One of this many problems of the set is evaluated."""
 
     @property
     def part(self) -> HeldOut:

@@ -37,7 +37,7 @@ REMOVED: dict[str, RemovedKey] = {
     "planning.planning_anchors": RemovedKey(*NO_SEMANTIC),
     "planning.execution_anchors": RemovedKey(*NO_SEMANTIC),
 }
-"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions contain them with any value."""
+"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions may contain them."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")

@@ -59,7 +59,6 @@ class Mode:
     keys: tuple[str, ...] = ()
 
     def uses(self, dotted: str) -> bool:
-        """Return whether the key has an effect with this mode."""
         section, _, name = dotted.partition(".")
         return dotted in self.keys or section in self.keys or (section == "algorithm" and name in self.parameters)
 
@@ -297,8 +296,6 @@ MODES: dict[str, Mapping[str, Mode]] = {
     "uncertainty_kind": UNCERTAINTIES,
     "loss": LOSSES,
 }
-"""Modes by their keys of [algorithm]."""
-
 UNSUPPORTED: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
         name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')

@@ -65,7 +65,7 @@ OTHERS: dict[str, str] = {
     "reward.reward_model": "reward_model_path reward_model_name reward_model_name_or_path",
     "logging.log_dir": "log_path output_dir",
 }
-"""Our key → its names in TRL, verl, prime-rl and other tools, whose spelling is often closer to a wrong key."""
+"""Names of our keys in TRL, verl, prime-rl and other tools, which users may type in their place."""
 SYNONYMS = {name: dotted for dotted, names in OTHERS.items() for name in names.split()}
 
 

@@ -253,7 +253,7 @@ def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def value_at(config: Config, dotted: str) -> Any:
-    """Return the value of ``section.key``, or of a property of the whole configuration."""
+    """Return the value of ``section.key``, or, for a name without a dot, of a property of ``config``."""
     section, _, key = dotted.partition(".")
     if not key:
         return getattr(config, section)
@@ -285,7 +285,6 @@ def _defaults() -> dict[str, dict[str, object]]:
 
 
 def differs(config: Config, dotted: str) -> bool:
-    """Return whether the key has another value than its default."""
     return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
 
 

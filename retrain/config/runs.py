@@ -87,7 +87,8 @@ def differences(
 
 
 def distinguishes_runs(key: str) -> bool:
-    """Return whether runs with different values of this dotted key are not replicates of each other."""
+    """Return whether runs that differ in this dotted key belong to different conditions, so that they are no
+    replicates."""
     role = role_of(key)
     return role is None or not role & MAY_DIFFER
 

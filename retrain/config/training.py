@@ -48,7 +48,7 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """Parameters for engines: greedy sampling is not truncated; ``top_k`` is MOST_KEPT if only others truncate."""
+        """Parameters for engines. Greedy sampling is not truncated. With top_p or min_p alone, top_k is MOST_KEPT."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
@@ -89,9 +89,9 @@ class Training(Section, role=Role.LEARNS):
     """Stop further passes over a batch once `policy/approxkl_avg`, averaged over the updates of a pass, exceeds this;
     unset or 0 makes all of them."""
     dynamic_sampling: Natural = 0
-    """Dynamic sampling (DAPO): how often at most a step samples more prompts to replace groups whose rewards are all
-    equal (DAPO's code samples 10 times in total: 9 here). Groups that are still missing are filled with such groups. 0
-    trains on the first groups."""
+    """Dynamic sampling (DAPO): most rounds in which a step samples more prompts, to replace groups whose rewards are
+    all equal (DAPO's code samples 10 times in total: 9 here). Groups that are still missing are filled with such
+    groups. 0 trains on the first groups."""
     max_off_policy_steps: Natural = 0
     """Largest staleness: rollouts of step t are sampled with the weights before step max(0, t − this). 0 trains on
     rollouts of the current weights. With a server on other processors, sampling for later steps continues during

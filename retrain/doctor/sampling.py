@@ -85,7 +85,6 @@ def sampler_against_trainer(subject: DoctorModel) -> Result:
 
 
 def lane_alone(subject: DoctorModel) -> Result:
-    """Compare five lanes sampled in one batch with each of them sampled alone."""
     refs = subject.publish([subject.trained(lane) for lane in range(LANES)])
     sizes = Sizes(max(1, subject.sizes.prompts // 2), subject.sizes.samples, subject.sizes.tokens)
     requests = subject.requests(refs, sizes=sizes)

@@ -236,7 +236,7 @@ class DoctorModel:
         return refs
 
     def requests(self, refs: Sequence[PolicyRef], step: int = 0, sizes: Sizes | None = None) -> list[SampleRequest]:
-        """Return the requests, lane by lane; every other prompt has a lower token limit, so that rows end early."""
+        """Return requests, lane by lane; every other prompt has a lower token limit, so that rows leave the batch."""
         sizes = sizes or self.sizes
         tokens = max(1, min(sizes.tokens, self.base.context_length - max(map(len, self.prompts))))
         requests = []

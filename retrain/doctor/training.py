@@ -111,7 +111,8 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, a
 
 
 def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradient of −Σ A·log π / tokens, which every policy loss has at ratio 1; order of ``Adapter.flat``.
+    """Return the gradient of −Σ A·log π / tokens, which every policy loss has at ratio 1, in the order of
+    ``Adapter.flat``.
 
     Uses autograd alone: one sequence at a time, plain attention, all logits at once, ΔW·x added to each layer's output.
     """

@@ -128,7 +128,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
         return ()
 
     def prompt_ids(self) -> JsonObject:
-        """Return the answer's field with the prompt's token ids, or nothing if it belongs in the choices."""
+        """Return the answer's field with the prompt's token ids; {} if the answer has none beside its choices."""
         return {}
 
 

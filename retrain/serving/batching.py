@@ -28,7 +28,7 @@ from retrain.types import Action, PolicyRef, SampleRequest
 T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
 """Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
-amortise capturing the step again."""
+amortise capturing the CUDA graph of a step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
 LANES_WASTE = 2.0
 """Limit of padded rows per generation. Lanes of a decode batch have as many rows as the fullest one; adapters whose

@@ -155,7 +155,6 @@ class ChatTool(Body):
 
 
 def _tool(tool: dict[str, object]) -> dict[str, object]:
-    """Check the tool and return it unchanged, for the template."""
     ChatTool.model_validate(tool)
     return tool
 
@@ -187,8 +186,6 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """Fields that completions and chats share."""
-
     model_config = ConfigDict(extra="allow")  # for the fields that are not supported
 
     model: Name | None = None
@@ -256,7 +253,7 @@ class ChatBody(SamplingBody):
 
 
 class LoadBody(Body):
-    """``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
+    """Body of ``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
 
     lora_name: Name
     lora_path: Name | None = None

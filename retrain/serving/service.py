@@ -1,4 +1,4 @@
-"""Serve one base with adapters over it."""
+"""Serve one base model with adapters over it: the object that the HTTP routes call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a
 
 
 class Service:
-    """A served base with its adapters. Owns lanes and engine until ``close``. ``name``: the base's, in requests."""
+    """A served base model with its adapters. Owns lanes and engine until ``close``. ``name``: the base's name in
+    requests."""
 
     def __init__(
         self,

@@ -59,7 +59,8 @@ def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) ->
 
 
 def overlap(a: Spectrum, b: Spectrum) -> float | None:
-    """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 if equal, k/out by chance; None if one has no directions."""
+    """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance. None without directions or
+    for modules of different size."""
     k = min(a.directions.shape[1], b.directions.shape[1])
     if not k or a.directions.shape[0] != b.directions.shape[0]:
         return None

@@ -34,7 +34,6 @@ class Query:
                 raise ApiError(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return a value, or the default. Raises ApiError (400) if there is neither."""
         value = self._values.get(name, default)
         if value is None:
             raise ApiError(400, f"the query needs {name}=…")

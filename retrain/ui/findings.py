@@ -34,7 +34,6 @@ ENDED = ("done", "failed", "stopped")
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
-"""Errors that damaged files may cause."""
 READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
 DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that a comparison reads
 Signature = tuple[object, ...]
@@ -42,7 +41,7 @@ Signature = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """A comparison, or ``why`` there is none. ``power``: lines on seeds needed. ``fresh``: of the present files."""
+    """A comparison, or ``why`` there is none. ``power``: lines on seeds needed. ``fresh``: it is up to date."""
 
     signature: Signature
     comparison: Row | None

@@ -74,7 +74,8 @@ class Guard:
         return _is_number(name) or name in {each.lower() for each in names}
 
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
-        """Return None if cookie or Bearer token is right; a redirect that sets the cookie if the query's is; or 401."""
+        """Return None if the cookie or Bearer token is right; a redirect that sets the cookie if the query's token is
+        right; else 401."""
         if self.token is None:
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ")

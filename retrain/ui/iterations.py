@@ -43,7 +43,8 @@ _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kind
 
 @dataclass(frozen=True)
 class IterationEntry:
-    """A line of the index. ``lines``: bytes of its shortened texts; ``tokens``: file of tokens. None if missing."""
+    """A line of the index. ``lines``: byte range of its shortened texts; ``tokens``: name of its file of tokens. Both,
+    and the counts, are None if the index does not have them."""
 
     split: str
     number: int
@@ -73,7 +74,8 @@ class Index:
         self._iterations: dict[tuple[str, int], IterationEntry] = {}
 
     def refresh(self) -> Mapping[tuple[str, int], IterationEntry]:
-        """Return all iterations by split and number, in the order of their making. The mapping is never mutated."""
+        """Return all iterations by split and number, in the order in which they were made. The mapping is never
+        mutated."""
         with self._lock:
             if self.file(ITERATIONS) is None:
                 self._tail, self._iterations = Tail(self.run / ITERATIONS), {}

@@ -174,8 +174,8 @@ def _repeats(key: str, there: set[str]) -> bool:
 
 
 def _is_own(key: str, there: set[str]) -> bool:
-    """Return whether a key that is also an alias is retrain's metric: others with the same requirement, such as a
-    critic, are there."""
+    """Return whether a key that is also another tool's alias is retrain's own metric here: other metrics with the same
+    requirement, such as a critic, are present."""
     metric = _BY_PATTERN.get(key)
     return metric is not None and any(
         other.requires == metric.requires and other.key in there and other.key not in _BY_ALIAS for other in METRICS

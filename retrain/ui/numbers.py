@@ -300,7 +300,7 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
 
 def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
     """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, a step is the
-    number of updates done, as for evaluations, and lies after the rows of these."""
+    number of updates done, as for evaluations, and its position is the end of the last of them."""
     if x == "step":
         return steps
     with numbers.lock():

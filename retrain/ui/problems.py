@@ -277,7 +277,8 @@ def _problem_test(name: str, pairs: PairsBySeed, others: Mapping[int | None, Sco
 
 
 def _draw_p(scores: Sequence[float], draw: float) -> float:
-    """Return the one-sided p of ``draw`` being above ``scores`` if all have one distribution: its rank among them."""
+    """Return the one-sided p value of ``draw`` being above ``scores``, for one common distribution: its rank in
+    them."""
     return sum(score >= draw for score in [draw, *scores]) / (len(scores) + 1)
 
 

@@ -194,7 +194,7 @@ def shown_text(row: Row) -> Row:
 
 
 def _excerpts(rollout: Row, search: str) -> Row:
-    """Return excerpts around the search text; if the answer does not have it, its shortened text; else None."""
+    """Return excerpts around the search text. Without a hit, ``prompt`` is None and ``text`` the shortened answer."""
     text = rollout["text"]
     short = text if len(text) <= EXCERPT else f"{text[: EXCERPT * 2 // 3]} […] {text[-EXCERPT // 3 :]}"
     return {"prompt": _around(rollout["prompt"], search), "text": _around(text, search) or short}

@@ -23,7 +23,6 @@ def table_in(facts: Row, name: str) -> Row:
 
 
 def differing(a: Row, b: Row) -> list[JsonObject]:
-    """Return every key whose values differ; a missing value is None."""
     return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in a | b if a.get(key) != b.get(key)]
 
 
