@@ -89,6 +89,5 @@ def _may_change_the_pace(key: str) -> bool:
 
 
 def _is_this_machine(facts: Values) -> bool:
-    """Return whether ``environment.json`` was written on a machine with this processor and these GPUs."""
     here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
     return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])

@@ -26,8 +26,6 @@ REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
     "jaxtyping", "wandb",
 )  # fmt: skip
-"""Packages of every installation, in the order in which ``doctor`` lists them."""
-
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
 """Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""

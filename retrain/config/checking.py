@@ -84,8 +84,6 @@ class KeyLocations:
 
 @dataclass
 class Review:
-    """Mistakes collected so far in one configuration."""
-
     data: dict[str, Any]
     locations: KeyLocations
     wrong: list[Mistake]

@@ -29,7 +29,6 @@ _PATTERNS = {
     GPU_PATTERN: 'GPUs such as "gpu:0"',
     PLUGIN_PATTERN: 'a "module:function" of your own',
 }
-"""Descriptions of strings that must match a pattern."""
 
 
 def show(value: object, limit: int = 60) -> str:
@@ -179,7 +178,6 @@ def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
 
 
 def accepts(field: FieldInfo, value: object) -> bool:
-    """Return whether the field by itself accepts the value."""
     kind: Any = field.annotation
     if field.metadata:
         kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]

@@ -215,7 +215,6 @@ def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
 
 
 def schedule_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report warm-up or evaluation that does not fit into the run."""
     steps, warmup = config.training.max_steps, config.optimizer.warmup_steps
     if warmup >= steps:
         message = f"is {warmup}: with max_steps = {steps} the warm-up never ends"

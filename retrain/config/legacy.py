@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class RemovedKey(NamedTuple):
-    """A removed key: the reason, what to type instead, and its former default."""
-
     why: str
     instead: str
     default: object = None

@@ -46,8 +46,6 @@ class Repeat(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid configuration file: parsed configuration, text, locations of keys, warnings, and applied settings."""
-
     config: Config
     path: FilePath
     text: str

@@ -50,7 +50,7 @@ def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def model_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report settings that a plug-in backend ignores."""
+    """Report settings that a plug-in backend ignores, and number formats that do not fit together."""
     backend, dtype, keys = config.backend.backend, config.inference.dtype, ("training.update_dtype", "inference.dtype")
     if is_plugin(backend) and config.backpressure.enabled:
         message = f'has no effect with backend = "{backend}": it decides itself how much it decodes at once'
@@ -70,7 +70,7 @@ def model_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
-    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, sharding."""
+    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, fsdp2, updates in bfloat16."""
     fault, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
     if is_plugin(backend):
         message = f"{fault}, and {backend} has a model of its own"

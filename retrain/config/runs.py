@@ -67,7 +67,6 @@ def run_place(spec: RunSpec) -> str:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the default of every dotted key, including those of [campaign]."""
     return dict(flat(Config(campaign=CampaignSection()).to_dict()))
 
 

@@ -32,7 +32,6 @@ because the base is frozen."""
 
 
 def device_and_build(subject: DoctorModel) -> Result:
-    """Check that the installed torch can use the GPU of this machine."""
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)

@@ -233,7 +233,6 @@ class Batcher:
         self._remove(each for each in batch if each.total.finish_reason)
 
     def _batches(self) -> list[list[GenerationState]]:
-        """Return the running generations in batches whose lanes are about equally full."""
         lanes: dict[PolicyRef, list[GenerationState]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)

@@ -206,7 +206,6 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def check(self) -> "SamplingBody":
-        """Raise ServingError for fields that are not supported, and for those that contradict each other."""
         for name, neutral in NOT_SUPPORTED.items():
             if (self.model_extra or {}).get(name, neutral) != neutral:
                 raise ServingError(400, f"{name} is not supported: leave it out", name)

@@ -56,7 +56,6 @@ def failure_of(library: Library, run: RunSource) -> JsonObject:
 
 
 def _message(text: str) -> str:
-    """Return a line of a log without date, time and level, which take 28 characters."""
     return text[28:] if text[20:27].rstrip() in ("info", "warning", "error") else text
 
 

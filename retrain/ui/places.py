@@ -104,7 +104,6 @@ def stays_inside(run: Path, places: Places) -> bool:
 
 
 def _is_plain(run: Path, name: str, places: Places) -> bool:
-    """Return whether a file is absent, regular, or a link to a file inside the places."""
     try:
         mode = (run / name).lstat().st_mode
     except OSError:

@@ -189,7 +189,6 @@ def _ends(of: str, runs: Sequence[EvaluatedRun]) -> EvaluatedRuns:
 def _pair(
     run: Index, held_out: str, before: IterationEntry, after: IterationEntry | None, problems: dict[str, Row]
 ) -> Pair:
-    """Return a run's scores before and after training, and add the problems that it answered to ``problems``."""
     scores: dict[int, Scores] = {0: {}, 1: {}}
     draw = 0
     for when, evaluation in enumerate((before, after)):
