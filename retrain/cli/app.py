@@ -54,11 +54,9 @@ def command_name(path: str) -> str:
 
 
 FUNCTIONS = {command_name(path): path for commands in COMMANDS.values() for path in commands}
-"""Module and function of each command by its name."""
 
 
 def command_of(name: str) -> Any:
-    """Import the module of a command and return the command."""
     single = typer.Typer(add_completion=False)
     single.command(name)(pkgutil.resolve_name(f"retrain.cli.{FUNCTIONS[name]}"))
     return typer.main.get_command(single)
@@ -69,7 +67,6 @@ class CommandLine(TyperGroup):
     through."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command's name, the command with its options, and the other arguments."""
         name, command, others = super().resolve_command(ctx, args)
         return name, command_of(name) if name else command, others
 

@@ -27,7 +27,8 @@ def argument(metavar: str, help: str) -> Any:
 
 
 def output_path(text: str) -> Path:
-    """Return the path of an output. Raises UsageError for an empty one, which Path reads as "."."""
+    """Return the path of an output. Raises UsageError for empty text, which Path would read as the current
+    directory."""
     if not text.strip():
         raise UsageError("the path to write to is empty: name a new directory or file; the current directory is .")
     return Path(text)
@@ -70,7 +71,7 @@ AsJson = Annotated[bool, option("--json", "Print JSON instead of a table.")]
 
 
 def require_directory(directory: Path) -> None:
-    """Raise UsageError, with what to type, if ``directory`` is not one; print a note on its ignored settings."""
+    """Raise UsageError if ``directory`` is no directory; print a note if this version ignores some of its settings."""
     if directory.suffix == ".toml" and directory.is_file():
         raise UsageError(f"{directory} is not a directory of results; type: retrain train {directory}")
     if not directory.is_dir():
@@ -82,7 +83,7 @@ def require_directory(directory: Path) -> None:
 
 
 def executor_sets(executor: str | None, workers: int | None, address: str | None = None) -> list[str]:
-    """Return these options as settings of their keys. Raises UsageError for an address without Ray."""
+    """Return the options as ``section.key=value`` settings. Raises UsageError for an address without Ray."""
     if address is not None and executor not in (None, "ray"):
         raise UsageError(f"--address is that of a Ray cluster, and --executor is {executor}; type --executor ray")
     given = {"campaign.executor": executor, "campaign.workers": workers, "ray.address": address}

@@ -44,8 +44,8 @@ FRAME_LINES = 10
 def make_console(stream: IO[str] | None = None, plain: bool = False, verbose: bool = False) -> Observer:
     """Return the live view when ``stream`` (default: standard output) is a capable terminal, else plain lines.
 
-    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` ask for plain lines on a terminal too. With ``verbose`` they
-    contain every step of every run.
+    ``plain``, the variable ``NO_COLOR`` and ``TERM=dumb`` select plain lines on a terminal too. With ``verbose``, plain
+    lines contain every step of every run.
     """
     out = stream or sys.stdout
     plain = plain or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM", "") in ("dumb", "unknown")
@@ -64,8 +64,8 @@ class Board(NullObserver):
         return self.runs.setdefault(spec.run_id, RunView(spec.run_id, spec.label, spec.seed))
 
     def steps_of_all(self) -> tuple[int, int]:
-        """Return the finished and the planned steps of all runs. A waiting run counts as long as the longest started
-        run, a failed or stopped one with its finished steps."""
+        """Return the finished and the planned steps of all runs. A waiting run counts with the steps of the longest
+        started run, a failed or stopped one with its finished steps."""
         views = self.runs.values()
         longest = max((view.max_steps for view in views), default=0)
         ended = ("failed", "stopped")
@@ -162,7 +162,6 @@ class PlainConsole(Board):
         self._event("eval", pairs)
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Print ``end run=… status=…``, with the reason after a failure."""
         super().run_finished(spec, status, message)
         self._event("end", {"run": spec.run_id, "status": status} | ({"message": message} if message else {}))
 
@@ -227,7 +226,6 @@ class LiveConsole(Board):
         return view
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """Also print a failure above the table, where it stays."""
         super().run_finished(spec, status, message)
         if status == "failed":
             self.message(f"{spec.run_id} failed: {message}", level="error")
@@ -245,7 +243,6 @@ class LiveConsole(Board):
 
 
 def message_text(text: str, level: str) -> Text:
-    """Return the line as rich text, without interpreting markup."""
     prefix = "" if level == "info" else f"{level}: "
     return Text(prefix + visible(text), style=LEVEL_STYLES.get(level, ""))
 
@@ -382,7 +379,6 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write to the stream. Raises OSError for failures other than a missing reader."""
         with self._without_reader():
             return self._stream.write(text)
         return len(text)

@@ -1,4 +1,4 @@
-"""Runs the checks of ``retrain doctor --device`` and ``--url`` and prints one line for each."""
+"""Run the checks of ``retrain doctor --device`` and ``--url``, and print one line for each."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ def check_machine(device: str, file: Path | None, report_file: Path | None) -> i
 
 
 def check_servers(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> int:
-    """Compare servers with the model here, print each check, and return the exit status: 1 if one has failed.
+    """Compare servers with the model here, print each check, and return the exit status: 1 if a check has failed.
 
     Raises UsageError for a file that cannot be used, ModelError for a model that cannot be loaded.
     """
@@ -56,7 +56,8 @@ def check_servers(url: Sequence[str], engine: str | None, model: str | None, fil
 
 
 def print_results(run: Callable[[Callable[[str], None]], Iterator[Result]]) -> list[Result]:
-    """Print each result of ``run``, which gets a function to be called with the name of a check when it begins."""
+    """Print and return the results that ``run`` yields; it is given a function to call with the name of each check that
+    begins."""
     live = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def begins(name: str) -> None:

@@ -22,7 +22,7 @@ TITLES = {"provider": "provider =", "tool": "tools =", "task": "reasoning_gym, i
 
 
 class Capability(NamedTuple):
-    """``kind`` is provider, tool or task; ``state`` is "ready", or the fault."""
+    """A provider, tool or task (``kind``). ``state``: "ready", or why it does not work and what to install."""
 
     kind: str
     name: str

@@ -46,7 +46,7 @@ TEXTS = {
     "token credit": formulas.credit_formula, "critic": formulas.critic_text, "distillation": formulas.distillation_text,
     "loss": formulas.loss_text, "reward": formulas.reward_text,
 }  # fmt: skip
-"""Descriptions of a condition's algorithm by the name of their line."""
+"""Functions that describe a condition's algorithm, by the name of the printed line."""
 
 
 def explain(
@@ -248,7 +248,6 @@ def device_of(config: Config) -> tuple[Device, int]:
 
 
 def workers_of(config: Config, gpus: int) -> int:
-    """Return the number of workers that would train, given the GPUs of this machine."""
     campaign = config.campaign
     if not config.is_campaign or campaign.executor == "inprocess":
         return 1
@@ -329,7 +328,8 @@ def memory_text(
 
 
 def time_text(plan: Plan, works: Sequence[RunSize], device: Device, cohorts: int, workers: int) -> str:
-    """Return the duration of all runs, estimated from earlier runs of this model on this machine."""
+    """Return the duration of all runs, estimated from earlier runs of this model on this machine, or why it is
+    unknown."""
     config = plan.specs[0].config
     places = dict.fromkeys([plan.directory.parent, Path("logs")])
     pace = recorded_pace(config, device.kind, places)

@@ -1,7 +1,7 @@
 """Follow runs that another process writes, from new content of their files only.
 
-An observer (a console, or ``JsonLines``) is called as within that process. Files may be truncated by a resume, vanish,
-or end in an incomplete line at any time.
+An observer (a console, or ``JsonLines``) is called as if the runs trained in this process. Files may be truncated by a
+resume, vanish, or end in an incomplete line at any time.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from retrain.util.jsonl import Tail
 
 
 class _Run:
-    """A run as observers name it, and how much of it was reported."""
+    """A followed run, with the names that observers use, and the position up to which its files were reported."""
 
     def __init__(self, run_id: str, entry: RunEntry, path: Path):
         self.run_id, self.label, self.seed = run_id, entry.label, entry.seed or 0
@@ -44,7 +44,7 @@ class Follower:
         self._with_rank: set[Path] = set()
 
     def poll(self) -> bool:
-        """Report new events; return whether every run has ended (false while there is none)."""
+        """Report new events; return whether every run has ended (False if there are no runs)."""
         homes = homes_of_runs(self.directory) if self.directory.is_dir() else []
         states: dict[Path, str] = {}
         for home in homes:
@@ -54,7 +54,7 @@ class Follower:
         return bool(states) and all(state in ENDED for state in states.values())
 
     def _poll_one(self, home: Path, prefix: str) -> dict[Path, str]:
-        """Report new events of one campaign or run, whose run ids get the prefix; return the state of each run."""
+        """Report new events of one campaign or run; return the state of each run. ``prefix`` goes before run ids."""
         manifest = self._manifest(home)
         entries = {home / entry.path: entry for entry in run_entries(home, manifest)}
         unseen = [path for path in entries if path not in self._runs]
@@ -104,7 +104,7 @@ class Follower:
 
 @lru_cache
 def _read_manifest(home: Path, stamp: Stamp) -> Row:
-    """Return the manifest, which is read again only after it was replaced."""
+    """Return the manifest; cached until the file's ``stamp`` changes."""
     return read_manifest(home)
 
 

@@ -98,7 +98,7 @@ def credit_text(config: Config) -> str:
 
 
 def credit_formula(config: Config) -> str:
-    """Return the credit of a token as a formula of its completion's credit A, with this run's numbers."""
+    """Return the credit of a token as a formula of its completion's advantage A, with this run's numbers."""
     kind, mode = config.algorithm.uncertainty_kind, config.algorithm.transform_mode
     uncertainty = UNCERTAINTIES[kind].formula if kind in UNCERTAINTIES else f"h = your own {kind}"
     if mode not in TOKEN_CREDIT:
@@ -155,14 +155,14 @@ def loss_text(config: Config) -> str:
 
 
 def _ratio_text(config: Config, description: str) -> str:
-    """Return how the loss uses the importance ratio; in several updates of a batch that is the policy's own."""
+    """Return a loss's ``description`` for this configuration: "ratio" becomes "ratio π/π_old" if a batch has several
+    updates, "clipped" becomes "not clipped" if ``clip_eps`` is 0."""
     if config.training.clip_eps == 0 and "training.clip_eps" in LOSSES[config.algorithm.loss].keys:
         description = description.replace("clipped", "not clipped")
     return description.replace("ratio", "ratio π/π_old", 1) if config.training.several_updates else description
 
 
 def _mismatch_text(config: Config) -> str:
-    """Return the weight that corrects the difference between sampler and trainer; "" without one."""
     algorithm = config.algorithm
     policy = "π_old" if config.training.several_updates else "π"
     if algorithm.weight is None:

@@ -81,8 +81,8 @@ def note(text: str) -> None:
 
 
 def print_text(text: str, indent: int, limit: int = 1500) -> None:
-    """Print a model's or data set's text behind a rule, so that it cannot be mistaken for output of retrain; long text
-    loses its middle."""
+    """Print a model's or data set's text with │ before each line, so that it cannot be mistaken for output of retrain.
+    Text over ``limit`` characters loses its middle."""
     if len(text) > limit:
         left_out = f"\n… {len(text) - limit:,} characters, which --json has …\n"
         text = text[: limit * 2 // 3] + left_out + text[-limit // 3 :]

@@ -23,9 +23,9 @@ SAME = (
 
 @dataclass(frozen=True)
 class Pace:
-    """Throughput of the finished runs in ``directory``. ``seconds`` is the total training time of their cohorts,
-    ``completions`` what they sampled in it, held-out evaluations included. ``differing`` has the dotted keys in which
-    the most similar run differs from the plan."""
+    """Throughput of the finished runs in ``directory``. ``seconds``: total training time of their cohorts.
+    ``completions``: completions sampled in that time, held-out evaluations included. ``differing``: dotted keys in
+    which the most similar run differs from the plan."""
 
     directory: Path
     runs: int
@@ -48,7 +48,8 @@ def recorded_pace(config: Config, device: str, places: Iterable[Path]) -> Pace |
 
 
 def _pace_of(home: Path, config: Values, device: str) -> Iterator[Pace]:
-    """Yield the pace of one directory if a run of it matches. Raises an error if its records are damaged."""
+    """Yield the pace of one directory, or nothing if no run of it matches. Raises an error if its records are
+    damaged."""
     if not (home / MANIFEST).is_file() or not _is_this_machine(RunReader(home).environment()):
         return
     manifest = read_manifest(home)
@@ -88,6 +89,5 @@ def _may_change_the_pace(key: str) -> bool:
 
 
 def _is_this_machine(facts: Values) -> bool:
-    """Return whether ``environment.json`` was written on a machine with this processor and these GPUs."""
     here = (processor(), usable_cpus(), [gpu.name for gpu in nvidia_gpus()])
     return here == (facts["processor"], facts["cpus_usable"], [gpu["name"] for gpu in facts["gpus"]])

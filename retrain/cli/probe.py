@@ -14,7 +14,7 @@ from retrain.files import dumps
 from retrain.records.schema.base import Values
 from retrain.util.text import approximate_duration, interval, minus, number, one_line, short
 
-BATCHES, SEEDS = 16, 4  # Unless the options say otherwise
+BATCHES, SEEDS = 16, 4  # Defaults of --batches and --seeds
 
 
 def probe(

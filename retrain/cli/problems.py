@@ -31,7 +31,7 @@ from retrain.types import Problem
 from retrain.util.text import one_line
 
 MEASURED = 500
-"""Most prompts that are rendered and counted, evenly over the data; all might take minutes."""
+"""Most prompts of a set that are counted in tokens, evenly spaced, besides the longest; all might take minutes."""
 EXAMPLE_CHARACTERS = 300
 
 
@@ -86,8 +86,8 @@ def problems_of(configs: Sequence[Config], folder: Path) -> Problems:
 def _limits_and_prompts(
     configs: Sequence[Config], folder: Path, data: Dataset
 ) -> tuple[Dataset, list[str], str, list[int], str]:
-    """Return the problems that fit, the limits of prompts, why prompts cannot be measured ("" if they can), and else
-    their lengths and the first one as text."""
+    """Return the problems that fit, the limits of prompts as texts, why prompts cannot be measured ("" if they can),
+    their lengths in tokens, and the first prompt as text."""
     config, limits, refused = configs[0], [], ""
     longest, context = longest_completions(configs), context_length(config)
     try:
@@ -131,7 +131,6 @@ def _limits(config: Config, training: PromptLimit, heldout: Mapping[str, PromptL
 
 
 def _tools(config: Config, folder: Path, data: Dataset) -> Tools:
-    """Return the JSON schemas of the tools in prompts. Raises PluginMissing or EpisodeFailed."""
     if not config.environment.tools:
         return ()
     episode = hosted(config, folder).start(data.train[0], 0)
@@ -158,7 +157,6 @@ def _measure(tokenizer: Any, config: Config, data: Dataset, tools: Tools) -> tup
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes on one line, without its middle if it is long."""
     if len(text) > EXAMPLE_CHARACTERS:
         half = EXAMPLE_CHARACTERS // 2
         text = f"{text[:half]} … {text[-half:]}"

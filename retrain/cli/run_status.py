@@ -14,7 +14,7 @@ from retrain.records.schema.layout import MANIFEST, METRICS
 
 
 class AccuracyChange(NamedTuple):
-    """Accuracy at the first evaluation, and at the latest one after it."""
+    """Accuracy at the first evaluation, and at the latest one after it (None if there is only one)."""
 
     before: float | None = None
     now: float | None = None
@@ -39,7 +39,6 @@ class RunView:
     """Accuracy on each held-out set, in the order of the file; partial sets, which only draw curves, come last."""
 
     def add_evaluation(self, name: str, row: Values) -> None:
-        """Keep the first and the latest accuracy on the set."""
         rate = row.get(f"eval/{name}/correct_rate")
         before = self.evaluations.setdefault(name, NO_CHANGE).before
         self.evaluations = dict(sorted(self.evaluations.items(), key=lambda each: each[0].endswith(PART)))

@@ -26,8 +26,6 @@ REQUIRED = (
     "torch", "transformers", "peft", "numpy", "scipy", "pydantic", "safetensors", "tomli", "typer", "rich", "httpx",
     "jaxtyping", "wandb",
 )  # fmt: skip
-"""Packages of every installation, in the order in which ``doctor`` lists them."""
-
 
 MARKS = {True: "ok", False: "BAD", None: "-"}
 """Prefix of a line of ``doctor``: good, bad, or absent and needed only by some files."""
@@ -164,7 +162,7 @@ def refuse_given(arguments: Mapping[str, object], message: str) -> None:
 
 
 def require_writable(file: Path) -> None:
-    """Raise UsageError if the report cannot be written, or if the file is not an earlier report."""
+    """Raise UsageError if the report cannot be written, or if ``file`` exists and is no report of ``doctor``."""
     if file.is_dir():
         raise UsageError(f"{file} is a directory; give a file, such as {file / 'doctor.json'}")
     if not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
@@ -201,7 +199,6 @@ def machine_lines() -> list[tuple[str, str, bool | None]]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the installed version of a distribution without importing it, or None."""
     try:
         return installed_version(package)
     except PackageNotFoundError:

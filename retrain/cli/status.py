@@ -89,7 +89,7 @@ STATUS_COLUMNS = ("directory", "run", "state", "step", "of", "reward", "correct"
 
 
 def status_cells(report: Values, run: Values, other_sets: Sequence[str] = ()) -> list[str]:
-    """Return one run of a ``read_status`` report as cells of a plain table, followed by its other held-out sets."""
+    """Return one run of a ``read_status`` report as cells of a plain table, with the accuracies on ``other_sets``."""
     row = run["row"]
     rates = [row.get("mean_reward"), row.get("correct_rate"), run["heldout_before"], run["heldout_now"]]
     rates += [run["evaluations"].get(name, {}).get(when) for name in other_sets for when in ("before", "now")]

@@ -54,8 +54,8 @@ class ResultTable(NamedTuple):
 
 
 def comparison_table(report: Values, width: int = WIDE) -> ResultTable:
-    """Return conditions against the baseline with intervals over seeds, and the findings in sentences below; verdicts
-    stand beside the numbers in a terminal with at least ``WIDE`` columns. ``report`` is a
+    """Return conditions against the baseline with intervals over seeds, and the findings as sentences below. Terminals
+    under ``WIDE`` columns get no verdicts, under ``NARROW`` no intervals and p-values. ``report`` is a
     ``schema.comparison.Comparison`` as JSON."""
     left_out = set() if width >= WIDE else {"verdict"}
     left_out |= {"95 % interval", "p"} if width < NARROW else set()
@@ -132,8 +132,8 @@ def _levels_and_difference(condition: Values, baseline: str, share: bool) -> tup
 
 
 def accuracy_line(name: str, accuracy: Values) -> str:
-    """Return a run's accuracy on the held-out set ``name`` at its first evaluation → at its last, with the last one's
-    interval over problems."""
+    """Return a line with a run's accuracy on the held-out set ``name``: at its first evaluation → at its last, with the
+    interval of the last over problems."""
     low_high = (accuracy["ci_low"], accuracy["ci_high"])
     ends = "" if None in low_high else f", 95 % interval over problems {interval(low_high)}"
     levels = f"{rate(accuracy['before'])} → {rate(accuracy['after'])}"
@@ -141,12 +141,13 @@ def accuracy_line(name: str, accuracy: Values) -> str:
 
 
 def squeeze_table(report: Values, width: int = WIDE) -> ResultTable:
-    """Return energy and weight error by rank, with held-out accuracy where verified, the recommended row marked; by an
-    arrow alone in a terminal with fewer than ``NARROW`` columns.
+    """Return energy and weight error by rank, with held-out accuracy where verified. The recommended row is marked,
+    under ``NARROW`` columns by an arrow alone.
 
     ``report``: ``{"run": str, "source_rank": int, "recommended_rank": int | None, "rows": [{"rank", "mean_variance",
     "min_variance", "relative_error"}], "message": str, "verified": {"full": {"rank", "accuracy"}, "ranks": [{"rank",
-    "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``, ``verified`` only if it was.
+    "accuracy", "difference": {"mean", "low", "high"}}], "sentence": str}}``; ``verified`` is missing if accuracy was
+    not measured.
     """
     left_out = {"worst layer", "weight error"} if width < NARROW and report.get("verified") else set()
     headings = [heading for heading in squeeze_columns(report) if heading not in left_out]
@@ -162,7 +163,6 @@ def squeeze_table(report: Values, width: int = WIDE) -> ResultTable:
 
 
 def squeeze_line(report: Values) -> str:
-    """Return the recommendation without its table, and the command that prints the table."""
     text = squeeze_words(report)
     if report.get("recommended_rank") is not None:
         recommended, evidence = text[-2:]

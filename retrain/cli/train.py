@@ -107,8 +107,8 @@ def train(
 
 
 def follow_torchrun(nothing: bool = False) -> None:
-    """In a process of torchrun other than the first, run the first one's jobs and exit with it; exit at once if there
-    is ``nothing`` to compute."""
+    """Run the jobs that rank 0 sends, then exit, in a process that torchrun started as another rank. With ``nothing``
+    to compute, exit at once."""
     if torchrun_rank():
         from retrain.campaign.running import rank_worker
 
@@ -165,7 +165,8 @@ def resume(
 
 
 def approval(accept: bool, observer: Observer) -> Approval:
-    """Return who approves differences from a directory's records: the option, else the person at the terminal."""
+    """Return how differences from a directory's records are approved: by ``accept``, else by the user at the
+    terminal."""
 
     def ask(lines: list[str]) -> bool:
         observer.close()

@@ -62,8 +62,8 @@ _UNCORRECTED = (
     _unset_or_several("algorithm.correction", "none"),
 )
 CLIPPED = (ActiveIf("algorithm.loss", used_by("loss", "training.clip_eps")), *_UNCORRECTED)
-"""Clipping acts on the importance ratio, which a correction of the sampler's mismatch leaves at 1 in the first update
-of a batch."""
+"""Markers of the keys of clipping. A correction for the sampler keeps the importance ratio at 1 in the first update of
+a batch, so that clipping has no effect there."""
 TIS_CAP = 2.0
 ICEPOP_BAND = (0.5, 5.0)
 REJECTION_BAND = (0.99, 1.01)
@@ -92,7 +92,7 @@ class _Modes(Section, role=Role.LEARNS):
     the same number within a group; `state` compares all turns of the group that begin in the same state (the policy had
     just read the same), and adds the episode's advantage (GiGPO)."""
     state_weight: Annotated[Positive, ActiveIf("algorithm.turn_credit", ("state",))] = 1.0
-    """Weight of the comparison of equal states relative to that of whole episodes."""
+    """Weight of the advantage among turns with equal states, relative to the episode's advantage."""
     turn_discount: Annotated[float, Field(gt=0, le=1), ActiveIf("algorithm.turn_credit", ("turn", "state"))] = 1.0
     """Discount per turn of later rewards."""
     uncertainty_kind: Annotated[
@@ -120,7 +120,7 @@ _Parameters = create_model("_Parameters", __base__=_Modes, **dict(_parameter_fie
 
 
 class AlgorithmSection(_Parameters):
-    """Advantage, token credit and loss. Each name refers to its paper."""
+    """Advantage, token credit and loss. Modes are named as in their papers."""
 
     dual_clip: Annotated[OptionalAboveOne, *CLIPPED] = None
     """Lower bound of the objective for a token with a negative advantage A: dual_clip·A, however large its ratio."""
@@ -148,9 +148,9 @@ class AlgorithmSection(_Parameters):
     rejection_band: Annotated[
         list[float] | None, AfterValidator(_band), ActiveIf("algorithm.rejection", ("geometric",))
     ] = None
-    """`[low, high]`; unset is `[0.99, 1.01]`."""
+    """Bounds `[low, high]` of `geometric`; unset is `[0.99, 1.01]`."""
     rejection_limit: Annotated[OptionalPositive, ActiveIf("algorithm.rejection", ("k3", "veto"))] = None
-    """Unset is 0.01 for `k3` and 0.0001 for `veto`."""
+    """Limit of `k3` and `veto`; unset is 0.01 for `k3` and 0.0001 for `veto`."""
     rejection_denominator: Literal["all", "kept"] = "all"
     """Tokens that the loss is divided by: `all`, or only those `kept` after masking by `rejection`, by `mis`, `icepop`
     or `seq_mis`, or by `m2po`. `kept` costs one more forward pass over all completions."""
@@ -171,7 +171,7 @@ class AlgorithmSection(_Parameters):
     entropy_coef: NotNegative = 0.0
     """Weight of the full-vocabulary entropy, as a bonus. It also trains groups without signal."""
     entropy_mask_rho: Annotated[PositiveShare, _with_credit("algorithm.entropy_mask_rho")] = 0.2
-    """Share of tokens, those of highest entropy in the batch, that train."""
+    """Share of the batch's tokens that train: those of highest entropy."""
     entropy_mask_denominator: Annotated[Literal["kept", "all"], _with_credit("algorithm.entropy_mask_denominator")] = (
         "kept"
     )
@@ -228,7 +228,6 @@ class AlgorithmSection(_Parameters):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """Inputs that the selected modes require."""
         needs = frozenset[Need]().union(*(mode_of(key, getattr(self, key)).needs for key in MODES))
         if self.rejection != "none" or self.rejection_denominator == "kept":
             needs |= {Need.LOGPROBS}
@@ -320,7 +319,8 @@ def _placed(value: str | None) -> str | None:
 
 class Distillation(Section, role=Role.LEARNS):
     """On-policy distillation: a teacher scores the tokens that the policy has sampled. The advantage of a token is
-    weight · (ln π_teacher − ln π), which minimises the reverse KL divergence, alone or added to that of the reward."""
+    weight · (ln π_teacher − ln π), which minimises the reverse KL divergence, alone or added to the reward's
+    advantage."""
 
     teacher: OptionalText = None
     """The teacher: `base`, the frozen model without an adapter; `policy`, the student itself before the update, with a
@@ -328,7 +328,7 @@ class Distillation(Section, role=Role.LEARNS):
     tokenizer, by directory, bundled name or hub name. With `url`, the model's name on that server. Unset switches
     distillation off."""
     weight: NotNegative = 1.0
-    """Weight of the teacher's advantage. 0 leaves only that of the reward, as in a baseline."""
+    """Weight of the teacher's advantage. 0 leaves only the reward's advantage, as in a baseline."""
     reward_weight: NotNegative = 0.0
     """Weight of the reward's advantage (by `advantage_mode` and `transform_mode`) in the sum; 0 trains on the teacher
     only and records the reward."""
@@ -357,9 +357,9 @@ class Distillation(Section, role=Role.LEARNS):
     url: Annotated[OptionalText, Role.NAMES] = None
     """Address of a server with the teacher, such as `http://gpu1:8000`; it must return prompt log-probabilities."""
     server: Annotated[Literal["vllm", "sglang", "openai"], Role.NAMES] = "vllm"
-    """Kind of that server, as in `[inference] engine`. `retrain serve` is a `vllm`."""
+    """Software of the teacher's server, as in `[inference] engine`; `vllm` also for `retrain serve`."""
     api_key_env: Annotated[OptionalText, Role.NAMES] = None
-    """Environment variable that holds its API key."""
+    """Environment variable that holds the server's API key."""
     timeout_s: Annotated[Positive, Role.SPEED] = 600.0
     """Seconds after which a request without an answer is cancelled and sent again."""
     patience_s: Annotated[NotNegative, Role.SPEED] = 600.0
@@ -383,7 +383,6 @@ class Distillation(Section, role=Role.LEARNS):
 
     @property
     def teacher_only(self) -> bool:
-        """True if only the teacher gives advantages."""
         return self.active and self.reward_weight == 0
 
     @property

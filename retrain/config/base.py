@@ -56,7 +56,7 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
     role: ClassVar[Role | None] = None
-    """Role of the keys that do not declare one; a section names it as an argument of its class."""
+    """Role of the section's keys that do not declare one; a class argument: `class Data(Section, role=…)`."""
 
     def __init_subclass__(cls, role: Role | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -82,8 +82,8 @@ class Section(BaseModel):
 class ConfigIssue(NamedTuple):
     """One mistake that a rule reports.
 
-    ``keys`` are the dotted keys involved, the one to report first. An issue is dropped if one of its keys is invalid by
-    itself. ``warning`` issues do not stop the run.
+    ``keys`` are the dotted keys involved; the message names the first. An issue is dropped if one of its keys is
+    invalid by itself. ``warning`` issues do not stop the run.
     """
 
     keys: tuple[str, ...]
@@ -96,18 +96,17 @@ class ConfigIssue(NamedTuple):
 class ActiveIf:
     """Marker: the key has an effect only while ``key`` has one of ``values``; (None,) means while it is unset.
 
-    ``training_only``: the key always affects records, so only a condition's override of it is an error.
+    ``training_only``: the key also affects records; only a condition that overrides it must change the training.
     """
 
     key: str
     values: tuple[str | None, ...]
     plugins: bool = False
-    """The key also has an effect while that key names the user's own code."""
+    """The key also has an effect while ``key`` names the user's own code."""
     training_only: bool = False
     unless: str = ""
     """Dotted property of the configuration: while it is true, the key has an effect too."""
     unless_text: str = ""
-    """Description of ``unless`` for messages."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def _exclusive(value: list[str]) -> list[str]:
 
 
 def _split_phrases(value: object) -> object:
-    """Return phrases as a list; accepts a JSON list or commas in a string. Empty text means the default."""
+    """Return the list of phrases in a JSON list or comma-separated text; None if empty, which means the default."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value) or None

@@ -146,12 +146,11 @@ class CampaignSection(Section, role=Role.NAMES):
 
     @property
     def workers_per_gpu(self) -> int:
-        """Workers that share one GPU, with several processes; 1 where each has one GPU or more to itself."""
+        """Number of worker processes that share one GPU; 1 if each has one GPU or more to itself."""
         return max(1, int(1 / self.gpus_per_cohort + 1e-9))
 
 
 def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
-    """Report worker keys that the executor does not use."""
     executor, fix = campaign.executor, 'remove the line, or executor = "processes"'
     for key, default in (("workers", "auto"), ("gpus_per_cohort", 1)):
         if executor == "inprocess" and getattr(campaign, key) != default:
@@ -162,7 +161,8 @@ def _worker_issues(campaign: CampaignSection) -> Iterator[ConfigIssue]:
 
 
 def campaign_rules(campaign: CampaignSection, is_run: bool) -> Iterator[ConfigIssue]:
-    """Report what a comparison lacks. ``is_run``: one resolved run of a campaign, which compares nothing."""
+    """Warn about too few seeds and too many conditions. ``is_run``: one planned run, whose worker keys are not
+    checked."""
     if not is_run:
         yield from _worker_issues(campaign)
     comparisons, seeds = len(campaign.conditions) - 1, len(campaign.seeds)

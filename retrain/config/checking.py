@@ -84,8 +84,6 @@ class KeyLocations:
 
 @dataclass
 class Review:
-    """Mistakes collected so far in one configuration."""
-
     data: dict[str, Any]
     locations: KeyLocations
     wrong: list[Mistake]
@@ -93,11 +91,11 @@ class Review:
     broken: set[str] = field(default_factory=set)
     """Dotted keys that are invalid by themselves."""
     overrides: list[dict[str, Path]] = field(default_factory=list)
-    """Locations of the overrides, by dotted key, of each condition in the data."""
+    """For each condition in ``data``, the locations of its overrides by dotted key."""
     origins: list[int] = field(default_factory=list)
-    """Number in the file of each condition in the data."""
+    """For each condition in ``data``, its index in the file."""
     partial: set[int] = field(default_factory=set)
-    """Numbers of conditions from which invalid overrides were removed."""
+    """Indices in the file of the conditions from which invalid overrides were removed."""
 
     def is_broken(self, dotted: str) -> bool:
         """Return whether this key, or a table around it, is invalid by itself."""
@@ -160,7 +158,7 @@ def _validate(review: Review) -> Config | None:
 
 
 def _put_aside(review: Review, wrong: Iterable[Mistake]) -> None:
-    """Remove invalid sections and keys, invalid tables of a list, and a list of which no table is left."""
+    """Remove invalid sections, keys, and tables of a list; also a list that has no valid table."""
     invalid: dict[Path, set[int]] = {}
     for mistake in wrong:
         section, *below = mistake.path
@@ -189,8 +187,8 @@ def _header(review: Review, position: int) -> Path:
 
 
 def _ask_rules(review: Review, config: Config, overrides: Mapping[str, Path], header: Path = ()) -> None:
-    """Report the issues of one run, whose condition stands at ``header`` and has ``overrides``. An issue points to an
-    override of the condition, else to a written key, else to the condition."""
+    """Report the issues of one run. ``overrides`` has the locations of its condition's overrides, ``header`` that of
+    the condition. An issue points to an override, else to a written key, else to the condition."""
     for issue in rule_issues(config):
         if any(review.is_broken(key) for key in issue.keys):
             continue
@@ -212,7 +210,6 @@ def _examine_single(review: Review, config: Config) -> None:
 
 
 def _examine_campaign(review: Review, config: Config) -> None:
-    """Report the issues of every condition, as the run that it defines."""
     runs: dict[int, Config] = {}
     for position, condition in enumerate(config.campaign.conditions):
         if run := _examine_condition(review, condition, position):
@@ -276,7 +273,7 @@ def _examine_unused(review: Review, config: Config, runs: list[Config]) -> None:
 
 
 def _examine_shadowed(review: Review, config: Config) -> None:
-    """Report base values that every condition replaces, and what the comparison lacks."""
+    """Report base values that every condition replaces, and the issues of ``campaign_rules``."""
     is_run = not review.locations.lines and len(config.campaign.conditions) == len(config.campaign.seeds) == 1
     for issue in (*campaign_rules(config.campaign, is_run), *(() if is_run else idle_slurm(config))):
         review.report(path_of(issue.keys[0]), issue.message, issue.fix, issue.warning)
@@ -297,8 +294,8 @@ def why_fixed(dotted: str) -> str:
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
     """Convert a condition as written at ``path`` to the form of ``Condition``.
 
-    Returns the condition with its overrides as tables, the location of each override by dotted key, and the mistakes,
-    whose overrides are left out.
+    Returns the condition with its overrides as tables, the location of each override by dotted key, and the mistakes.
+    Wrong overrides are left out of the first two.
     """
     folded: dict[str, Any] = {}
     locations: dict[str, Path] = {}
@@ -343,13 +340,13 @@ def _no_section(name: str, location: Path) -> Mistake:
 
 
 def _replaced(name: str) -> tuple[str, str] | None:
-    """Return (reason, fix) for a removed key, which may be dotted, bare, or flat as in ``sepa_steps``."""
+    """Return (reason, fix) for a removed key (dotted, bare, or flat as in ``sepa_steps``); None for other names."""
     named = {dotted: (dotted, dotted.partition(".")[2], dotted.replace(".", "_")) for dotted in REPLACED}
     return next((REPLACED[dotted] for dotted, names in named.items() if name in names), None)
 
 
 def _dotted(name: str, location: Path) -> str | Mistake:
-    """Return the dotted key for ``name``, which may be dotted, bare, or flat as in ``sepa_steps``."""
+    """Return the dotted key that ``name`` (dotted, bare, or flat as in ``sepa_steps``) means, else the mistake."""
     if name in keys():
         return name
     if "." in name:
@@ -386,7 +383,7 @@ def _unknown_key(name: str, location: Path) -> Mistake:
 def assemble(base: Mapping[str, Mapping[str, object]], condition: Condition | None, seed: int | None) -> dict[str, Any]:
     """Return the configuration data of one run: ``base`` with the condition's modes and overrides, and the run's seed.
 
-    A campaign's run is a campaign of this one run, so that planning it gives the same run.
+    With a condition, the result is a campaign of this one run, so that planning it again gives the same run.
     """
     data = {section: dict(table) for section, table in base.items()}
     training = data.setdefault("training", {})

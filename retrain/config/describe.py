@@ -29,11 +29,10 @@ _PATTERNS = {
     GPU_PATTERN: 'GPUs such as "gpu:0"',
     PLUGIN_PATTERN: 'a "module:function" of your own',
 }
-"""Descriptions of strings that must match a pattern."""
 
 
 def show(value: object, limit: int = 60) -> str:
-    """Return ``value`` as TOML, shortened for a message."""
+    """Return ``value`` as TOML, shortened to ``limit`` characters."""
     text = toml(value)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -139,7 +138,7 @@ LARGEST = (INT_MAX, 2**63 - 1)
 
 
 def bound(metadata: Sequence[object], limits: bool = False) -> str:
-    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` adds those of all integers."""
+    """Return the bounds in a field's metadata, such as ``≥ 0 and < 1``; ``limits`` includes those in ``LARGEST``."""
     bounds = []
     for item in _flat(metadata):
         for name, sign in SIGNS.items():
@@ -158,7 +157,7 @@ def field_expected(field: FieldInfo, value: object = None) -> str:
 
 
 def wrong_entry(annotation: Any, value: object) -> tuple[tuple[str, ...], Any, Any] | None:
-    """Return path, value and type of the first value with the wrong type in a table of values of one type, or None."""
+    """Return (path, value, expected type) of the first wrong value in a table whose values have one type, or None."""
     if get_origin(annotation) is not dict or not isinstance(value, Mapping):
         return None
     inner = get_args(annotation)[1]
@@ -179,7 +178,6 @@ def unsupported(field: FieldInfo, value: object) -> tuple[str, str] | None:
 
 
 def accepts(field: FieldInfo, value: object) -> bool:
-    """Return whether the field by itself accepts the value."""
     kind: Any = field.annotation
     if field.metadata:
         kind = Annotated.__class_getitem__((kind, *field.metadata))  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ PART = "~part"
 """Suffix, in files and metrics, of the part of a set that is evaluated for the curve only; set names may not end in
 it."""
 PART_EVERY = 8
-"""Interval of the problems in that part."""
+"""One of this many problems of a set belongs to its part."""
 
 
 def _set_name(value: str) -> str:
@@ -60,7 +60,7 @@ class EvaluationSet(Section):
     """A named held-out set. Unset keys follow [evaluation] and [data]. Problems of a set are never trained on."""
 
     name: Annotated[Text, AfterValidator(_set_name)]
-    """Its name in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
+    """Name of the set in files and metrics: `eval/<name>/correct_rate`, `eval_<name>_iteration_000020.html`."""
     source: OptionalSource = None
     """Source of problems, as in [data]; all problems of a file are used. Unset is what `[data]` holds out."""
     subset: OptionalText = None
@@ -116,10 +116,9 @@ class EvaluationSection(Section, role=Role.EVALUATES):
     at_start: Annotated[bool, Role.EVALUATES | Role.RECORDS] = True
     """Evaluate the untrained model too, as the baseline of the curve."""
     schedule: Annotated[Literal["every", "verdict"], Role.EVALUATES | Role.RECORDS] = "every"
-    """Number of problems per evaluation: `every` evaluation uses all problems and samples; with `verdict`, only the
-    first evaluation and those after about 80, 90 and 100 % of the steps, whose mean is `last3`, do. The other
-    evaluations of `eval_every` then use every eighth problem with one answer, for the curve only, under the name
-    `eval/heldout~part/correct_rate`."""
+    """`every`: each evaluation uses all problems and samples. `verdict`: only the first evaluation does, and the three
+    after about 80, 90 and 100 % of the steps, whose mean is `last3`. The other evaluations of `eval_every` then use
+    every eighth problem with one answer, for the curve only, under the name `eval/heldout~part/correct_rate`."""
     sets: list[EvaluationSet] = Field(default_factory=list)
     """Held-out sets by name, `[[evaluation.sets]]`; without any there is one, `heldout`. Short metric names such as
     `final` and `pass@4` refer to the first set, and displays with space for one set show it."""
@@ -131,7 +130,6 @@ class EvaluationSection(Section, role=Role.EVALUATES):
         return tuple(each.name for each in self.sets) or (HELDOUT,)
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report sets with equal names, and sets where evaluation is switched off."""
         if self.sets and not self.problems:
             message = f"is 0, which switches evaluation off, beside {len(self.sets)} [[evaluation.sets]]"
             yield ConfigIssue(("evaluation.problems", "evaluation.sets"), message, "problems = 128, or remove the sets")
@@ -155,7 +153,7 @@ class HeldOut:
     sampling: Sampling
     data: Data
     every: int = 1
-    """One of every so many problems is evaluated."""
+    """One of this many problems of the set is evaluated."""
 
     @property
     def part(self) -> HeldOut:
@@ -203,7 +201,8 @@ def part_evaluations(schedule: str, max_steps: int, eval_every: int) -> tuple[in
 
 
 def too_early(first: int, max_steps: int) -> bool:
-    """Return whether the first evaluation of `last3` lies before the end of training."""
+    """Return whether `last3` would average an evaluation from before the end of training. ``first``: number of updates
+    at its earliest evaluation, too early if before the share ``LATE`` of the steps and before ``deciding_marks``."""
     return first < min(LATE * max_steps, deciding_marks(max_steps)[0])
 
 
@@ -263,9 +262,9 @@ class Squeeze(Section, role=Role.RECORDS):
     """Adapters to analyse, compress and verify: that of the first run, or of the first run of every condition. Each
     adapter costs its evaluations."""
     min_variance_retention: PositiveShare = 0.95
-    """Energy that a rank must keep on average over layers to be recommended."""
+    """Share of the energy (squared singular values) that a rank must keep on average over layers to be recommended."""
     min_layer_retention: PositiveShare = 0.9
-    """Energy that it must keep in the worst layer."""
+    """Share of the energy that a recommended rank must keep in the worst layer."""
     target_ranks: OptionalRanks = None
     """Ranks to tabulate; unset or empty is the powers of two up to the adapter's rank."""
     compress_to: OptionalCount = None
@@ -282,7 +281,6 @@ class Squeeze(Section, role=Role.RECORDS):
     has a [squeeze] section."""
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report one output directory for several compressed adapters."""
         if self.runs != "first" and self.output_path is not None:
             message = f'has room for one adapter, and runs = "{self.runs}" compresses one of every condition, below '
             yield ConfigIssue(("squeeze.output_path", "squeeze.runs"), f"{message}squeeze/", 'runs = "first"')
@@ -340,7 +338,6 @@ class Logging(Section, role=Role.RECORDS):
         return "wandb" in trackers(self.report_to, self.wandb_project)
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report settings of rollout pages or tensorboard that are switched off."""
         asked = self.report_to
         if self.logging_dir is not None and not {"tensorboard", "all"} & set(asked):
             fix = f"report_to = {[*(name for name in asked if name != 'none'), 'tensorboard']}".replace("'", '"')

@@ -30,7 +30,7 @@ def overlong_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def off_policy_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report stale rollouts whose correction is not declared."""
+    """Report stale rollouts without a declared correction or with a plug-in backend, and `in_flight` without effect."""
     steps, algorithm = config.training.max_off_policy_steps, config.algorithm
     if config.inference.swap == "in_flight" and (steps == 0 or config.environment.turns == 1):
         message = "no rollout is behind" if steps == 0 else "every episode has one turn"
@@ -67,7 +67,6 @@ def anneal_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def group_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report groups that are too small for the advantage."""
     size, mode = config.training.group_size, config.algorithm.advantage_mode
     keys = ("training.group_size", "algorithm.advantage_mode")
     if config.distillation.teacher_only:
@@ -186,7 +185,8 @@ def _served_teacher_issues(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _vocabulary_issues(config: Config) -> Iterator[ConfigIssue]:
-    """Report full-vocabulary distillation without an unsharded teacher and untruncated sampling in this process."""
+    """Report what full-vocabulary distillation does not support: a teacher on a server, sharding, truncated
+    sampling."""
     estimate, fault = "distillation.estimate", 'is "vocabulary"'
     if config.distillation.url is not None:
         message = f"{fault}, and a server gives log-probabilities of sampled tokens only"
@@ -215,7 +215,6 @@ def _unrewarded(config: Config) -> Iterator[ConfigIssue]:
 
 
 def schedule_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report warm-up or evaluation that does not fit into the run."""
     steps, warmup = config.training.max_steps, config.optimizer.warmup_steps
     if warmup >= steps:
         message = f"is {warmup}: with max_steps = {steps} the warm-up never ends"

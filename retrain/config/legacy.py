@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 
 class RemovedKey(NamedTuple):
-    """A removed key: the reason, what to type instead, and its former default."""
-
     why: str
     instead: str
     default: object = None
@@ -37,7 +35,7 @@ REMOVED: dict[str, RemovedKey] = {
     "planning.planning_anchors": RemovedKey(*NO_SEMANTIC),
     "planning.execution_anchors": RemovedKey(*NO_SEMANTIC),
 }
-"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions contain them with any value."""
+"""Removed keys by dotted name; ``config.json`` and ``plan.json`` of earlier versions may contain them."""
 
 _NO_TRAINER = ("there is one training loop", "remove the line")
 _NO_TURNS = ("turn-level branching is not available", "remove the line")
@@ -95,7 +93,7 @@ REPLACED: dict[str, tuple[str, str]] = {
     "logging.generation_top_surprisal_limit": _ONE_PAGE,
     **{dotted: (removed.why, removed.instead) for dotted, removed in REMOVED.items()},
 }
-"""(reason, fix) of keys that do not exist, by dotted name."""
+"""(reason, fix) of keys that retrain does not have, by dotted name."""
 
 REPLACED_SECTIONS: dict[str, tuple[str, str]] = {
     "plugins": (
@@ -110,7 +108,7 @@ FLAT_PREFIXES: dict[str, str] = {"optim": "optimizer", "bp": "backpressure"}
 
 
 def without_removed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration or condition without removed keys."""
+    """Return a recorded configuration or condition without removed keys; any former stopping rule becomes "on"."""
     cleaned = dict(config)
     for section, key in (dotted.split(".") for dotted in REMOVED):
         table = cleaned.get(section)

@@ -46,8 +46,6 @@ class Repeat(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid configuration file: parsed configuration, text, locations of keys, warnings, and applied settings."""
-
     config: Config
     path: FilePath
     text: str
@@ -169,7 +167,7 @@ def _setting_mistake(setting: str, single_run: str) -> Mistake | None:
 
 
 def _put(table: dict[str, Any], path: tuple[str, ...], value: object) -> None:
-    """Set the value at this path, and replace what is no table on the way."""
+    """Set the value at this path; a value on the way that is no table is replaced by one."""
     for part in path[:-1]:
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):

@@ -73,7 +73,7 @@ class BackendSection(Section, role=Role.SAMPLES):
 
     @property
     def several(self) -> bool:
-        """True if `devices` names more than one process can use."""
+        """True if `devices` names several GPUs or is `all`."""
         return self.devices == "all" or len(self.named_gpus) > 1
 
 
@@ -83,14 +83,14 @@ _ELSEWHERE = ("there is no such engine here", 'engine = "vllm", or "openai" for 
 _OF_SERVERS = ActiveIf("inference.engine", SERVERS)
 _WHERE_WATCHED = ActiveIf("inference.engine", SERVERS, unless="model.quantized", unless_text="[model] quantize")
 MISMATCH_LIMITS = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 0.02}
-"""Defaults of ``mismatch_limit`` (nats²) by the base's number format. Sound servers are at 1e-9 in float32 and at 1e-4
-to 3e-3 in bfloat16; an adapter that is one update old lies far above in float32."""
+"""Defaults of ``mismatch_limit`` (nats²) by the base's number format. Correct servers measure 1e-9 in float32 and 1e-4
+to 3e-3 in bfloat16. With an adapter that is one update old, float32 is far above its limit."""
 CANARY_TOLERANCES = {"float64": 2e-3, "float32": 2e-3, "bfloat16": 0.1}
 """Defaults of ``tolerance`` (nats) by the base's number format."""
 
 
 def _addresses(value: object) -> object:
-    """Return one address as a list; a blank one as none."""
+    """Return a single address as a list, a blank text as None, and any other value unchanged."""
     if isinstance(value, str):
         return [value] if value.strip() else None
     return value

@@ -2,7 +2,7 @@
 
 The choices of TOML keys, active keys, labels of conditions, ``explain``, plans, records and documentation derive from
 these rows. A new mode is a row here, and an entry under the same name in a table of ``retrain.algorithms`` or
-``retrain.algorithms.losses``. [algorithm] has the keys that its row declares.
+``retrain.algorithms.losses``. The ``parameters`` of a row are keys of [algorithm].
 """
 
 import hashlib
@@ -48,8 +48,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """``formula`` may contain configuration values in braces, as in ``{gtpo.beta:g}``. ``parameters`` are the keys of
-    [algorithm] that only this mode uses, ``keys`` the other keys or sections that it uses."""
+    """A mode. ``formula`` may contain configuration values in braces, as in ``{gtpo.beta:g}``. ``parameters`` are the
+    keys of [algorithm] that only this mode uses, ``keys`` the other keys or sections that it uses."""
 
     formula: str
     paper: str = ""
@@ -59,7 +59,6 @@ class Mode:
     keys: tuple[str, ...] = ()
 
     def uses(self, dotted: str) -> bool:
-        """Return whether the key has an effect with this mode."""
         section, _, name = dotted.partition(".")
         return dotted in self.keys or section in self.keys or (section == "algorithm" and name in self.parameters)
 
@@ -99,9 +98,9 @@ class Credit(Mode):
 
 @dataclass(frozen=True, kw_only=True)
 class Loss(Mode):
-    """Loss of a token. ``from_sampler``: its ratio is to the sampler, also in several updates of a batch, and the loss
-    bounds that ratio itself. For other losses a correction leaves the ratio at 1 in the first update of a batch, so
-    that their parameters have no effect there."""
+    """Loss of a token. ``from_sampler``: its ratio is π/π_sampler in every update of a batch, and the loss itself
+    bounds it. With other losses, a correction keeps the ratio at 1 in the first update of a batch, so that their
+    parameters have no effect there."""
 
     from_sampler: bool = False
 
@@ -297,8 +296,6 @@ MODES: dict[str, Mapping[str, Mode]] = {
     "uncertainty_kind": UNCERTAINTIES,
     "loss": LOSSES,
 }
-"""Modes by their keys of [algorithm]."""
-
 UNSUPPORTED: dict[str, dict[str, tuple[str, str]]] = {
     "transform_mode": {
         name: ("this variant is not available", 'transform_mode = "gtpo_sepa"')
@@ -352,7 +349,7 @@ def _safe(value: object) -> str:
 
 
 def condition_label(advantage_mode: str, transform_mode: str, overrides: Mapping[str, object]) -> str:
-    """Return the condition's name in files, tables and trackers."""
+    """Return the condition's name in files, tables and trackers; cut to ``LABEL_MAX`` with a hash at the end."""
     parts = []
     for dotted, value in overrides.items():
         section, _, key = dotted.partition(".")

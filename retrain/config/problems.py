@@ -65,13 +65,13 @@ OTHERS: dict[str, str] = {
     "reward.reward_model": "reward_model_path reward_model_name reward_model_name_or_path",
     "logging.log_dir": "log_path output_dir",
 }
-"""Our key → its names in TRL, verl, prime-rl and other tools, whose spelling is often closer to a wrong key."""
+"""Names of our keys in TRL, verl, prime-rl and other tools, which users may type in their place."""
 SYNONYMS = {name: dotted for dotted, names in OTHERS.items() for name in names.split()}
 
 
 class Mistake(NamedTuple):
-    """One mistake at a path of the file, before its line is known. ``about`` is the key in the message, if it differs
-    from the written one at the path."""
+    """A wrong entry of a configuration file, without its line number. ``about``: the key that the message names, if it
+    is not the one at ``path``."""
 
     path: Path
     message: str
@@ -181,7 +181,7 @@ def wrong_value(path: Path, field: FieldInfo, value: object) -> Mistake:
 
 
 def _same_kind(field: FieldInfo, value: object) -> bool:
-    """Return whether the value already has a type that the field accepts, so that naming the type would not help."""
+    """Return whether the value has a type that the field accepts, so that a message need not name the type."""
     text = field_expected(field)
     if isinstance(value, bool):
         return "true" in text

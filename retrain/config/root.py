@@ -68,8 +68,8 @@ class Config(Section):
         return "campaign" in self.model_fields_set
 
     def stream(self, use: Literal["init", "data", "sampling"]) -> tuple[int | str, ...]:
-        """Return the prefix of a run's random streams for this use: campaign seed and run seed, never the condition.
-        Where `[campaign] vary` names another use, all seeds share one prefix."""
+        """Return the seed prefix of a run's random generators for ``use``: campaign seed and run seed. It never depends
+        on the condition, and not on the run's seed where `[campaign] vary` names another use."""
         varies = self.campaign.vary in ("all", use)
         return (self.campaign.seed, self.training.seed if varies else "every seed")
 
@@ -109,7 +109,7 @@ class Config(Section):
 
     @property
     def masks_per_update(self) -> bool:
-        """True if masks that depend on the whole step are chosen before each of a step's several updates."""
+        """True if `m2po` chooses its masks again before each of a step's several updates."""
         return self.algorithm.loss == "m2po" and self.training.several_updates
 
     @property
@@ -124,7 +124,6 @@ class Config(Section):
 
     @property
     def rubric_columns(self) -> tuple[str, ...]:
-        """Columns of the data that rubric graders read."""
         return tuple(sorted({column for _, each in self.graders if (column := each.rubric_column)}))
 
     @property
@@ -191,7 +190,6 @@ class Config(Section):
 
 @cache
 def sections() -> dict[str, type[Section]]:
-    """Return every section by name, in the order of the reference."""
     return {name: field.annotation for name, field in Config.model_fields.items()}  # type: ignore[misc]
 
 
@@ -226,8 +224,8 @@ def lists() -> dict[str, type[Section]]:
 
 
 def homes(name: str) -> list[str]:
-    """Return the dotted keys that ``name`` alone can mean: without [audit] keys where there are others, and without the
-    [critic] key where two are left. Those must be written with their section."""
+    """Return the dotted keys that ``name`` without a section can mean. A key of [audit] counts only if no other section
+    has it; of two keys, that of [critic] does not count."""
     found = [dotted for dotted in keys() if dotted.partition(".")[2] == name]
     named = [dotted for dotted in found if not dotted.startswith("audit.")] or found
     return [dotted for dotted in named if len(named) != 2 or not dotted.startswith("critic.")]
@@ -255,7 +253,7 @@ def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def value_at(config: Config, dotted: str) -> Any:
-    """Return the value of ``section.key``, or of a property of the whole configuration."""
+    """Return the value of ``section.key``, or, for a name without a dot, of a property of ``config``."""
     section, _, key = dotted.partition(".")
     if not key:
         return getattr(config, section)
@@ -287,7 +285,6 @@ def _defaults() -> dict[str, dict[str, object]]:
 
 
 def differs(config: Config, dotted: str) -> bool:
-    """Return whether the key has another value than its default."""
     return value_at(config, dotted) != _defaults()[dotted.partition(".")[0]][dotted]
 
 

@@ -50,7 +50,7 @@ def correctness_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def model_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report settings that a plug-in backend ignores."""
+    """Report settings that a plug-in backend ignores, and number formats that do not fit together."""
     backend, dtype, keys = config.backend.backend, config.inference.dtype, ("training.update_dtype", "inference.dtype")
     if is_plugin(backend) and config.backpressure.enabled:
         message = f'has no effect with backend = "{backend}": it decides itself how much it decodes at once'
@@ -70,7 +70,7 @@ def model_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _quantize_issues(config: Config) -> Iterator[ConfigIssue]:
-    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, sharding."""
+    """Report what a base in 8 or 4 bits does not support: servers, plug-in backends, fsdp2, updates in bfloat16."""
     fault, backend, fix = f'is "{config.model.quantize}"', config.backend.backend, 'quantize = "none"'
     if is_plugin(backend):
         message = f"{fault}, and {backend} has a model of its own"
@@ -191,7 +191,7 @@ def audit_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report an adapted batch size, which changes the learning problem."""
+    """Report ``target = "batch_size"``, which is not available: it would change the learning problem."""
     if config.backpressure.target == "batch_size":
         message = 'is "batch_size", which changes the learning problem and is not available'
         if config.is_campaign and not config.campaign.allow_confounded:
@@ -201,7 +201,6 @@ def backpressure_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def squeeze_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report compression to more than the adapter's rank."""
     rank, squeeze = config.model.lora_rank, config.squeeze
     if squeeze.compress_to is not None and squeeze.compress_to > rank:
         message = f"is {squeeze.compress_to}, above lora_rank = {rank}"
@@ -212,7 +211,6 @@ def squeeze_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def slurm_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report missing or unsupported settings of workers on Slurm."""
     slurm, campaign, devices = config.slurm, config.campaign, config.backend.devices
     if campaign.executor != "slurm":
         return
@@ -245,7 +243,7 @@ def idle_slurm(config: Config) -> Iterator[ConfigIssue]:
 
 
 def evaluation_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report held-out sets that are sampled to no purpose, and keys without effect."""
+    """Report several samples at temperature 0, and keys without effect."""
     evaluation = config.evaluation
     if evaluation.sets and config.data.eval_source is not None and all(each.source for each in evaluation.sets):
         message = "has no effect: every one of [[evaluation.sets]] has its own source"
@@ -307,7 +305,7 @@ def declared_rules(config: Config) -> Iterator[ConfigIssue]:
 
 
 def _declared_metric(metric: str) -> tuple[str, str, re.Match[str] | None]:
-    """Return how a metric is summarised, its key, and the match whose first group is the k of pass@k."""
+    """Return the summary and the key of a metric, and the match whose first group is k (None without @k)."""
     summary, _, key = ("final", ":", metric) if metric.startswith("eval/") else metric.partition(":")
     return summary, key, re.search(r"(?:pass|avg|maj)@(\d+)$", key)
 
@@ -337,7 +335,7 @@ SHORT = r"(correct_rate|reward_mean|mean_length|(pass|avg|maj)@\d+|[^/]+/correct
 
 
 def deciding_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a verdict schedule without evaluations, or without that of the primary metric."""
+    """Report a verdict schedule without problems or with a primary `auc`, and a `last3` without late evaluations."""
     schedule, training = config.evaluation.schedule, config.training
     if schedule == "verdict" and not config.evaluation.problems:
         yield no_effect("evaluation.schedule", "evaluation.problems", 0, "remove the line, or problems = 128")

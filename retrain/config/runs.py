@@ -40,7 +40,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], config: Config | None = None) -> RunSpec:
-        """Return the run that ``to_json`` wrote, with ``config`` in place of its own if given."""
+        """Return the run that ``to_json`` wrote; ``config``, if given, replaces the recorded configuration."""
         values = {each.name: data[each.name] for each in fields(cls)}
         return cls(**{**values, "config": config or parse_dict(data["config"])})
 
@@ -67,7 +67,6 @@ def run_place(spec: RunSpec) -> str:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    """Return the default of every dotted key, including those of [campaign]."""
     return dict(flat(Config(campaign=CampaignSection()).to_dict()))
 
 
@@ -87,13 +86,14 @@ def differences(
 
 
 def distinguishes_runs(key: str) -> bool:
-    """Return whether runs with different values of this dotted key are not replicates of each other."""
+    """Return whether runs that differ in this dotted key belong to different conditions, so that they are no
+    replicates."""
     role = role_of(key)
     return role is None or not role & MAY_DIFFER
 
 
 def condition_hash(config: Mapping[str, Any]) -> str:
-    """Return the hash of a condition's settings: all but the defaults, steps and training seed."""
+    """Return a hash (16 hex digits) of the settings that distinguish runs, without steps and default values."""
     settings = {
         key: value
         for key, value in flat(config)

@@ -7,7 +7,6 @@ from retrain.config.root import Config, homes, keys, sections
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a configuration file, for editors."""
     schema = Config.model_json_schema(by_alias=True, mode="validation")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "retrain"

@@ -30,7 +30,7 @@ SOURCES = ("arithmetic", "gsm8k", "math")
 FILE_ENDINGS = (".jsonl", ".csv", ".parquet")
 Level = Literal["easy", "medium", "hard"]
 DEFAULT_TURNS = 16
-"""Default of the most turns of an episode."""
+"""Most turns of an episode if `max_turns` is unset."""
 
 
 def _source(value: str | None) -> str | None:
@@ -133,7 +133,7 @@ RUBRIC_WEIGHTS = {"essential": 1.0, "important": 0.7, "optional": 0.3, "pitfall"
 JUDGED = ("judge", "rubric")
 """Reward types that query a model behind an endpoint."""
 NEEDED = {"judge_model": "gpt-4o-mini", "custom_module": "my_rewards", "reward_model": "./my_reward_model"}
-"""Keys without which a grader of their type cannot grade, each with an example."""
+"""Keys that a grader's type requires, each with an example value."""
 
 
 class RubricCriterion(Section):
@@ -178,9 +178,9 @@ class GraderKeys(Section):
     custom_module: OptionalText = None
     """Module or `.py` file of your own reward; paths are relative to the TOML file first."""
     custom_function: Text | Annotated[list[Text], Field(min_length=1)] = "score"
-    """Its function, or a class with `__call__`. It takes the completion and the reference answer and returns a number
-    or a `RewardResult`; or it takes `prompts`, `completions` and columns of the data and returns a list, as in TRL.
-    Several functions, listed here or in the module, are summed."""
+    """Function of `custom_module`, or a class with `__call__`. It takes the completion and the reference answer and
+    returns a number or a `RewardResult`; or it takes `prompts`, `completions` and columns of the data and returns a
+    list, as in TRL. Several functions, listed here or in the module, are summed."""
     reward_model: OptionalText = None
     """Directory (relative to the TOML file first) or hub name of a sequence-classification model with one label, in
     transformers format with its own tokenizer."""
@@ -203,7 +203,6 @@ class RewardComponent(GraderKeys):
 
 
 def _grader_issues(grader: GraderKeys, kind: str, path: str) -> Iterator[ConfigIssue]:
-    """Report keys that the grader's type needs or does not use."""
     owners = dict.fromkeys(("judge_model", "judge_url", "judge_api_key_env"), JUDGED) | {
         "rubric_column": ("rubric",), "custom_module": ("custom",), "reward_model": ("reward_model",),
     }  # fmt: skip
@@ -228,7 +227,6 @@ def _grader_issues(grader: GraderKeys, kind: str, path: str) -> Iterator[ConfigI
 
 
 def _rubric_issues(grader: GraderKeys, path: str) -> Iterator[ConfigIssue]:
-    """Report a rubric without criteria, with equal names, or without weight."""
     names = [each.name for each in grader.criteria]
     if not names and grader.rubric_column is None:
         example = 'criteria = [{ name = "correct", text = "The final answer is right." }]'
@@ -412,7 +410,6 @@ class EnvironmentSection(Section, role=Role.SAMPLES):
         return self.max_turns or (DEFAULT_TURNS if self.hosted else 1)
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report a missing environment, and keys that it does not use."""
         if self.provider is not None and self.tools:
             message = f"has no effect: {self.provider} brings its own tools"
             yield ConfigIssue(("environment.tools", "environment.provider"), message, "remove one of the two")

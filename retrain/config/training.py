@@ -34,14 +34,12 @@ from retrain.config.describe import no_effect
 from retrain.config.modes import used_by
 
 MOST_KEPT = 1024
-"""Most candidates of a truncated draw: the kept ones of every token are recorded for the update."""
+"""Most tokens that truncated sampling keeps at a position; the kept ones are recorded for the update."""
 TopK = Annotated[Annotated[int, Field(ge=0, le=MOST_KEPT)], minus_one(0)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of completions."""
-
     max_tokens: int
     temperature: float
     top_p: float = 1.0
@@ -50,7 +48,7 @@ class Sampling:
 
     @property
     def requested(self) -> Sampling:
-        """Parameters for engines: greedy sampling is not truncated; the bound on the kept set is explicit."""
+        """Parameters for engines. Greedy sampling is not truncated. With top_p or min_p alone, top_k is MOST_KEPT."""
         if self.temperature == 0:
             return Sampling(self.max_tokens, self.temperature)
         cut = self.top_p < 1 or self.min_p > 0
@@ -91,9 +89,9 @@ class Training(Section, role=Role.LEARNS):
     """Stop further passes over a batch once `policy/approxkl_avg`, averaged over the updates of a pass, exceeds this;
     unset or 0 makes all of them."""
     dynamic_sampling: Natural = 0
-    """Dynamic sampling (DAPO): most times that a step samples further prompts in place of groups whose rewards are all
-    equal (DAPO's code samples 10 times in total: 9 here). Missing groups are then filled with such groups. 0 trains on
-    the first ones."""
+    """Dynamic sampling (DAPO): most rounds in which a step samples more prompts, to replace groups whose rewards are
+    all equal (DAPO's code samples 10 times in total: 9 here). Groups that are still missing are filled with such
+    groups. 0 trains on the first groups."""
     max_off_policy_steps: Natural = 0
     """Largest staleness: rollouts of step t are sampled with the weights before step max(0, t − this). 0 trains on
     rollouts of the current weights. With a server on other processors, sampling for later steps continues during
@@ -303,7 +301,6 @@ class CriticSection(Section, role=Role.LEARNS):
         return self.lam if self.lam_value is None else self.lam_value
 
     def issues(self) -> Iterator[ConfigIssue]:
-        """Report a shared adapter with its own rank, and ``lam_length`` beside ``lam_policy``."""
         if self.lam_length is not None and self.lam_policy is not None:
             message = f"is {self.lam_length:g} beside lam_policy = {self.lam_policy:g}"
             yield ConfigIssue(("critic.lam_length", "critic.lam_policy"), message, "keep one of the two")

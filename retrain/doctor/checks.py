@@ -36,7 +36,7 @@ CHECKS: dict[str, Callable[[DoctorModel], Result]] = {
 def run_checks(
     subject: DoctorModel, begins: Callable[[str], None], checks: Mapping[str, Callable[[DoctorModel], Result]] = CHECKS
 ) -> Iterator[Result]:
-    """Run all checks; one that raises has failed. ``begins`` is called with the name of each before it runs."""
+    """Yield each check's result, FAIL if the check raises an error. ``begins`` gets its name before it runs."""
     for name, check in checks.items():
         begins(name)
         clock, processor = time.perf_counter(), os.times()

@@ -23,8 +23,8 @@ COPY_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}  # Size of a copy: more than any 
 SIDE = {"cpu": 1024, "cuda": 8192}
 KERNELS = ("cudnn", "flash", "efficient", "math")  # Parts of the names of torch's attention operators
 GPU_CACHE_BYTES = 1 << 28
-"""A model with fewer bytes of weights stays in a GPU's cache, and kernel launches bound its speed: 0.001 of the
-roofline with the bundled model on an H200."""
+"""Bytes of weights below which a model stays in a GPU's cache. Kernel launches then bound its speed: it reaches 0.001
+of the roofline with the bundled model on an H200."""
 WIDE = {"cpu": 8, "cuda": 32}  # Samples of each prompt when speed is measured: the batch of a small run
 FORWARD_OPS, UPDATE_OPS = 2, 4
 """Operations per weight and token of a forward pass, and of a forward pass with a backward pass to activations only,
@@ -32,7 +32,6 @@ because the base is frozen."""
 
 
 def device_and_build(subject: DoctorModel) -> Result:
-    """Check that the installed torch can use the GPU of this machine."""
     facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     gpus, asked = nvidia_gpus(), subject.source.requested_device
     fault = build_fault(asked)
@@ -86,7 +85,7 @@ def timed(subject: DoctorModel, task: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def paths(subject: DoctorModel) -> Result:
-    """Report the code paths taken; fail if a supported decoder misses a fast one."""
+    """Report which fast code paths are used; fail if a supported model, or a GPU's attention, misses one."""
     backbone, model_type = backbone_of(subject.base), subject.base.model.config.model_type
     fast_paths = {
         "dense decoder": subject.engine.fast,
@@ -170,8 +169,8 @@ def _decode_roofline(
     rates: Mapping[str, float],
     lanes: int,
 ) -> float:
-    """Return the least seconds for decoding: weights and adapters are read once per step and each sequence's cache once
-    per token, or the operations of all tokens take longer."""
+    """Return the least seconds for decoding: the longer of reading memory (weights and adapters once per step, a
+    sequence's cache once per token) and computing the operations of all tokens."""
     pairs = zip(requests, groups, strict=True)
     lengths = [(len(request.prompt_ids), len(action)) for request, group in pairs for action in group]
     steps, tokens = max(count for _, count in lengths), sum(count for _, count in lengths)

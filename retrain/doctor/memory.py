@@ -31,8 +31,8 @@ FULL = "a full GPU"
 
 
 def predicted_against_measured(subject: DoctorModel) -> Result:
-    """Compare the growth from shorter to longer sequences, which leaves out what does not depend on their length: the
-    cache in sampling, what an update keeps for its backward pass, and its peak."""
+    """Compare predicted and measured growth of memory from shorter to longer sequences, in which constant parts cancel:
+    the sampling cache, what an update keeps for its backward pass, and the update's peak."""
     short, long = LENGTHS[subject.base.device.type]
     context = subject.base.context_length - max(map(len, subject.prompts)) - 1
     sequences = SEQUENCES
@@ -95,8 +95,8 @@ def _update_memory(subject: DoctorModel, tokens: int, sequences: int) -> tuple[i
 
 
 def peak(subject: DoctorModel, task: Callable[[], Any]) -> int:
-    """Return the peak of bytes allocated by ``task`` in this thread: by the GPU's allocator, or the sum of all
-    allocations and releases on a CPU."""
+    """Return the peak of bytes allocated by ``task``: by the GPU's allocator, or on a CPU by this thread, as the sum of
+    all allocations and releases."""
     if subject.on_gpu:
         device = subject.base.device
         torch.cuda.synchronize(device)
@@ -145,8 +145,8 @@ def out_of_memory_drills(subject: DoctorModel) -> Result:
 def _drill(
     subject: DoctorModel, requests: Sequence[SampleRequest], shortage: AbstractContextManager[None]
 ) -> Agreement | None:
-    """Compare samples from a batch that shrank in the shortage with those of a batch of that size; None if the engine
-    did not notice the shortage."""
+    """Return how samples of a batch that shrank in the shortage agree with those of a batch that had this size from the
+    start; None if the engine did not notice the shortage."""
     engine, messages = subject.engine, len(subject.messages)
     with patch.object(engine, "fitting", None):
         with shortage:

@@ -15,8 +15,9 @@ LANES = 5
 
 
 class Agreement(NamedTuple):
-    """Comparison of two samplings up to the first token that differs in each sequence; ``p99`` and ``largest`` are of
-    absolute differences of log-probabilities (nats), infinite if no token could be compared."""
+    """Agreement of two samplings. ``parted``: number of sequences that differ. ``tokens``: tokens before the first
+    difference in each sequence; ``p99`` and ``largest``: absolute differences of their log-probabilities (nats),
+    infinite without tokens."""
 
     summary: str
     tokens: int
@@ -44,7 +45,6 @@ def agreement(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Acti
 
 
 def graph_equals_eager(subject: DoctorModel) -> Result:
-    """Compare steps replayed from CUDA graphs with steps run one by one."""
     engine, graphs = subject.engine, subject.engine.graphs
     captures_steps = graphs is not None and graphs.new_capture is not None
     if not captures_steps and not subject.on_gpu:
@@ -64,7 +64,6 @@ def graph_equals_eager(subject: DoctorModel) -> Result:
 
 
 def sampler_against_trainer(subject: DoctorModel) -> Result:
-    """Compare log-probabilities of sampled tokens with those of the trainer's forward pass."""
     policies = [subject.trained(lane) for lane in range(2)]
     requests = subject.requests(subject.publish(policies))
     samples = subject.samples(requests, subject.engine.sample(requests))
@@ -86,7 +85,6 @@ def sampler_against_trainer(subject: DoctorModel) -> Result:
 
 
 def lane_alone(subject: DoctorModel) -> Result:
-    """Compare five lanes sampled in one batch with each of them sampled alone."""
     refs = subject.publish([subject.trained(lane) for lane in range(LANES)])
     sizes = Sizes(max(1, subject.sizes.prompts // 2), subject.sizes.samples, subject.sizes.tokens)
     requests = subject.requests(refs, sizes=sizes)

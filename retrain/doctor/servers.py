@@ -24,8 +24,8 @@ PATIENCE_S = 20.0  # Seconds that a server may be unreachable during a check
 
 
 def server_config(url: Sequence[str], engine: str | None, model: str | None, file: Path | None) -> Config:
-    """Return the configuration that servers are checked against: from a file, or of a model; without either, of the
-    model that the first server reports. Raises UsageError if there is none."""
+    """Return the configuration that servers are checked against: that of a file, else of ``model``, else of the model
+    that the first server reports. Raises UsageError if it reports none."""
     # A campaign may be using the servers: they are not put to sleep.
     addresses = {"url": list(url), "launch": None, "launch_gpus": None, "patience_s": PATIENCE_S, "sleep": False}
     if file is not None:
@@ -39,7 +39,8 @@ def server_config(url: Sequence[str], engine: str | None, model: str | None, fil
 
 
 def served_model(url: str) -> str:
-    """Return the base model that a server reports, by its name on this machine. Raises UsageError."""
+    """Return the base model that a server reports: ``root`` or id if it is on this machine, else id. Raises
+    UsageError."""
     import httpx
 
     address = url.rstrip("/").removesuffix("/v1") + "/v1/models"

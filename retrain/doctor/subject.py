@@ -55,8 +55,8 @@ LARGE_PARAMETERS = 50_000_000  # Parameters above which a model on a CPU is chec
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Resolved configuration of the first run, and the shapes (a transformers config.json) of random weights; None for
-    the model that the configuration names. ``requested_device`` is the device as typed."""
+    """The model to check. ``config``: resolved configuration of the file's first run. ``shapes``: a transformers
+    config.json for random weights; None to load the configured model. ``requested_device``: the device as typed."""
 
     config: Config
     shapes: Mapping[str, Any] | None
@@ -125,8 +125,8 @@ def shapes_of(config: Config) -> dict[str, Any]:
 
 
 def random_base(shapes: Mapping[str, Any], config: Config) -> BaseModel:
-    """Return a model of random weights over bytes, the same in every process on the same device. Raises ModelError if
-    it does not fit in memory or transformers cannot make it."""
+    """Return a model with random weights and a byte tokenizer, the same in every process on the same device. Raises
+    ModelError if it does not fit in memory or transformers cannot make it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = resolve_device(config.backend.device)
@@ -236,7 +236,7 @@ class DoctorModel:
         return refs
 
     def requests(self, refs: Sequence[PolicyRef], step: int = 0, sizes: Sizes | None = None) -> list[SampleRequest]:
-        """Return each lane's requests in turn; every other prompt has a lower limit, so that rows leave the batch."""
+        """Return requests, lane by lane; every other prompt has a lower token limit, so that rows leave the batch."""
         sizes = sizes or self.sizes
         tokens = max(1, min(sizes.tokens, self.base.context_length - max(map(len, self.prompts))))
         requests = []
@@ -265,7 +265,7 @@ class DoctorModel:
         return policy.update(batch, Objective((PolicyTerm(PPO()),)), lr).metrics["loss"]
 
     def update(self, policy: LocalPolicy, samples: Sequence[Sample], lr: float = LR) -> torch.Tensor:
-        """Update the policy once and return the gradient of its adapter in float64."""
+        """Update the policy once; return the gradient of its adapter, flat, in float64."""
         self.train(policy, samples, lr=lr)
         assert policy.adapter.flat.grad is not None
         return policy.adapter.flat.grad.double()

@@ -40,7 +40,7 @@ _RESUME = "import sys; from retrain.doctor.training import resume; resume(sys.ar
 def gradient(subject: DoctorModel) -> Result:
     """Compare the gradient of one update with ``plain_gradient`` in higher precision, which shares no code with it.
 
-    Of a model with more than ``LAYERS`` layers, both sides use the first ones only.
+    In a model with more than ``LAYERS`` layers, both use the first ``LAYERS`` only.
     """
     base = subject.base
     higher = HIGHER.get(base.dtype)
@@ -85,7 +85,7 @@ def _on_first_layers(subject: DoctorModel, policy: LocalPolicy, layers: int, sta
 
 
 def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, attention: str = "eager") -> Any:
-    """Return a transformers model with the base's frozen weights and ``layers`` layers, without lanes."""
+    """Return a transformers model with the base's frozen weights and first ``layers`` layers, without adapters."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(base.model.config)
@@ -111,9 +111,10 @@ def plain_copy(base: BaseModel, lanes: Lanes, layers: int, dtype: torch.dtype, a
 
 
 def plain_gradient(model: Any, adapter: LoraWeights, samples: Sequence[Sample], dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradient of −Σ A·log π / tokens, that of every policy loss at ρ = 1, in the order of ``Adapter.flat``.
+    """Return the gradient of −Σ A·log π / tokens, which every policy loss has at ratio 1, in the order of
+    ``Adapter.flat``.
 
-    By autograd alone: one sequence at a time, the textbook's attention, all logits at once, ΔW·x added to outputs.
+    Uses autograd alone: one sequence at a time, plain attention, all logits at once, ΔW·x added to each layer's output.
     """
     device = next(model.parameters()).device
     leaves: list[torch.Tensor] = []
@@ -179,7 +180,7 @@ def resumed_equals_uninterrupted(subject: DoctorModel) -> Result:
 
 
 def resume(path: str) -> None:
-    """In the new process: load the checkpoints of all lanes, train on, and write the digests."""
+    """Load the checkpoints of all lanes, train on, and write the digests; runs in the new process."""
     folder = Path(path)
     source = pickle.loads((folder / "source.pickle").read_bytes())
     with DoctorModel.open(source) as subject:

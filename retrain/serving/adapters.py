@@ -20,8 +20,8 @@ from retrain.types import PolicyRef
 
 @dataclass(frozen=True, eq=False)
 class ServedWeights:
-    """Weights served under a name. ``ref`` is new each time that weights are loaded under the name. ``parent`` is None
-    for the base; ``root`` is the source."""
+    """Weights served under a name. ``ref``: new for every load, also under the same name. ``parent``: the base's name,
+    None for the base itself. ``root``: the adapter's directory, "upload", or the base's name."""
 
     name: str
     ref: PolicyRef
@@ -37,8 +37,8 @@ def zero_weights(shapes: Sequence[LayerShape], rank: int, scale: float, device: 
 
 
 def read_weights(directory: Path, base: BaseModel, shapes: Sequence[LayerShape]) -> LoraWeights:
-    """Read the LoRA adapter in a PEFT directory; layers that it does not contain get zeros. Raises ModelError when it
-    is not an adapter, or not one of this base."""
+    """Read the LoRA adapter in a PEFT directory; layers without an adapter get zeros. Raises ModelError for files that
+    are no such adapter, layers that the base does not have in this size, and numbers that are not finite."""
     try:
         with AdapterFile(directory) as file:
             file.require_plain()

@@ -22,8 +22,8 @@ BodyType = TypeVar("BodyType", bound=SamplingBody)
 
 
 class ChoicesResponse(StreamingResponse, Generic[BodyType]):
-    """``n`` choices for each of the prompts, which are token ids. The generations are cancelled when the client
-    disconnects."""
+    """Response with ``body.n`` choices for each prompt (token ids). When it ends, as by a disconnect of the client, its
+    generations are cancelled."""
 
     kind: ClassVar[str]  # "object" of an answer
     chunk_kind: ClassVar[str]  # "object" of a part of a streamed answer
@@ -49,7 +49,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
                 generation.is_cancelled = True
 
     async def stream_response(self, send: Send) -> None:
-        """Send the whole answer or the stream that the request asks for; cancelled when the client disconnects."""
+        """Send one JSON answer, or server-sent events if the request asks for a stream."""
         if self.body.stream:
             await super().stream_response(send)
             return
@@ -61,7 +61,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
         await send({"type": "http.response.body", "body": answer.body})
 
     async def _pieces(self) -> AsyncIterator[tuple[GenerationState, Piece]]:
-        """Yield pieces until the last generation ends. Raises ServingError when one fails."""
+        """Yield pieces until the last generation ends. Raises ServingError when a generation fails."""
         running = len(self.generations)
         while running:
             generation, piece = await self.generations[0].pieces.get()
@@ -73,7 +73,6 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
             yield generation, piece
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
         try:
             async for chunk in self._chunks():
                 yield _event(chunk)
@@ -90,7 +89,6 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
             yield self.head | {"choices": [], "usage": self._usage()}
 
     async def _choice(self, generation: GenerationState, piece: Piece) -> JsonObject:
-        """Return a choice, or the streamed part ``piece`` of it."""
         choice: JsonObject = {
             "index": generation.index,
             "logprobs": None,
@@ -106,7 +104,7 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     async def tops(self, generation: GenerationState, piece: Piece, top: int) -> Sequence[Tops]:
-        """Return the ``top`` most probable tokens at each token of ``piece``."""
+        """Return the ``top`` most probable tokens at each token of ``piece``; empty for 0."""
         if not top or not piece.token_ids:
             return [()] * len(piece.token_ids)
         begin = len(generation.prompt_ids) + piece.begin
@@ -130,12 +128,12 @@ class ChoicesResponse(StreamingResponse, Generic[BodyType]):
         return ()
 
     def prompt_ids(self) -> JsonObject:
-        """Return the prompt's token ids where the answer has them beside its choices."""
+        """Return the answer's field with the prompt's token ids; {} if the answer has none beside its choices."""
         return {}
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability as a number that JSON can represent."""
+    """Return the log-probability, raised to ``LEAST_LOGPROB`` if it is lower, infinite or NaN."""
     return max(logprob, LEAST_LOGPROB) if math.isfinite(logprob) else LEAST_LOGPROB
 
 

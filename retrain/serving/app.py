@@ -30,7 +30,7 @@ MAX_UPLOAD = 1 << 30  # Bytes of the body of a request that holds an adapter
 
 
 def app_of(service: Service, api_key: str | None = None) -> Starlette:
-    """Return the application. ``api_key`` is the Bearer token; None accepts this machine only."""
+    """Return the application. ``api_key`` is the Bearer token; without one, only this machine has access."""
 
     def get(path: str, handler: Callable[[Service], Response]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -72,7 +72,8 @@ def app_of(service: Service, api_key: str | None = None) -> Starlette:
 
 
 def _check_access(request: Request, api_key: str | None) -> None:
-    """Raise ServingError for a request without the key, or from another machine where there is no key."""
+    """Raise ServingError: 401 without the key (/health and /version need none), or 403 from another machine if no key
+    is set."""
     if api_key is None:
         if not is_local(request.url.hostname or "") or (request.client and not is_local(request.client.host)):
             raise ServingError(403, "this server answers programs of its own machine only")
@@ -96,7 +97,6 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that has raised an error."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):

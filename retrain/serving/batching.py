@@ -28,19 +28,19 @@ from retrain.types import Action, PolicyRef, SampleRequest
 T = TypeVar("T")
 PIECE_TOKENS = {"cpu": 16, "cuda": 64}
 """Tokens between two checks for arrivals: on a CPU as many as a small model decodes in one call, on a GPU enough to
-amortise capturing the step again."""
+amortise capturing the CUDA graph of a step again."""
 MAX_ROWS = 256  # Most generations decoded at once; the others wait
 LANES_WASTE = 2.0
-"""Lanes of a decode batch have as many rows as the busiest one; adapters are decoded in separate batches if padding
-would raise the rows to this multiple."""
+"""Limit of padded rows per generation. Lanes of a decode batch have as many rows as the fullest one; adapters whose
+padding would exceed the limit are decoded in separate batches."""
 BROKEN = "�"  # Replacement character, for incomplete bytes
 
 
 @dataclass(eq=False)
 class Piece:
-    """Tokens of a generation since the last piece, or all of them. ``begin`` is the number of tokens before it,
-    ``text`` what it has made certain, which its reader decodes (``GenerationState.new_text``). ``finish_reason`` is
-    None while the generation continues; ``stop_reason`` is the requested stop text or token that ended it."""
+    """Tokens of a generation since the last piece, or all of them (``total``). ``begin``: number of tokens before them.
+    ``text``: text that can no longer change, set by the reader with ``GenerationState.new_text``. ``finish_reason``:
+    None while the generation continues. ``stop_reason``: the stop text or token id that ended it."""
 
     begin: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -52,9 +52,9 @@ class Piece:
 
 @dataclass(eq=False)
 class GenerationState:
-    """One sequence to sample after ``prompt_ids`` with the sampling and stop conditions of ``body``. ``stream``
-    identifies its random numbers, ``deadline`` refers to ``time.monotonic``. ``total`` has everything until now;
-    ``pieces`` gets each piece, or the error that ended the generation."""
+    """One sequence to sample after ``prompt_ids`` with the sampling and stop conditions of ``body``. ``stream`` is the
+    key of its random numbers, ``deadline`` a time of ``time.monotonic``. ``total`` has everything until now; ``pieces``
+    gets each piece, or the error that ended the generation."""
 
     index: int
     served: ServedWeights
@@ -74,7 +74,7 @@ class GenerationState:
         return self.max_tokens - len(self.total.token_ids)
 
     def add(self, action: Action) -> None:
-        """Append what the engine has sampled, and deliver the piece, truncated where a stop condition is met."""
+        """Append the sampled tokens, truncate them at a stop condition, and deliver the new ones as a piece."""
         total, body, before = self.total, self.body, len(self.total.token_ids)
         total.token_ids += action.token_ids
         stop = next((i for i in range(before, len(total.token_ids)) if total.token_ids[i] in body.stop_token_ids), None)
@@ -97,7 +97,7 @@ class GenerationState:
         self.pieces.put_nowait((self, piece))
 
     def _apply_stop_texts(self, before: int) -> None:
-        """Remove the tokens after the first stop text that the tokens from ``before`` on complete."""
+        """Truncate after the token that completes the first stop text. ``before``: number of tokens checked before."""
         total = self.total
         if not self._matches(len(total.token_ids)):
             return
@@ -110,8 +110,8 @@ class GenerationState:
         return [(text.find(stop), stop) for stop in self.body.stop if stop in text]
 
     def new_text(self, piece: Piece) -> str:
-        """Return the text that this piece, the next one delivered, has made certain: what may begin a stop text or is
-        half a character is held back until the generation ends. Adds it to ``total``."""
+        """Return the text that this piece adds, and append it to ``total``; pieces come in order. Text that may begin a
+        stop text, and half a character, are held back until the generation ends."""
         total, keeps_stop = self.total, self.body.include_stop_str_in_output
         hides_last = isinstance(piece.stop_reason, int) and not keeps_stop
         text = self.tokenizer.decode(total.token_ids[: piece.begin + len(piece.token_ids) - hides_last])
@@ -127,7 +127,7 @@ class GenerationState:
 
 
 class Batcher:
-    """Decodes generations; at most ``max_waiting`` of them wait. Everything but ``call`` belongs to the event loop."""
+    """Decodes generations, ``max_rows`` at once. All methods but ``call`` belong to the event loop's thread."""
 
     def __init__(self, engine: LocalEngine, max_waiting: int, max_rows: int = MAX_ROWS):
         self.engine, self.max_waiting, self.max_rows = engine, max_waiting, max_rows
@@ -147,11 +147,11 @@ class Batcher:
         return len(self._active), len(self._waiting)
 
     def stop(self) -> None:
-        """Stop after the current piece."""
+        """Wait for the calls that were submitted, and end the engine's thread."""
         self._thread.shutdown()
 
     def submit(self, generations: Sequence[GenerationState]) -> None:
-        """Queue generations, all or none. Raises ServingError: 400 if they never fit, 503 when the queue is full."""
+        """Queue all generations or none. Raises ServingError: 400 if too many, 503 if full or decoding failed."""
         waiting, limit = len(self._waiting), self.max_waiting
         if len(generations) > limit:
             raise ServingError(400, f"{len(generations)} completions in one request; this server takes {limit}", "n")
@@ -176,7 +176,7 @@ class Batcher:
         return self._thread.submit(task)
 
     async def _run(self) -> None:
-        """Decode until no generation is left."""
+        """Decode until no generation is left. An error fails all generations and is kept as ``failure``."""
         try:
             while self._active or self._waiting:
                 self._drop_overdue()
@@ -192,7 +192,6 @@ class Batcher:
             self._waiting.clear()
 
     def _drop_overdue(self) -> None:
-        """Drop generations that were cancelled or have passed their deadline."""
         now = time.monotonic()
         gone = {each for each in (*self._active, *self._waiting) if each.is_cancelled or each.deadline < now}
         self._waiting = deque(each for each in self._waiting if each not in gone)
@@ -234,7 +233,6 @@ class Batcher:
         self._remove(each for each in batch if each.total.finish_reason)
 
     def _batches(self) -> list[list[GenerationState]]:
-        """Return the running generations in batches whose lanes are about equally full."""
         lanes: dict[PolicyRef, list[GenerationState]] = {}
         for generation in self._active:
             lanes.setdefault(generation.served.ref, []).append(generation)
@@ -249,7 +247,7 @@ class Batcher:
         return batches
 
     def _requests(self, batch: Sequence[GenerationState]) -> Iterable[tuple[SampleRequest, list[GenerationState]]]:
-        """Yield the engine's requests; generations that begin with equal prompts and sampling share one."""
+        """Yield requests with their generations. New ones of equal prompt, weights and sampling share a request."""
         alike: dict[object, list[GenerationState]] = {}
         for generation in batch:
             limit, body = min(generation.remaining_tokens, self.piece_tokens), generation.body

@@ -28,7 +28,7 @@ async def answer(service: Service, body: ChatBody) -> ChoicesResponse[ChatBody]:
 
 def rendered(tokenizer: Any, messages: Sequence[MessageBody], tools: Tools, more: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the token ids of a conversation up to the start of the answer. ``more`` are variables of the template.
-    Raises ServingError for what the template rejects."""
+    Raises ServingError (400) if the template rejects the conversation or a variable has a reserved name."""
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     if taken := sorted(reserved & set(more)):
         raise ServingError(400, f"chat_template_kwargs cannot hold {taken[0]}", "chat_template_kwargs")

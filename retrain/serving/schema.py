@@ -97,7 +97,7 @@ class TextPart(Body):
 
 
 def _joined(content: object) -> object:
-    """Return the content of a message as one text, which every template takes."""
+    """Return text parts of a message joined by newlines, other content unchanged. Rejects parts that are not text."""
     if not isinstance(content, list):
         return content
     try:
@@ -107,7 +107,7 @@ def _joined(content: object) -> object:
 
 
 def _arguments(arguments: object) -> object:
-    """Return the arguments of a call, which OpenAI's API has as JSON text, as an object."""
+    """Return the arguments of a call, which OpenAI's API sends as JSON text, as an object; {} if empty."""
     decoded = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
     return {} if decoded is None else decoded
 
@@ -155,7 +155,6 @@ class ChatTool(Body):
 
 
 def _tool(tool: dict[str, object]) -> dict[str, object]:
-    """Return the tool as it was sent, which is what the template renders, after checking it."""
     ChatTool.model_validate(tool)
     return tool
 
@@ -165,7 +164,7 @@ Messages = Annotated[list[MessageBody], Field(min_length=1)]
 
 
 def _prompts(prompt: object, validate: ValidatorFunctionWrapHandler) -> object:
-    """Return the list of prompts, with one message in place of one for each form."""
+    """Return the list of prompts. A mistake raises one error, not one for each form that is accepted."""
     is_single = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int))
     try:
         return validate([prompt] if is_single else prompt)
@@ -187,8 +186,6 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """Fields of completions and chats."""
-
     model_config = ConfigDict(extra="allow")  # for the fields that are not supported
 
     model: Name | None = None
@@ -209,7 +206,6 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def check(self) -> "SamplingBody":
-        """Raise ServingError for fields that are not supported, and for those that contradict each other."""
         for name, neutral in NOT_SUPPORTED.items():
             if (self.model_extra or {}).get(name, neutral) != neutral:
                 raise ServingError(400, f"{name} is not supported: leave it out", name)
@@ -256,7 +252,7 @@ class ChatBody(SamplingBody):
 
 
 class LoadBody(Body):
-    """``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
+    """Body of ``/v1/load_lora_adapter``: a directory of this machine, or the files by name in base64."""
 
     lora_name: Name
     lora_path: Name | None = None
@@ -269,7 +265,7 @@ class UnloadBody(Body):
 
 
 class TokenizeBody(Body):
-    """``/tokenize`` of a text, or of messages."""
+    """Body of ``/tokenize``: either ``prompt`` or ``messages``."""
 
     model: Name | None = None
     prompt: str | None = None

@@ -13,8 +13,8 @@ from retrain.policy.packing import Layout
 from retrain.serving.schema import SamplingBody
 from retrain.types import Sample
 
-Tops = Sequence[tuple[int, float]]  # Tokens of the highest log-probabilities, the highest first
-ROWS = 256  # Places whose logits are in memory at once
+Tops = Sequence[tuple[int, float]]  # (token id, log-probability), the most probable first
+ROWS = 256  # Positions whose logits are in memory at once
 
 
 def score(
@@ -26,9 +26,9 @@ def score(
     sampling: SamplingBody | None,
     top: int,
 ) -> tuple[list[float], list[Tops]]:
-    """Return the log-probability of each of ``token_ids[begin:]`` given the tokens before it, and the ``top`` most
-    probable tokens. ``sampling``: parameters whose distribution is used (temperature 0 counts as 1); None is the
-    model's own distribution. ``begin`` is at least 1."""
+    """Return the log-probability of each of ``token_ids[begin:]`` (``begin`` ≥ 1) given the tokens before it, and the
+    ``top`` most probable tokens in its place. ``sampling``: parameters whose distribution is used, temperature 0 as 1;
+    None for the model's distribution at temperature 1."""
     given, asked = token_ids[:begin], token_ids[begin:]
     zeros_T = np.zeros(len(asked))
     batch = collate([Sample.single_turn(given, asked, zeros_T, zeros_T)], base).to(base.device)

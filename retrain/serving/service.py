@@ -1,4 +1,4 @@
-"""Serve one base with adapters over it."""
+"""Serve one base model with adapters over it: the object that the HTTP routes call."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ JSON_BYTES = 6  # Largest number of bytes that JSON needs for one character of a
 
 
 class Service:
-    """A base with its lanes and engine, which it owns until ``close``. ``name`` is the base's."""
+    """A served base model with its adapters. Owns lanes and engine until ``close``. ``name``: the base's name in
+    requests."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Service:
         await asyncio.wrap_future(self._put(name, path or "upload", weights))
 
     def _check_new(self, name: str, load_inplace: bool) -> None:
-        """Raise ServingError (400) for a name that is in use."""
+        """Raise ServingError (400) for a name that is in use, and when MAX_ADAPTERS are loaded."""
         if name == self.name:
             raise ServingError(400, f"The lora adapter '{name}' conflicts with a served base model.", "lora_name")
         if name in self.served and not load_inplace:
@@ -119,7 +120,7 @@ class Service:
         return published
 
     def unload(self, name: str) -> None:
-        """Stop serving the adapter; running generations end with it. Raises ServingError (404)."""
+        """Stop serving the adapter. Running generations still finish with it. Raises ServingError (404)."""
         if name == self.name or name not in self.served:
             raise ServingError(404, f"The lora adapter '{name[:200]}' cannot be found.", "lora_name")
         self.batcher.retire(self.served.pop(name).ref)

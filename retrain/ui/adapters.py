@@ -1,6 +1,6 @@
-"""The spectra of trained LoRA adapters, one module in memory at a time, and how far two of them span the same space.
+"""Compute the spectra of trained LoRA adapters, and how far the updates of two adapters span the same space.
 
-As ``maths.squeeze`` computes them, with numpy: a page server is to stay far below the memory that torch takes.
+Follows ``maths.squeeze`` in numpy, one module in memory at a time: torch would take more memory than the page's server.
 """
 
 import json
@@ -17,29 +17,29 @@ import numpy as np
 from retrain.files import Stamp, read_json, stamp_of
 from retrain.records.schema.base import Row
 
-DIRECTIONS = 4  # Leading directions of an update that two adapters are compared in
-MOST_DIRECTIONS = 32  # Modules whose directions are cached: those of a large model would take its memory many times
+DIRECTIONS = 4  # Leading singular directions in which a module of two adapters is compared
+MOST_DIRECTIONS = 32  # Most modules of an adapter whose directions are cached; all would take too much memory
 MOST_HEADER, MOST_FACTOR = 8 << 20, 1 << 28
 TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """One module: singular values of ΔW, descending, and its leading left directions [out, k] of unit length."""
+    """Spectrum of a module's ΔW: singular ``values``, descending; left singular vectors ``directions`` [out, k]."""
 
     values: np.ndarray
     directions: np.ndarray
 
     @property
     def energy(self) -> np.ndarray:
-        """Share of Σs² in the first k values, for k = 1 … rank; all 0 of an untrained module."""
+        """Share of Σs² in the first k values, for k = 1 … rank; all 0 for an untrained module."""
         squares = np.cumsum(self.values.astype(np.float64) ** 2)
         return squares / squares[-1] if len(squares) and squares[-1] > 0 else np.zeros(len(squares))
 
 
 def spectra(weights: Path, settings: Path) -> dict[str, Spectrum]:
-    """Return every module's spectrum, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises ValueError
-    for files of another kind."""
+    """Return the spectrum of every module, from ``adapter_model.safetensors`` and ``adapter_config.json``. Raises
+    ValueError if these are not the files of a LoRA adapter."""
     return _spectra(weights, settings, (stamp_of(weights), stamp_of(settings)))
 
 
@@ -59,7 +59,8 @@ def _spectra(weights: Path, settings: Path, stamps: tuple[Stamp | None, ...]) ->
 
 
 def overlap(a: Spectrum, b: Spectrum) -> float | None:
-    """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance; None where one has none."""
+    """Return ‖U₁ᵀU₂‖²/k of the leading k directions: 1 for the same space, k/out by chance. None without directions or
+    for modules of different size."""
     k = min(a.directions.shape[1], b.directions.shape[1])
     if not k or a.directions.shape[0] != b.directions.shape[0]:
         return None

@@ -1,4 +1,4 @@
-"""Answers of the API: JSON with an ETag, errors of one sentence, and what is asked for in a query."""
+"""Build answers of the API (JSON with an ETag, errors of one sentence), and read the parameters of a query."""
 
 import math
 import zlib
@@ -25,7 +25,7 @@ class ApiError(Exception):
 
 
 class Query:
-    """The values of a request's query. A value of another kind raises ApiError (400)."""
+    """Query parameters of a request. Its methods raise ApiError (400) for a missing or invalid value."""
 
     def __init__(self, source: Request | QueryParams):
         self._values = source.query_params if isinstance(source, Request) else source
@@ -34,14 +34,13 @@ class Query:
                 raise ApiError(400, f"the value of {name[:40]!r} is too long, or holds a NUL")
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return one value, or the default; ApiError (400) where there is neither."""
         value = self._values.get(name, default)
         if value is None:
             raise ApiError(400, f"the query needs {name}=…")
         return value
 
     def texts(self, name: str, most: int, default: Sequence[str] = ()) -> list[str]:
-        """Return every value of a name that may be repeated, each once; at least one."""
+        """Return the distinct values of a parameter that may be repeated: one at least, ``most`` at most."""
         values = list(dict.fromkeys(self._values.getlist(name))) or list(default)
         if not values:
             raise ApiError(400, f"the query needs {name}=…")
@@ -59,7 +58,6 @@ class Query:
         return int(value)
 
     def real(self, name: str) -> float | None:
-        """Return a finite number; None where it is not given."""
         text = self.text(name, "")
         if not text:
             return None
@@ -79,8 +77,8 @@ class Query:
 
 
 class JsonRoute(Route):
-    """A GET route and the function that computes its JSON from a query, in a thread of the server's pool. Its errors,
-    and those of files, become one sentence."""
+    """A GET route. ``answer`` computes its JSON from a query, in a thread of the server's pool. An ApiError,
+    RetrainError or OSError becomes a JSON error of one sentence."""
 
     def __init__(self, path: str, answer: Callable[[Query], object]):
         def endpoint(request: Request) -> Response:
@@ -104,7 +102,7 @@ def error_response(status: int, text: str) -> JSONResponse:
 
 
 def _json_response(request: Request, value: object) -> Response:
-    """Return ``value`` as strict JSON, or 304 where the client has it already."""
+    """Return ``value`` as strict JSON, or status 304 if the client already has it."""
     body = dumps(value).encode()
     tag = f'W/"{zlib.crc32(body):08x}{len(body):x}"'
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
@@ -114,7 +112,7 @@ def _json_response(request: Request, value: object) -> Response:
 
 
 def plain(values: np.ndarray) -> list[float | None]:
-    """Return numbers for JSON: integers as they are, others rounded to the digits that float32 has, NaN and infinities
+    """Return numbers for JSON: integers unchanged, others rounded to ``DIGITS`` significant digits, NaN and infinities
     as None."""
     if np.issubdtype(values.dtype, np.integer):
         return values.tolist()

@@ -1,4 +1,4 @@
-"""A campaign's outcome in one banner: its state, its failures and how to go on, and the verdict in one sentence."""
+"""Build a campaign's banner: its state, its failures, the command to resume, and the verdict in one sentence."""
 
 import shlex
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from retrain.ui.library import Library
 from retrain.ui.sources import Home, RunSource
 
 MOST_FAILURES = 20
-LOG_LINES = 400  # Last lines of a log in which the traceback is looked for
+LOG_LINES = 400  # Last lines of a log that are searched for a traceback
 TRACEBACK = "Traceback (most recent call last):"
 WORDS = {"done": "finished", "running": "in training", "pending": "not begun"}
 
@@ -56,13 +56,12 @@ def failure_of(library: Library, run: RunSource) -> JsonObject:
 
 
 def _message(text: str) -> str:
-    """Return a line of a log without its date, time and level, which take 28 characters."""
     return text[28:] if text[20:27].rstrip() in ("info", "warning", "error") else text
 
 
 def resume_command(library: Library, home: Home) -> JsonObject | None:
-    """Return {"command", "now"}: the command that continues failed and interrupted runs, and whether it can be typed
-    while nothing else trains them; None where nothing is left, or another tool trained them."""
+    """Return {"command", "now"}: the command that continues failed and interrupted runs, and whether nothing else is
+    training, so that it can be typed now. None if there is nothing to resume, or another tool trained the runs."""
     campaign = library.campaign(home.location)
     states = {run.state for run in campaign.runs}
     is_running = "running" in states

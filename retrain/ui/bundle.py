@@ -1,10 +1,10 @@
 """``retrain ui --bundle OUT``: a copy of the page and of what it shows, as files that a browser opens without a server.
 
-The answers are those of the API, asked for here and written as scripts that the page loads when a view needs them
-(``static/copy.js``). A copy holds what a reader of a finished campaign looks at: all curves and metrics over steps,
-the chief ones over tokens and time, verdicts, problems, the newest recorded rollouts token by token, the same prompt
-under every condition, notes, timelines and adapters. Filters, searches and histograms need the server. Of the paths of
-the machine that settings, notes and logs name, a copy has the last part alone.
+Answers of the API are computed here and written as scripts that the page loads when a view needs them
+(``static/copy.js``). A copy holds what a reader of a finished campaign looks at: all curves and metrics over steps, the
+chief ones over tokens and time, verdicts, problems, the newest recorded rollouts token by token, the same prompt under
+every condition, notes, timelines and adapters. Filters, searches and histograms need the server. Absolute paths in
+settings, notes and logs are cut to their last part.
 """
 
 import re
@@ -39,7 +39,7 @@ LOADED = ("theme.js", "uPlot.iife.min.js", "LICENSE")
 """Files that are copied besides styles and pictures; all modules are in the joined script."""
 POINTS = 600
 ROLLOUTS, PROBLEMS, ITERATIONS = 64, 400, 3
-"""Rollouts of an iteration, problems of a set, and recorded iterations of each run, the newest, that a copy holds."""
+"""Most rollouts of an iteration, problems of a set, and newest recorded iterations of a run that a copy holds."""
 WAIT_MS = 60_000
 
 FREE = ("points", "wait_ms", "since", "count")
@@ -47,20 +47,20 @@ PLAIN = ("first=0", "down=0", "sort=index", "sample=0")
 """Parts of a query that do not change the name of an answer, as in ``static/copy.js``."""
 
 OF_THE_MACHINE = ("places", "campaign", "compare", "log", "notes", "why", "timeline", "lora", "run", "runs")
-"""Answers whose texts are of programs and settings; those of models and problems stay as they are."""
+"""Endpoints whose answers get their paths cut; texts of models and problems stay as they are."""
 ABSOLUTE = re.compile(
     r"(?:(?<=file://)|(?<![\w/.:~…]))/(?!dev/null)(?:[^\s/\"'<>|:,;()\[\]{}]+/)+([^\s/\"'<>|:,;()\[\]{}]*)"
 )
 
 Question = tuple[str, JsonObject]  # The name of an endpoint and its query
-Questions = Iterator[tuple[str, list[Question]]]  # By the name of the file that holds their answers
+Questions = Iterator[tuple[str, list[Question]]]  # (name of the file for the answers, questions)
 
 
 def write_bundle(library: Library, out: Path, progress: Callable[[int, int], None] = lambda done, of: None) -> int:
-    """Write the copy into ``out``, which must not exist or be empty; return the bytes written. ``progress`` is called
-    with how many campaigns and runs are done, and of how many.
+    """Write the copy into ``out``, which must not exist or be empty; return the bytes written. ``progress`` gets the
+    number of campaigns and runs that are done, and of all.
 
-    Raises UsageError where something is there already, or there is nothing to show; StorageError of a disk.
+    Raises UsageError if ``out`` is in use or there is nothing to show, StorageError if a file cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there already; give a new directory: --bundle {out}-2")
@@ -91,7 +91,7 @@ def _write_page(out: Path) -> None:
 
 
 class Answers:
-    """Answers of the API, and the files of a copy that hold them; ``files`` are their names by those of the answers."""
+    """Writes answers of the API to files of a copy. ``files``: name of the file of each answer, by ``key_of``."""
 
     def __init__(self, context: ApiContext, folder: Path):
         self.context, self.folder = context, folder
@@ -111,7 +111,7 @@ class Answers:
         self._write(name, answers)
 
     def write_evolutions(self, name: str, home: Home) -> None:
-        """Write every held-out problem over the evaluations: all at once, since each answer would read every file."""
+        """Write ``/api/problem`` for all held-out problems at once; one by one, each answer would read every file."""
         runs = indices_of(self.context.library, home)
         answers: JsonObject = {}
         for held_out in self.sets(home):
@@ -139,7 +139,7 @@ def without_paths(value: object) -> object:
 
 
 def key_of(endpoint: str, query: JsonObject) -> str:
-    """Return the name of an answer, as ``nameOf`` in ``static/copy.js``."""
+    """Return the name of an answer, which is also that of ``nameOf`` in ``static/copy.js``."""
     pairs = sorted(f"{key}={value}" for key, value in query.items() if key not in FREE and value not in (None, ""))
     return f"{endpoint}?{'&'.join(pair for pair in pairs if pair not in PLAIN)}"
 
@@ -169,8 +169,8 @@ def _by_section(keys: Iterable[str]) -> list[list[str]]:
 
 
 def _of_conditions(answers: Answers, home: Home) -> Questions:
-    """Yield the first run of every condition against the first of the baseline, every held-out set by problem, and each
-    problem under the baseline and under every other condition where their last evaluations are recorded."""
+    """Yield the queries that compare conditions: their first runs with the baseline's, every held-out set by problem,
+    and each problem under the baseline and another condition, if both recorded their evaluations."""
     first = [runs[0] for label in home.labels if (runs := home.of(label))]
     yield "compare", [("compare", {"a": first[0].location, "b": other.location}) for other in first[1:]]
     for number, held_out in enumerate(answers.sets(home)):

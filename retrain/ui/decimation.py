@@ -1,4 +1,4 @@
-"""Smoothing of a run's rows, and thinning to the points that a chart can show. Smoothing comes first."""
+"""Smooth a run's rows, and thin them to the points that a chart can show. Smoothing comes first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEGLIGIBLE = 1e-17  # Weight of a row below which it is left out of an exponenti
 
 @dataclass(frozen=True)
 class Smoothing:
-    """``kind``: "none", "ema" with a weight below 1, "mean" over so many steps, or "auto", over so many points."""
+    """Smoothing of a line. ``amount``: weight below 1 for the ``kind`` "ema", steps for "mean", points for "auto"."""
 
     kind: str = "none"
     amount: float = 1.0
@@ -76,8 +76,8 @@ def exponential_average(values: np.ndarray, weight: float) -> np.ndarray:
 
 
 def extremes(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Return the indices of at most ``most`` points of a line (four or more), in order: of each stretch the least and
-    the greatest, and both ends of the line. NaN are left out."""
+    """Return the indices of at most ``most`` points of a line (four or more), in order: both ends, and the least and
+    the greatest in each of equal stretches. NaN are left out."""
     finite = np.flatnonzero(np.isfinite(y))
     if len(finite) <= most:
         return finite

@@ -1,27 +1,27 @@
-"""Differences of two texts by words, in bounded time.
+"""Compare two texts by words, in bounded time.
 
-A longest common subsequence, a row of it as the bits of one number (Hyyrö 2004, "Bit-parallel LCS-length computation
-revisited"): 6,000 words against 6,000 take some 20 ms, whatever they are.
+Computes a longest common subsequence; a row of its table is the bits of one integer (Hyyrö 2004, "Bit-parallel
+LCS-length computation revisited"). 6,000 words against any 6,000 others take about 20 ms.
 """
 
 import re
 from collections.abc import Sequence
 
 MOST_BITS = 200_000_000
-"""Words of one text times words of the other that are compared by words, 25 MB; what is longer is compared by lines."""
+"""Limit of words of one text times words of the other (25 MB of bits); longer texts are compared by lines."""
 _WORDS = re.compile(r"(?:\w+|[^\w\s])\s*|\s+")
 
 Change = tuple[str, int, int, int, int]
-""""equal", "replace", "delete" or "insert", and the places [from, to) on both sides, as ``difflib`` has them."""
+"""Kind ("equal", "replace", "delete" or "insert") and the ranges [from, to) in both texts, as in ``difflib``."""
 
 
 def words_of(text: str) -> list[str]:
-    """Return words and single signs, each with the white space behind it; joined they are the text."""
+    """Return words and punctuation marks, each with the white space after it; joined, they are the text."""
     return _WORDS.findall(text)
 
 
 def compared(first: str, second: str, most: int = MOST_BITS) -> tuple[list[str], list[str], list[Change], str]:
-    """Return both texts in pieces, the changes between them, and the kind of pieces: "words", "lines" of long texts."""
+    """Return both texts in pieces, the changes, and what the pieces are: "words", or "lines" for long texts."""
     a, b = words_of(first), words_of(second)
     if _bits(a, b) <= most:
         return a, b, changes(a, b), "words"
@@ -54,7 +54,7 @@ def changes(a: Sequence[str], b: Sequence[str]) -> list[Change]:
 
 
 def _ends(a: Sequence[str], b: Sequence[str]) -> tuple[int, int]:
-    """Return how many pieces are the same at the beginning, and of the rest at the end."""
+    """Return the number of equal pieces at the beginning, and of equal pieces at the end of the rest."""
     least = min(len(a), len(b))
     begin = next((i for i in range(least) if a[i] != b[i]), least)
     end = next((i for i in range(least - begin) if a[-1 - i] != b[-1 - i]), least - begin)
@@ -67,7 +67,7 @@ def _bits(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the places of a longest common subsequence. Bit i of row j is 0 where the longest one of ``b[:j]`` and
+    """Return the index pairs of a longest common subsequence (LCS). Bit i of row j is 0 if the LCS of ``b[:j]`` and
     ``a[: i + 1]`` is longer than that of ``b[:j]`` and ``a[:i]``."""
     places: dict[str, int] = {}
     for i, piece in enumerate(a):

@@ -1,6 +1,6 @@
-"""``/api/events``: changes of files, seen by their sizes and times, as server-sent events for open pages.
+"""``/api/events``: changes of files, detected by size and time, as server-sent events for open pages.
 
-Files are looked at once a second, and only while somebody listens.
+Files are checked once a second, and only while a page listens.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ WATCHED = {
     METRICS: "metrics", EVALS: "evals", NOTES: "notes", LOG: "log", ITERATIONS: "rollouts", SPANS: "timeline",
     FOREIGN: "metrics",
 }  # fmt: skip
-"""Files of a run that grow, and what a page calls it; last those of another tool."""
+"""Files of a run that grow, with the name of the change in events; last, those of another tool."""
 
 Snapshot = dict[str, JsonObject]  # Stamps and states of runs, by location
 
@@ -55,7 +55,7 @@ def events_route(context: ApiContext, closing: Callable[[], bool]) -> Route:
 async def stream(
     context: ApiContext, location: str | None, listeners: set[object], closing: Callable[[], bool]
 ) -> AsyncIterator[str]:
-    """Yield the events of one listener, about one location or all. It counts as a listener while it is read."""
+    """Yield events for one page, about one location or, for None, all. It is in ``listeners`` until it is closed."""
     listener = object()
     listeners.add(listener)
     try:

@@ -1,4 +1,4 @@
-"""Comparisons of campaigns, by the functions of ``retrain compare``: a thread makes them when files have changed."""
+"""Compare campaigns as ``retrain compare`` does, in a background thread, when their files have changed."""
 
 import math
 import time
@@ -34,15 +34,14 @@ ENDED = ("done", "failed", "stopped")
 ALONE = "one run of a campaign compares nothing: open its campaign"
 FOREIGN = "these files declare no conditions and no metric that decides: curves are shown, and nothing is tested"
 FILE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, ArithmeticError)
-"""Errors that files of any content may cause."""
 READ = (CONFIG, EVALS, EVALUATIONS)  # Files of a run that a comparison reads
-DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that it reads
+DECLARED = ("interim", "declared", "notes", "registry")  # Entries of a manifest that a comparison reads
 Signature = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The comparison of files with this signature, or why there is none; ``power`` has the lines about more seeds."""
+    """A comparison, or ``why`` there is none. ``power``: lines on seeds needed. ``fresh``: it is up to date."""
 
     signature: Signature
     comparison: Row | None
@@ -52,8 +51,8 @@ class Finding:
 
 
 class Findings:
-    """The comparisons of a library's campaigns. ``done`` of ``of`` runs and campaigns are read; both 0 without any to
-    read."""
+    """Comparisons of a library's campaigns. ``done`` of ``of`` queued runs and comparisons are finished; both are 0 if
+    nothing is queued."""
 
     def __init__(self, library: Library):
         self._library = library
@@ -61,15 +60,15 @@ class Findings:
         self._findings: dict[Path, Finding] = {}
         self._versions: dict[Path, int] = {}
         self._seconds: dict[Path, tuple[int, float]] = {}
-        self._requests: dict[Path, tuple[Home, Signature, bool]] = {}  # The latest of each campaign
+        self._requests: dict[Path, tuple[Home, Signature, bool]] = {}  # Latest request for each campaign
         self._queue: PriorityQueue[tuple[int, int, Path, RunSource | None]] = PriorityQueue()
         self._numbers = count()
         self._thread: Thread | None = None
         self.done = self.of = 0
 
     def comparison(self, home: Home, wait_s: float) -> Finding:
-        """Return what ``compare_directories`` returns for a campaign as it is now, or why there is nothing; the last
-        such answer, with ``fresh`` false, if that takes longer than ``wait_s``."""
+        """Return the comparison of a campaign's present files, or why there is none. If that takes longer than
+        ``wait_s`` seconds, return the last one, with ``fresh`` false."""
         if home.source != "retrain":
             return Finding((), None, FOREIGN)
         if not home.manifest:
@@ -87,7 +86,7 @@ class Findings:
             return last
 
     def last_comparison(self, home: Home) -> Row | None:
-        """Return the last comparison, or that which an ended campaign wrote, without a computation."""
+        """Return the last comparison, else the one that an ended campaign wrote, else None. Computes nothing."""
         if home.path in self._findings:
             return self._findings[home.path].comparison
         if home.source == "retrain" and home.state in ENDED:
@@ -103,8 +102,8 @@ class Findings:
         return math.fsum(seconds) if seconds else None
 
     def signature(self, home: Home) -> Signature:
-        """Return what changes with a comparison's result: states, settings, evaluations, declarations, interim
-        analyses and notes, but not rows of training."""
+        """Return a value that differs if the comparison may differ: states, settings, evaluations, declarations,
+        interim analyses and notes, but not rows of training."""
         runs = [(run.run_id, run.state, run.reason, *(stamp_of(run.path / name) for name in READ)) for run in home.runs]
         entries = [(entry["label"], entry["seed"], entry.get("seal")) for entry in home.manifest.get("runs", ())]
         stamps = stamp_of(home.path / PLAN), stamp_of(Registry(home.path).path)
@@ -121,8 +120,8 @@ class Findings:
         return written is not None and written >= newest and self.last_comparison(home) is not None
 
     def ask(self, homes: Iterable[Home], first: bool = False) -> None:
-        """Read and compare campaigns in the background where something is new, small ones before large ones; ``first``:
-        before all others. Reading a run again costs little, so that requests may overlap."""
+        """Read and compare campaigns with new files in the background, small ones before large ones; ``first``: before
+        all others. Reading a run again costs little, so that requests may overlap."""
         for home in homes:
             stamps = [stamp_of(run.path / METRICS) for run in home.runs]
             signature = (self.signature(home), stamps)
@@ -209,7 +208,7 @@ def verdict_of(comparison: Row | None) -> JsonObject | None:
 
 
 def power_of(home: Home, comparison: Row) -> list[JsonObject]:
-    """Return how many fresh seeds would show the differences seen so far: lines of words, and of TOML to paste."""
+    """Return, by condition, a sentence on the seeds that would show its present difference, and TOML to paste."""
     others = comparison["conditions"][1:]
     if not others or not home.manifest:
         return []

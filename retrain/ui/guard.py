@@ -1,8 +1,7 @@
-"""Checks of every request: the name under which the server is asked, the token, and that it only reads.
+"""Check every request: the Host header, the token, and that it only reads.
 
-A page of somebody else's that the same browser has open must not read anything here: it cannot name this server as its
-own (the Host header is checked, against names that are rebound to 127.0.0.1), gets no permission to read across
-origins, and cannot listen to events, since that takes this page's origin.
+Another site that is open in the same browser must not read anything here. The Host header is checked against DNS
+rebinding, no answer permits reading across origins, and events need this page's origin.
 """
 
 import hmac
@@ -20,7 +19,7 @@ from retrain.ui.answers import error_response
 from retrain.util.addresses import is_local
 
 LISTENED = ("/api/events",)
-"""Paths whose answer does not end. The number of listeners is limited, so another page must not take their places."""
+"""Paths with endless answers. The number of listeners is limited, so that another site must not use them up."""
 MOST_QUERY = 16_384  # Bytes of a query
 CSP = "; ".join((
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' data:", "connect-src 'self'",
@@ -36,7 +35,7 @@ HEADERS = {
 
 
 class Guard:
-    """The outermost layer of the application. ``host`` is where it listens; ``token``: what a request must bring."""
+    """Outermost layer of the application. ``host``: where it listens; ``token``: None if requests need none."""
 
     def __init__(self, app: ASGIApp, host: str, token: str | None = None, port: int = 0):
         self.app, self.host, self.token = app, host, token
@@ -68,14 +67,15 @@ class Guard:
         return None
 
     def _is_ours(self, name: str) -> bool:
-        """Return whether a name is this server's. A number cannot be rebound; the port may be a tunnel's other end."""
+        """Return whether a Host name is this server's. IP addresses cannot be rebound; the port may be a tunnel's."""
         if is_local(self.host):
             return is_local(name)
         names = {self.host, "localhost", socket.gethostname(), socket.getfqdn()}
         return _is_number(name) or name in {each.lower() for each in names}
 
     def _without_token(self, scope: Scope, headers: Headers) -> Response | None:
-        """Return None where the token is right: in the cookie, as a Bearer, or in the query, which sets the cookie."""
+        """Return None if the cookie or Bearer token is right; a redirect that sets the cookie if the query's token is
+        right; else 401."""
         if self.token is None:
             return None
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
@@ -98,13 +98,13 @@ class Guard:
 
 
 def name_in(host: str) -> str:
-    """Return the lower-case name in a Host header, without its port and a number's brackets; "" where it is none."""
+    """Return the lower-case name in a Host header, without port and brackets; "" if the header is malformed."""
     found = re.fullmatch(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]+)?", host)
     return (found[1] or found[2] or "").lower().rstrip(".") if found else ""
 
 
 def _is_cross_site(headers: Headers) -> bool:
-    """Return whether a browser says that another page asks. A program that is no browser sends neither header."""
+    """Return whether a browser's headers name another origin. Programs that are no browsers send neither header."""
     origin = headers.get("origin")
     ours = {f"{scheme}://{headers.get('host', '')}" for scheme in ("http", "https")}
     if origin is not None and origin not in ours:

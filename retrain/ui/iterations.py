@@ -1,8 +1,8 @@
-"""Rollouts of a run, iteration by iteration: the index of its files, and the rollouts of one of them.
+"""Index the iterations (training steps and evaluations) of a run, and read the rollouts of one iteration.
 
-A run that keeps ``iterations.jsonl`` is never listed; of one of an earlier release the names of the summary files say
-what there is. A recorded iteration comes whole out of its file of tokens; of any other the summary lines and the
-shortened texts of ``emergence/`` remain.
+The index is ``iterations.jsonl``; runs of earlier releases have none, and the names of their summary files are listed.
+A recorded iteration has all of its rollouts in a file of tokens. For others there are summary lines and the shortened
+texts of ``emergence/``.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from retrain.records.tokens import TokenFile
 from retrain.util.jsonl import Tail, json_lines
 
 TOOL_ERRORS = "tools/tool_errors"
-CACHED_FILES = 16  # Recorded iterations of which the problems' groups are cached
+CACHED_FILES = 16  # Recorded iterations whose groups by problem are cached
 _COMPLETION: FieldKinds = {kinds.is_count: "step group sample", kinds.are_texts: "tags", kinds.is_text: "completion"}
 _ROLLOUT: FieldKinds = {
     kinds.is_count: "group_idx traj_idx",
@@ -43,7 +43,8 @@ _COUNTS = {"groups": kinds.is_count, "rollouts": kinds.is_count, "correct": kind
 
 @dataclass(frozen=True)
 class IterationEntry:
-    """A line of the index; the counts are None where a run of an earlier release left none."""
+    """A line of the index. ``lines``: byte range of its shortened texts; ``tokens``: name of its file of tokens. Both,
+    and the counts, are None if the index does not have them."""
 
     split: str
     number: int
@@ -61,7 +62,7 @@ class IterationEntry:
 
 
 class Index:
-    """The iterations of one run, read on as they come. Every ``refresh`` costs what is new; several threads may.
+    """Iterations of one run; thread-safe. ``refresh`` reads only what is new.
 
     ``location`` is the name of the run's directory in errors.
     """
@@ -73,8 +74,8 @@ class Index:
         self._iterations: dict[tuple[str, int], IterationEntry] = {}
 
     def refresh(self) -> Mapping[tuple[str, int], IterationEntry]:
-        """Return all iterations by split and number, in the order in which they were made. The
-        mapping is never mutated."""
+        """Return all iterations by split and number, in the order in which they were made. The mapping is never
+        mutated."""
         with self._lock:
             if self.file(ITERATIONS) is None:
                 self._tail, self._iterations = Tail(self.run / ITERATIONS), {}
@@ -102,8 +103,8 @@ class Index:
         return _groups(path, f"{self.location}/{iteration.tokens}", stamp_of(path)).get(problem, ())
 
     def lines(self, name: str, fields: FieldKinds, begin: int = 0, end: int | None = None) -> Iterator[Row]:
-        """Yield the objects between two bytes of a file, read in pieces; lines that are none, and a file that is gone,
-        give nothing. Raises CheckpointError for an object with a value of another kind."""
+        """Yield the JSON objects between two bytes of a file; skips other lines, yields nothing if the file is missing.
+        Raises CheckpointError if a value does not have the kind that ``fields`` says."""
         for at, row in json_lines(self.file(name), begin, end):
             try:
                 yield checked(row, {}, fields)
@@ -123,7 +124,7 @@ class Index:
         return self.lines(name, _COMPLETION, begin, end)
 
     def get(self, split: str, number: int | None) -> IterationEntry:
-        """Return an iteration; for None the newest recorded one, or else the newest. Raises UsageError without one."""
+        """Return an iteration; for None the newest recorded, else the newest one. Raises UsageError if none exists."""
         iterations = {iteration.number: iteration for iteration in self.of_split(split)}
         if not iterations:
             raise UsageError(f"{self.run.name} has sampled nothing as {split} yet")
@@ -154,8 +155,8 @@ def _iteration(row: Row) -> IterationEntry | None:
 
 
 def rollouts_of(index: Index, iteration: IterationEntry) -> list[Row]:
-    """Return every rollout of an iteration as far as it is recorded, in sampling order; ``whole`` says whether its
-    ``prompt`` and ``text`` are complete."""
+    """Return all rollouts of an iteration in sampling order, as far as they are recorded. ``whole``: their ``prompt``
+    and ``text`` are complete."""
     if (tokens := index.tokens(iteration)) is not None:
         with tokens as file:
             prompt = cache(file.prompt)
@@ -236,7 +237,7 @@ def _tool_errors(metrics: Row) -> int:
 
 
 def _texts(index: Index, iteration: IterationEntry) -> dict[tuple[int, int], Row]:
-    """Return the shortened completions of an iteration by group and sample; {} where the index has no lines of it."""
+    """Return the shortened completions of an iteration by group and sample; {} if the index does not locate them."""
     if iteration.lines is None:
         return {}
     texts: dict[tuple[int, int], Row] = {}

@@ -1,4 +1,4 @@
-"""The campaigns and runs below the given directories, read again only where files changed."""
+"""Find the campaigns and runs below the given directories; files are read again only after a change."""
 
 import os
 import time
@@ -25,11 +25,11 @@ FRESH_S = 0.8  # Seconds for which a reading is cached
 CHECKED_S = 0.5  # Seconds for which the check of a run's paths is cached
 MOST_FOLDERS = 5_000
 
-CachedHome = tuple[float, Hashable, Home | None]  # When a directory was read, its stamp, and what it is
+CachedHome = tuple[float, Hashable, Home | None]  # (time of reading, stamp, result) of a directory
 
 
 class Library:
-    """The campaigns and runs of some directories; safe to use from several threads."""
+    """Campaigns and runs of some directories; thread-safe."""
 
     def __init__(self, places: Places, pool: Pool):
         self.places, self.pool = places, pool
@@ -51,7 +51,7 @@ class Library:
         return sorted(homes, key=lambda home: (-(home.updated or 0.0), home.location))
 
     def home(self, location: str) -> Home:
-        """Return the campaign or run at a location; of a run of a campaign, that run alone. Raises ApiError (404)."""
+        """Return the campaign or run at a location; for a run of a campaign, that run alone. Raises ApiError (404)."""
         campaign = self._campaign_of(location)
         if campaign is not None:
             return campaign.of_run(next(run for run in campaign.runs if run.location == location))
@@ -61,7 +61,7 @@ class Library:
         return home
 
     def campaign(self, location: str) -> Home:
-        """Return the campaign at a location, or that of the run there; of a run without a campaign, the run itself."""
+        """Return the campaign at a location, or of the run there; for a run without a campaign, the run itself."""
         return self._campaign_of(location) or self.home(location)
 
     def run(self, location: str) -> RunSource:
@@ -72,8 +72,8 @@ class Library:
         return home.runs[0]
 
     def numbers(self, run: RunSource, refresh: bool = True, make: bool = False) -> Numbers:
-        """Return the numbers of a run, with what is new in its files; with ``make`` also what takes seconds to read.
-        Raises ApiError where one of its files leads elsewhere."""
+        """Return the metrics of a run, with what is new in its files; with ``make``, also what takes seconds to read.
+        Raises ApiError (404) if a file of the run is outside the given directories."""
         now = time.monotonic()
         if now - self._checked.get(run.path, -CHECKED_S) >= CHECKED_S:
             if not stays_inside(run.path, self.places):
@@ -90,7 +90,7 @@ class Library:
         return numbers.evaluations()
 
     def settings(self, run: RunSource) -> Row:
-        """Return the resolved settings, nested or flat; of ours also what the run began with."""
+        """Return the settings, nested or flat; for retrain's runs, all of ``config.json``."""
         if run.reader is not None and run.foreign is not None:
             return run.reader.config(run.foreign, self.places.file)
         return read_object(self.file(run, CONFIG))
@@ -136,7 +136,7 @@ class Library:
         return self.places.file(path, MANIFEST) is not None or is_our_run(path, self.places)
 
     def _below(self, path: Path, levels: int) -> Iterator[Path]:
-        """Yield the campaigns and runs at and below a directory, without looking inside of those found."""
+        """Yield the campaigns and runs at and below a directory, without searching inside them."""
         if self._is_ours(path):
             yield path
             return

@@ -1,6 +1,6 @@
-"""Lines of a metric, a point for each row of a run: smoothed over all rows, then cut to a part, then thinned.
+"""Compute lines of a metric: smooth all rows of a run, cut them to a part of the x axis, then thin them.
 
-Runs that belong together have a mean with the 95 % t interval over runs at each step, as the curves of a report.
+A group of runs has a mean with the 95 % t interval over runs at each step, as in the curves of a report.
 """
 
 import math
@@ -27,7 +27,7 @@ Window = tuple[float, float]  # Part of the x axis, both ends included
 
 @dataclass
 class Line:
-    """One run at ``steps``: ``values`` are smoothed, ``raw`` the recorded ones, ``xs`` their places on the x axis."""
+    """One run's line at ``steps``: ``values`` smoothed, ``raw`` as recorded, ``xs`` positions on the x axis."""
 
     run: RunSource
     steps: np.ndarray
@@ -49,7 +49,7 @@ def window_of_query(query: Query) -> Window | None:
 
 
 def inside(xs: np.ndarray, part: Window | None) -> slice:
-    """Return the points in a part of the x axis and one on either side, so that lines reach its edges."""
+    """Return the slice of the points in ``part`` and one more on either side, so that lines reach its edges."""
     if part is None:
         return slice(None)
     first, over = np.searchsorted(xs, part[0], "left"), np.searchsorted(xs, part[1], "right")
@@ -84,7 +84,7 @@ def _line_of(library: Library, run: RunSource, key: str, x: str) -> Line | None:
 
 
 def most_points(lines: int) -> int:
-    """Return the points of each of so many lines that are shown together."""
+    """Return the number of points of each line if ``lines`` lines are shown together."""
     return max(200, min(MOST_POINTS, ALL_POINTS // max(1, lines)))
 
 
@@ -99,10 +99,10 @@ def run_line(line: Line, most: int, part: Window | None) -> JsonObject:
 
 
 def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> JsonObject:
-    """Return ``mean`` [x, y] with ``raw``, the mean of the runs' own values, ``band`` [x, low, high] and ``n`` runs.
+    """Return ``mean`` [x, y], ``raw`` (mean of unsmoothed values), ``band`` [x, low, high] and ``n``, the run count.
 
-    The mean is over the finished runs; while none is, over all, up to the last step that all have (``of`` says which).
-    ``band`` is the interval (three runs or more), or with "range" the least and the greatest value.
+    The mean is at the steps that all runs have; ``of``: over "finished" runs, or "all" if none is. ``band``: 95 %
+    interval (three runs or more), or with "range" the least and the greatest value.
     """
     finished = [line for line in lines if line.run.state == "done"]
     chosen, of = (finished, "finished") if finished else (list(lines), "all")
@@ -124,7 +124,7 @@ def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band:
 
 
 def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean places on the x axis, smoothed and own values [lines, steps] at the steps that all lines have."""
+    """Return mean x [steps], smoothed values and raw values [lines, steps] at the steps that all lines have."""
     _, rows = _common(lines)
     xs, values, raw = (
         np.array([getattr(line, name)[at] for line, at in zip(lines, rows, strict=True)])
@@ -134,7 +134,7 @@ def _at_common_steps(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]]:
-    """Return the steps that all lines have, and where each line has them."""
+    """Return the steps that all lines have, and their indices in each line."""
     common = lines[0].steps
     for line in lines[1:]:
         if not np.array_equal(common, line.steps):  # most runs have the same
@@ -144,8 +144,8 @@ def _common(lines: Sequence[Line]) -> tuple[np.ndarray, list[np.ndarray | slice]
 
 
 def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
-    """Return the difference of every pair of runs with the same seed, at the steps that both have; of finished pairs
-    only once there is one."""
+    """Return the differences of runs to the baseline's run of the same seed, at the steps that both have. If some pairs
+    are finished, only those."""
     base = {line.run.pair: line for line in baseline}
     pairs = [(line, base[line.run.pair]) for line in lines if line.run.pair in base]
     both = [pair for pair in pairs if all(line.run.state == "done" for line in pair)]
@@ -159,7 +159,7 @@ def paired(lines: Sequence[Line], baseline: Sequence[Line]) -> list[Line]:
 
 
 def counts(lines: Sequence[Line], part: Window | None) -> list[list[float | None]]:
-    """Return [x, runs that have a value] wherever that changes."""
+    """Return [x, number of lines that have a value there] at every x where the number changes."""
     if not lines:
         return []
     longest = max(lines, key=lambda line: line.steps[-1])

@@ -1,4 +1,4 @@
-"""Runs as comparisons and reports see them (``RunResult``), from columns where their rows would not fit in memory."""
+"""Read runs as ``RunResult`` for comparisons; long ones from columns, as their rows would not fit in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,8 @@ GRADED = ("reward_min", "reward_max", "mean_reward", "reward_std")
 
 @dataclass
 class ColumnRun(RunResult):
-    """A run whose training metrics are read one column at a time. ``rows`` holds only its last row and a row from which
-    the kind of reward (right or wrong, or graded) is known."""
+    """A run whose training metrics are read one column at a time. ``rows`` has only its last row, and one that shows
+    whether rewards are graded or only 0 and 1."""
 
     numbers: Numbers | None = field(default=None, repr=False)
 
@@ -80,7 +80,7 @@ def _without_rows(directory: Path, entry: RunEntry, numbers: Numbers) -> ColumnR
 
 
 def _graded_row(numbers: Numbers) -> dict[str, float]:
-    """Return a row in which rewards had values other than 0 and 1, where there is one (``records.notes.is_graded``)."""
+    """Return a row with rewards other than 0 and 1 (``records.notes.is_graded``); {} if there is none."""
     with numbers.lock():
         low, high, mean, std = (numbers.column(key).astype(np.float64) for key in GRADED)
     with np.errstate(invalid="ignore"):
@@ -93,7 +93,8 @@ def _graded_row(numbers: Numbers) -> dict[str, float]:
 
 
 def points_of(numbers: Numbers, key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return float64 steps and values wherever a metric has one: of an evaluation the updates done when it ran."""
+    """Return the steps and values of a metric, float64, without rows that lack it. The step of a held-out metric is the
+    number of updates done at the evaluation."""
     rows = numbers.evaluations()
     name = Measure(key=key).held_out
     if name is not None and rows:

@@ -1,4 +1,4 @@
-"""Facts about metrics from the catalogue, also under another tool's names; unknown keys are placed by their names."""
+"""Look up metrics in the catalogue, also by another tool's names; unknown keys get a section by their names."""
 
 import functools
 import re
@@ -15,7 +15,7 @@ WATCH = (
     "discarded_zero_advantage_pct", "val/ratio", "kl", "off_policy_steps_mean", "step_time_s",
     "perf/completion_tokens_per_s",
 )  # fmt: skip
-"""Metrics to look at first, in this order, as far as runs have them."""
+"""Metrics that pages show first, in this order, as far as runs have them."""
 MOST_WATCHED = 12
 GENERAL = "General"  # The section of unknown keys that name none
 STATISTICS = ("std", "min", "max")
@@ -23,7 +23,7 @@ HISTOGRAMS = {
     "mean_reward": "reward", "advantage_mean": "advantage", "completions/mean_length": "length",
     "length_prompt_mean": "prompt_length",
 }  # fmt: skip
-"""Metrics that are the mean of a number which every rollout has, by its name in ``/api/histogram``."""
+"""Metrics that are means over rollouts, with the name of the rollouts' number in ``/api/histogram``."""
 
 
 class Healthy(TypedDict):
@@ -65,7 +65,7 @@ def about(key: str) -> MetricFacts:
 
 
 def listed(keys: Collection[str], ranges: Row) -> list[JsonObject]:
-    """Return the metrics of these keys in the catalogue's order, without the aliases of one that is there."""
+    """Return the metrics of these keys in the catalogue's order, without aliases of a metric that is among them."""
     there = set(keys)
     metrics: list[JsonObject] = []
     for key in keys:
@@ -128,7 +128,7 @@ def _plain(text: str) -> str:
 
 
 def _regex(key: str) -> str:
-    """Return a key of the catalogue as a pattern: ``<k>`` is a number, any other placeholder a part between slashes."""
+    """Return a pattern for a catalogue key: ``<k>`` matches a number, other placeholders a part without slashes."""
     parts = re.split(r"(<\w+>)", key)
     return "".join(r"\d+" if part == "<k>" else r"[^/]+" if part.startswith("<") else re.escape(part) for part in parts)
 
@@ -145,7 +145,7 @@ _ALIAS_FAMILIES = [(name, re.compile(_regex(name)), metrics[0]) for name, metric
 
 
 def _metric_of(key: str) -> tuple[Metric | None, bool]:
-    """Return the catalogue's entry of a key, and whether the key is another tool's name for it."""
+    """Return the catalogue's entry of a key, None if unknown, and whether the key is another tool's name for it."""
     if key in _BY_PATTERN:
         return _BY_PATTERN[key], False
     if key in _BY_ALIAS:
@@ -158,7 +158,7 @@ def _metric_of(key: str) -> tuple[Metric | None, bool]:
 
 
 def _names_of(key: str, metric: Metric) -> Iterator[str]:
-    """Yield the catalogue's keys of a metric with the names that this alias has in place of placeholders."""
+    """Yield the metric's key for each of its aliases that ``key`` matches, with placeholders filled from ``key``."""
     for name in _aliases(metric):
         match = re.fullmatch(re.sub(r"<\w+>", "([^/]+)", re.sub(r"([.+*?^$()\[\]{}|\\])", r"\\\1", name)), key)
         if match is not None:
@@ -174,8 +174,8 @@ def _repeats(key: str, there: set[str]) -> bool:
 
 
 def _is_own(key: str, there: set[str]) -> bool:
-    """Return whether a key that is also an alias stands for itself: other metrics with the same requirement, such as a
-    critic, are there."""
+    """Return whether a key that is also another tool's alias is retrain's own metric here: other metrics with the same
+    requirement, such as a critic, are present."""
     metric = _BY_PATTERN.get(key)
     return metric is not None and any(
         other.requires == metric.requires and other.key in there and other.key not in _BY_ALIAS for other in METRICS

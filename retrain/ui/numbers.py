@@ -1,7 +1,7 @@
-"""The numbers of runs as the page needs them: one column at a time, kept while their files do not change.
+"""Read the metrics of runs one column at a time, cached while their files do not change.
 
-``metrics.f32`` beside ``metrics.jsonl`` is read where the run wrote one. Where not, the columns are made once, in the
-user's own cache directory: below the directories that are looked at nothing is ever written.
+Reads ``metrics.f32`` beside ``metrics.jsonl`` if the run wrote it. Otherwise columns are made once, in the user's cache
+directory: nothing is ever written below the directories that are shown.
 """
 
 import fcntl
@@ -29,9 +29,9 @@ from retrain.util.jsonl import Tail, last_row
 from retrain.verdicts.results import OWN_SPANS, SHARED_SPANS
 
 AXES = ("step", "tokens", "device", "wall")
-"""The x axes of a chart; ``device`` and ``wall`` in seconds. Runs without a recorded wall clock have the seconds of
-their steps added up, without the pauses between them."""
-MADE = ".made"  # Ending of the empty file beside a cache that says how new it is; one that is being written has none
+"""The x axes of a chart; ``device`` and ``wall`` in seconds. Without a recorded wall clock, the seconds of a run's
+steps are added up, without the pauses between them."""
+MADE = ".made"  # Suffix of an empty file, whose time says how new the cache beside it is
 WALL_CLOCK = "timing_wall_clock"
 UNPLACED = "rows of an earlier release, which did not record the wall clock: these are left out"
 STEP_KEYS = ("step", "progress/batch")
@@ -44,7 +44,7 @@ UNUSED_S = 30 * 86400.0
 
 
 class Store:
-    """Columns in memory, over all runs, the least recently used given up first."""
+    """Columns of all runs in memory, up to ``CACHED_BYTES``; the least recently used are dropped first."""
 
     def __init__(self) -> None:
         self._columns: OrderedDict[tuple[Path, str], tuple[int, np.ndarray]] = OrderedDict()
@@ -69,10 +69,10 @@ class Store:
 
 
 class RunNumbers:
-    """The numbers of a directory with ``metrics.jsonl`` and ``evals.jsonl``; safe to use from several threads.
+    """Metrics of a directory with ``metrics.jsonl`` and ``evals.jsonl``; thread-safe.
 
-    ``metrics`` and ``evals`` are real paths inside the given directories, or paths of nothing. There are no rows while
-    they are being read for the first time (``reading``).
+    ``metrics`` and ``evals`` are resolved paths inside the given directories; the files may be missing. There are no
+    rows while ``reading``, until the columns of a long run are made.
     """
 
     def __init__(self, metrics: Path, evals: Path, store: Store, cache: Path | None = None):
@@ -87,7 +87,7 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new. Columns that a long run lacks are made only where somebody has the time (``make``)."""
+        """Read what is new. The missing columns of a long run are made only with ``make``, as that takes seconds."""
         is_deferred = self._lacks_columns() and not make and not self._is_made()
         if not is_deferred and self._lacks_columns():
             self._make()
@@ -143,7 +143,7 @@ class RunNumbers:
             self._version += 1
 
     def _write_cache(self) -> bool:
-        """Write the columns into the cache; return False where they cannot be, so that all rows are held in memory."""
+        """Write the columns into the cache; return False if that fails, and all rows are held in memory."""
         if self._cache is None:
             return False
         try:
@@ -161,7 +161,7 @@ class RunNumbers:
 
     @property
     def keys(self) -> Collection[str]:
-        """Every key that has been a number, those of the rows, then of the evaluations; quick to look up in."""
+        """Keys that had a number in some row, then those of evaluations; a mapping's keys, so that ``in`` is fast."""
         with self._lock:
             if self._keys is None:
                 of_sets = (key for row in self._rows for key, value in row.items()
@@ -208,7 +208,7 @@ class TableNumbers:
         self._columns: dict[str, np.ndarray] = {}
 
     def refresh(self, make: bool = False) -> None:
-        """Read the rows where they have changed; while they cannot be read, those before stay."""
+        """Read the rows if they have changed; keep the previous ones if they cannot be read."""
         stamp = self._reader.stamp(self._run, self._find)
         with self._lock:
             if stamp != self._stamp and (rows := self._reader.rows(self._run, self._find)) is not None:
@@ -234,7 +234,6 @@ class TableNumbers:
         return self._columns.get(key, np.full(len(self._rows), np.nan, np.float32))
 
     def evaluations(self) -> list[Row]:
-        """Return nothing: evaluations of other tools are keys of the rows."""
         return []
 
     def lock(self) -> AbstractContextManager[object]:
@@ -252,7 +251,7 @@ class Pool:
             _tidy(cache)
 
     def of(self, run: RunSource, find: FindFile) -> Numbers:
-        """Return the numbers of a run, whose files the caller has found inside the given directories."""
+        """Return the metrics of a run. The caller has checked that its files are inside the given directories."""
         with self._lock:
             if run.location not in self._runs:
                 self._runs[run.location] = self._new(run, find)
@@ -273,7 +272,7 @@ def cache_directory() -> Path:
 
 
 def steps_of(numbers: Numbers) -> np.ndarray:
-    """Return float64 [rows]: the number of every row's step; rows without one go on counting."""
+    """Return the step of every row, float64 [rows]; the row's index where it records none."""
     with numbers.lock():
         column, rows = _first(numbers, STEP_KEYS), len(numbers)
     count = np.arange(rows, dtype=np.float64)
@@ -281,8 +280,8 @@ def steps_of(numbers: Numbers) -> np.ndarray:
 
 
 def axis_of(numbers: Numbers, x: str) -> np.ndarray:
-    """Return float64 [rows]: how far the run was at each row; of the wall clock NaN in rows that do not record it, as
-    those before a resume under an earlier release. Raises ApiError where its files do not say at all."""
+    """Return the position of every row on the axis ``x``, float64 [rows]; NaN for rows without a wall clock, as those
+    before a resume under an earlier release. Raises ApiError (400) if the run does not record the axis."""
     if x == "step":
         return steps_of(numbers)
     if x == "tokens":
@@ -300,8 +299,8 @@ def axis_of(numbers: Numbers, x: str) -> np.ndarray:
 
 
 def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndarray:
-    """Return float64: how far the run was at these steps, NaN where nothing says so. With ``updates`` a step counts the
-    updates done, as that of an evaluation, and lies behind the rows of them."""
+    """Return the positions of ``steps`` on the axis ``x``, float64, NaN if unknown. With ``updates``, a step is the
+    number of updates done, as for evaluations, and its position is the end of the last of them."""
     if x == "step":
         return steps
     with numbers.lock():
@@ -313,8 +312,8 @@ def xs_of(numbers: Numbers, x: str, steps: np.ndarray, updates: bool) -> np.ndar
 
 
 def own_seconds(numbers: Numbers) -> np.ndarray | None:
-    """Return float64 [rows]: the device seconds of each step for this run alone, as comparisons count them; of other
-    tools' runs the step's time. None where neither is recorded."""
+    """Return the device seconds of each step for this run alone, float64 [rows], as comparisons count them; for other
+    tools' runs, the step's time. None if neither is recorded."""
     with numbers.lock():
         keys = numbers.keys
         if f"time/{SHARED_SPANS[0]}" not in keys:

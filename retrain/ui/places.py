@@ -1,7 +1,7 @@
-"""Names of directories in URLs, and their confinement: nothing outside of the given directories is ever opened.
+"""Map locations in URLs to directories; nothing outside the given directories is ever opened.
 
 A location is ``<root>/<relative path>``, where the root is the name of a directory given on the command line. A path
-that leads out of its root, over ``..`` or a symbolic link, is refused as if there were nothing.
+that leads out of its root, by ``..`` or a symbolic link, is treated as missing.
 """
 
 import os
@@ -30,11 +30,11 @@ from retrain.ui.answers import ApiError
 MOST = 4096  # Characters of a location
 
 READ = (METRICS, COLUMNS, EVALS, CONFIG, ENVIRONMENT, CODE_DIFF, NOTES, LOG, SPANS, EVALUATIONS, GENERATIONS)
-"""Files of a run that are read by others than this page's own code; none of them may lead elsewhere."""
+"""Files of a run that code outside ``retrain.ui`` opens; none of them may lead out of the given directories."""
 
 
 class Places:
-    """The given directories by name. Raises UsageError for one that is no directory."""
+    """The given directories by unique name. Raises UsageError if one is no directory."""
 
     def __init__(self, directories: Sequence[Path]):
         self.roots: dict[str, Path] = {}
@@ -47,7 +47,7 @@ class Places:
                 self.roots[_unused(real.name or "root", self.roots)] = real
 
     def find(self, location: str) -> Path:
-        """Return the directory of a location, as its real path. Raises ApiError (404) for everything that is none."""
+        """Return the resolved directory of a location. Raises ApiError (404) for anything that is no directory."""
         parts = location.split("/")
         odd = not location or len(location) > MOST or "\0" in location or any(part in ("", ".", "..") for part in parts)
         root = self.roots.get(parts[0])
@@ -59,8 +59,8 @@ class Places:
         return path
 
     def file(self, directory: Path, name: str) -> Path | None:
-        """Return a regular file below ``directory`` by its real path; None where there is none, or it lies outside of
-        the roots. A pipe is no such file: opening it could wait for ever."""
+        """Return the resolved path of a regular file below ``directory``; None if it is missing, outside the roots, or
+        no regular file (opening a pipe could block forever)."""
         path = self._real(directory / name)
         try:
             return path if path is not None and stat.S_ISREG(path.stat().st_mode) else None
@@ -72,7 +72,7 @@ class Places:
         return path if path is not None and path.is_dir() else None
 
     def inside(self, path: Path) -> bool:
-        """Return whether a path leads to something in one of the roots; true of a path at which nothing is."""
+        """Return whether a path, links followed, is inside a root; True also if nothing is there."""
         return not os.path.lexists(path) or self._real(path) is not None
 
     def location_of(self, path: Path) -> str:
@@ -82,13 +82,13 @@ class Places:
         return name if relative == "." else f"{name}/{relative}"
 
     def with_places(self, text: str) -> str:
-        """Return a sentence with places instead of paths of this machine."""
+        """Return a text with locations in place of paths of this machine."""
         for name, root in sorted(self.roots.items(), key=lambda each: -len(each[1].parts)):
             text = text.replace(str(root), name)
         return text
 
     def _real(self, path: Path) -> Path | None:
-        """Return where a path leads, links followed; None where that is outside of all roots, or nothing."""
+        """Return the path with links resolved; None if it is missing or outside all roots."""
         try:
             real = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError):
@@ -97,14 +97,13 @@ class Places:
 
 
 def stays_inside(run: Path, places: Places) -> bool:
-    """Return whether none of ``READ`` leads out of the given directories, or is a pipe."""
+    """Return whether a run and its files of ``READ`` are inside the given directories; False also if one is a pipe."""
     if not places.inside(run) or not places.inside(run / EMERGENCE):
         return False
     return all(_is_plain(run, name, places) for name in READ)
 
 
 def _is_plain(run: Path, name: str, places: Places) -> bool:
-    """Return whether a file is absent, regular, or a link to a file inside the places."""
     try:
         mode = (run / name).lstat().st_mode
     except OSError:

@@ -1,4 +1,4 @@
-"""Held-out problems × conditions: who solves what, how that has changed, and the same prompt under two conditions."""
+"""Compare held-out problems across conditions: solve rates, their changes, and one prompt under two conditions."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from retrain.ui.rollouts import shown_text, shown_tokens
 from retrain.ui.sources import Home
 
 MOST_PROMPT = 300
-MOST_MATRICES = 2  # Matrices that are cached: of a large set with ten conditions one takes tens of megabytes
+MOST_MATRICES = 2  # Matrices that are cached; a large set with ten conditions takes tens of megabytes
 ALPHA = 0.05
-FEW = 20  # Problems below which a percentage of them says nothing
+FEW = 20  # Fewest problems of which a percentage means something
 WHEN = ("before", "after")
 
 Key = TypeVar("Key", bound=Hashable)
@@ -34,8 +34,8 @@ Scores = dict[str, list[int]]  # [correct, answers] of every problem in one eval
 
 @dataclass(frozen=True)
 class EvaluatedRuns:
-    """The runs of a condition, each with its first and its last evaluation, None without a second one. ``of`` is
-    "finished", or "all" while none is."""
+    """Runs of a condition, each with its first and its last evaluation, None if it has only one. ``of``: the runs are
+    the "finished" ones, or "all" if none is finished."""
 
     runs: Sequence[tuple[Index, IterationEntry, IterationEntry | None]]
     of: str
@@ -54,7 +54,7 @@ class EvaluatedRuns:
 
 @dataclass(frozen=True)
 class Pair:
-    """One run's scores before and after training; ``draw`` is the same for runs that share the answers before."""
+    """One run's scores before and after training; ``draw``: a hash, equal for runs that share the answers before."""
 
     before: Scores
     after: Scores
@@ -70,7 +70,7 @@ Pairs = Mapping[str, PairsBySeed]  # By condition
 
 @dataclass(frozen=True)
 class Matrix:
-    """Every problem with its rates by condition, in the order in which the problems came."""
+    """Every problem with its rates by condition. ``common``: the step at which unfinished runs are compared."""
 
     held_out: str
     evaluated: Mapping[str, EvaluatedRuns]
@@ -82,8 +82,8 @@ class Matrix:
     def selection(
         self, sort: str = "differ", tag: str = "", text: str = "", first: int = 0, count: int = 200
     ) -> JsonObject:
-        """Return the problems that pass, sorted: "differ" (most between conditions after training), "worse" (least p of
-        having got worse, then the largest fall), "better", "hard" (least solved), "problem" (as they come)."""
+        """Return the matching problems, sorted: "differ" (most between conditions after training), "worse" (least p of
+        getting worse, then largest fall), "better", "hard" (least solved), "problem" (unsorted)."""
         rows = [
             row for row in self.rows
             if (not tag or tag in row["tags"]) and text.casefold() in f"{row['id']}\n{row['prompt']}".casefold()
@@ -112,9 +112,9 @@ def matrix(
 ) -> Matrix:
     """Return solve rates of every problem under every condition, before and after training, over the finished seeds.
 
-    ``unfinished`` are the directories of runs that are to train further. A condition without a finished run is shown
-    by all of its runs; then every condition is taken at the last step that all runs have in common. ``seeds`` are those
-    of the runs' directories; runs without one are paired in their order.
+    ``unfinished``: directories of runs that are not finished. If a condition has no finished run, all of its runs
+    count, and every condition is taken at the last step that all runs evaluated. ``seeds``: seeds by directory of a
+    run; runs without a seed are paired in their order.
     """
     evaluated, common = _evaluated_runs(runs, held_out, unfinished)
     problems: dict[str, Row] = {}
@@ -171,7 +171,7 @@ def _evaluated_runs(
 
 
 def _common_step(runs: Sequence[Sequence[IterationEntry]]) -> int | None:
-    """Return the last step after training began at which all of these runs were evaluated that were evaluated again."""
+    """Return the last step, first evaluations excluded, at which all runs with a second evaluation were evaluated."""
     steps = [{evaluation.number for evaluation in evaluations[1:]} for evaluations in runs if len(evaluations) > 1]
     return max(set.intersection(*steps), default=None) if steps else None
 
@@ -189,7 +189,6 @@ def _ends(of: str, runs: Sequence[EvaluatedRun]) -> EvaluatedRuns:
 def _pair(
     run: Index, held_out: str, before: IterationEntry, after: IterationEntry | None, problems: dict[str, Row]
 ) -> Pair:
-    """Return a run's scores before and after, and add to ``problems`` those that it answered."""
     scores: dict[int, Scores] = {0: {}, 1: {}}
     draw = 0
     for when, evaluation in enumerate((before, after)):
@@ -219,7 +218,7 @@ def _rates(pairs: Pairs, name: str) -> JsonObject:
 
 
 def _overall(pairs: Collection[Pair], when: str) -> Rate:
-    """Return the mean accuracy over runs, with the interval of so many problems."""
+    """Return the mean accuracy over runs, with the interval of a rate over the number of problems."""
     means = [np.mean([c / n for c, n in scores.values()]) for pair in pairs if (scores := pair.at(when))]
     problems = max((len(pair.at(when)) for pair in pairs), default=0)
     return rate_of(float(np.mean(means)) * problems, problems) if means else rate_of(0, 0)
@@ -243,8 +242,8 @@ def _test(
 ) -> Row:
     """Test each problem over seeds, and correct for the number of problems (Holm).
 
-    ``shared``: one set of answers before training serves all runs, as retrain samples it. It is then one draw among
-    the runs' answers, and not one for each pair.
+    ``shared``: all runs have the same answers before training, which retrain samples only once. They are then one draw
+    to compare with the runs' answers, not one draw for each pair.
     """
     results: list[Row] = []
     for row in rows:
@@ -277,7 +276,8 @@ def _problem_test(name: str, pairs: PairsBySeed, others: Mapping[int | None, Sco
 
 
 def _draw_p(scores: Sequence[float], draw: float) -> float:
-    """Return the one-sided p that a draw is not above scores of the same distribution: its rank among them."""
+    """Return the one-sided p value of ``draw`` being above ``scores``, for one common distribution: its rank in
+    them."""
     return sum(score >= draw for score in [draw, *scores]) / (len(scores) + 1)
 
 
@@ -321,7 +321,7 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
 
 def evolution(runs: Runs, held_out: str, problem: str) -> JsonObject:
     """Return one problem at every evaluation: its "prompt" and "tags", and by condition its rates with their "step".
-    Raises UsageError where nothing is known of it."""
+    Raises UsageError if no evaluation has the problem."""
     by_problem = evolutions(runs, held_out, problem)
     if problem not in by_problem:
         raise UsageError(f"no evaluation on {held_out} has a problem {problem!r}")
@@ -329,7 +329,8 @@ def evolution(runs: Runs, held_out: str, problem: str) -> JsonObject:
 
 
 def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, JsonObject]:
-    """Return that of every problem, or of ``only`` one, by its name; each file is read once."""
+    """Return, by problem, its "prompt", "tags" and the "conditions": by label, the rates at every evaluation with their
+    "step". ``only`` names the one problem to return. Reads each file once."""
     about: dict[str, JsonObject] = {}
     cells: dict[str, dict[str, dict[int, list[int]]]] = defaultdict(lambda: {label: {} for label in runs})
     for label, indices in runs.items():
@@ -350,7 +351,7 @@ def evolutions(runs: Runs, held_out: str, only: str | None = None) -> dict[str, 
 
 
 def _answers(run: Index, held_out: str, evaluations: Sequence[IterationEntry]) -> Iterator[tuple[IterationEntry, Row]]:
-    """Yield the lines of these evaluations; of a run without an index the file is read once from its beginning."""
+    """Yield (evaluation, answer) for these evaluations. Without an index, reads the file once from its beginning."""
     missing = {one.number: one for one in evaluations if one.lines is None}
     for evaluation in evaluations:
         if evaluation.lines is not None:
@@ -364,8 +365,8 @@ def _answers(run: Index, held_out: str, evaluations: Sequence[IterationEntry]) -
 def same_prompt(
     a: tuple[Index, IterationEntry], b: tuple[Index, IterationEntry], problem: str, sample: int = 0
 ) -> JsonObject:
-    """Return the same prompt in two iterations: both rollouts with their tokens, the words (``by``: or lines, of long
-    texts) in which they differ, and the first token that does. Raises UsageError where one has no such rollout."""
+    """Return one problem's rollouts in two iterations: both with their tokens, the words in which they differ (lines
+    for long texts, see ``by``), and the first token that differs. Raises UsageError if one has no such rollout."""
     sides = [_sample(run, iteration, problem, sample) for run, iteration in (a, b)]
     one, other = ("\n".join(turn["text"] for turn in side["line"]["turns"]) for side in sides)
     *words, changes, by = compared(one, other)
@@ -389,8 +390,8 @@ def _sample(run: Index, iteration: IterationEntry, problem: str, sample: int) ->
 
 
 def _first_difference(a: Sequence[list[str]] | None, b: Sequence[list[str]] | None) -> list[int] | None:
-    """Return [turn, token] of the first token at which two rollouts differ; None where one is the beginning of the
-    other, or their tokens are not known."""
+    """Return [turn, token] of the first token at which two rollouts differ; None if the turns that both have are equal,
+    or their tokens are not recorded."""
     for turn, (mine, its) in enumerate(zip(a or (), b or (), strict=False)):
         least = min(len(mine), len(its))
         token = next((i for i in range(least) if mine[i] != its[i]), least)

@@ -1,4 +1,4 @@
-"""Rates, each with its number of answers and Wilson's 95 % interval: the page's one interval of a rate."""
+"""Compute rates with their number of answers and Wilson's 95 % interval, the page's only interval for rates."""
 
 from typing import TypedDict
 
@@ -16,7 +16,7 @@ class Rate(TypedDict):
 
 
 def rate_of(correct: float, n: int) -> Rate:
-    """Return the rate of ``correct`` among ``n`` answers; all but ``n`` None where ``n`` is 0."""
+    """Return the rate of ``correct`` among ``n`` answers with its interval; None for each if ``n`` is 0."""
     if not n:
         return {"rate": None, "n": 0, "low": None, "high": None}
     interval = score_interval(correct / n, n, QUANTILE)
@@ -24,8 +24,8 @@ def rate_of(correct: float, n: int) -> Rate:
 
 
 def evaluation_rate(row: Row, held_out: str) -> Rate:
-    """Return the accuracy of a row of ``evals.jsonl``. Its own interval counts several answers to a problem as one
-    cluster; rows of other tools have none, and get Wilson's for as many answers as problems."""
+    """Return the accuracy of a row of ``evals.jsonl`` with the row's interval, which counts answers to a problem as one
+    cluster. Rows of other tools have no interval and get Wilson's over the number of problems."""
     prefix = f"eval/{held_out}/"
     rate, problems = row.get(f"{prefix}correct_rate"), row.get(f"{prefix}problems")
     if not isinstance(rate, int | float) or not isinstance(problems, int):

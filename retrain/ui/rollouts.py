@@ -1,4 +1,4 @@
-"""Rollouts as the page shows them: a table to sort and filter, groups as strips, and one rollout token by token."""
+"""Return rollouts as the page shows them: a table to sort and filter, groups as strips, one rollout token by token."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from retrain.ui.rates import rate_of
 
 NEWEST = "newest"
 EXCERPT = 400  # Characters of a text in the table
-AROUND = 30  # Characters before what was searched for
+AROUND = 30  # Characters of an excerpt before the search text
 SORTS: Mapping[str, Callable[[Row], Any]] = {
     **{key: itemgetter(key) for key in ("index", "reward", "advantage", "length", "turns")},
     "errors": lambda rollout: rollout["tool_errors"] + bool(rollout["error"]),
@@ -27,11 +27,11 @@ SORTS: Mapping[str, Callable[[Row], Any]] = {
 
 @dataclass(frozen=True)
 class Filter:
-    """Conditions that rollouts of an iteration must meet; None and "" let all through.
+    """Conditions that rollouts of an iteration must meet; None and "" accept all.
 
-    ``use``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: in the prompt or
-    the answer, whatever the case; ``errors``: only those with a failed tool call, or that could not be graded; rewards
-    and lengths lie between two ends, both included.
+    ``use``: "discarded" or "trained"; ``stop``: a stop reason, or why the episode ended; ``text``: part of the prompt
+    or answer, in any case; ``errors``: only rollouts with a failed tool call or an error of grading; ``reward`` and
+    ``length``: least and largest value, both included.
     """
 
     reward: tuple[float | None, float | None] = (None, None)
@@ -88,11 +88,11 @@ def _sorted(rows: Sequence[Row], sort: str, down: bool) -> list[Row]:
 def searched(
     runs: Mapping[str, Index], chosen: Filter, split: str, sort: str, down: bool, first: int, count: int, end: float
 ) -> JsonObject:
-    """Return the rollouts of all iterations of runs, by location, that pass: at most ``count`` of those found until
-    ``end`` (of the monotonic clock), from the ``first`` iteration on, the newest being 0.
+    """Return the rollouts of all iterations of ``runs`` (by location) that pass ``chosen``. The search begins at the
+    ``first`` iteration (the newest is 0) and stops at ``end`` of the monotonic clock.
 
-    Sorted by ``NEWEST``, the search ends where enough are found; by a number, it looks for the largest. ``next`` is the
-    iteration at which another search goes on, None where all ``of`` them were looked at. ``split`` "" is all.
+    Sorted by ``NEWEST``, it also stops after the iteration in which ``count`` are reached; else it returns the first
+    ``count`` by ``sort``. ``next``: iteration at which to continue, None after the last. ``split``: "" for all.
     """
     iterations = [
         (location, iteration)
@@ -129,8 +129,8 @@ def _groups(rollouts: Sequence[Row]) -> list[Row]:
 
 
 def rollout_in(run: Index, iteration: IterationEntry, index: int) -> JsonObject:
-    """Return one rollout as ``shown_tokens`` or, where its tokens were not recorded, as ``shown_text``, and the others
-    of its group in short. Raises UsageError where there is no such rollout."""
+    """Return one rollout as ``shown_tokens``, or as ``shown_text`` if its tokens were not recorded, and a summary of
+    its group (``siblings``). Raises UsageError if there is no such rollout."""
     if (tokens := run.tokens(iteration)) is not None:
         with tokens as file:
             _check_index(iteration, index, len(file))
@@ -162,12 +162,12 @@ LEAST_DIFFERENCE = 2e-6
 
 
 def shown_tokens(rollout: RolloutTokens) -> Row:
-    """Return a rollout and, for each sampled token, its text (``pieces``, turn by turn) and ``numbers`` [T]:
+    """Return a rollout and, for each sampled token, its text (``pieces``, turn by turn) and the recorded ``numbers``
+    [T]:
 
-    ``surprisal`` −log π of the sampler (nats); ``entropy``; ``advantage``, what it trains with; ``credit``, by how much
-    that differs from the advantage of the rollout (or turn); ``mismatch``, trainer minus sampler log-probability;
-    ``planning``, ``trained`` 0 or 1; ``version`` of the weights; ``value`` and ``target`` of a critic. Only what was
-    recorded is there.
+    ``surprisal`` −log π of the sampler (nats); ``entropy``; ``advantage`` that the token trains with; ``credit``, its
+    difference from the advantage of the rollout (or turn); ``mismatch``, trainer minus sampler log-probability;
+    ``planning``, ``trained`` 0 or 1; ``version`` of the weights; ``value`` and ``target`` of a critic.
     """
     arrays, line = rollout.arrays, rollout.line
     numbers: dict[str, np.ndarray] = {"surprisal": -arrays["logprobs"]}
@@ -194,7 +194,7 @@ def shown_text(row: Row) -> Row:
 
 
 def _excerpts(rollout: Row, search: str) -> Row:
-    """Return the answer as the table shows it, around what was searched for; the prompt only where that is in it."""
+    """Return excerpts around the search text. Without a hit, ``prompt`` is None and ``text`` the shortened answer."""
     text = rollout["text"]
     short = text if len(text) <= EXCERPT else f"{text[: EXCERPT * 2 // 3]} […] {text[-EXCERPT // 3 :]}"
     return {"prompt": _around(rollout["prompt"], search), "text": _around(text, search) or short}

@@ -1,4 +1,4 @@
-"""The application: the API, the page's files, and one shell for every address of a page."""
+"""Build the application: the API, the page's files, and one HTML document for the addresses of all pages."""
 
 import asyncio
 import zlib
@@ -89,8 +89,8 @@ def static_version() -> str:
 
 @cache
 def shell_html(static: str | None = None, copy: str = "") -> str:
-    """Return the page's one document. ``static``: where its files are; ``copy``: the content policy of a copy without
-    a server, which holds its scripts beside it."""
+    """Return the page's HTML document. ``static``: address of its files. ``copy``: content security policy of a copy
+    that opens without a server; "" on a server."""
     template = environment().get_template("shell.html")
     return template.render(version=__version__, static=static or f"/static/{static_version()}", copy=copy)
 
@@ -109,7 +109,7 @@ async def _static(request: Request) -> Response:
 
 
 def _http(request: Request, error: Exception) -> Response:
-    """Answer for an unknown address or method: with the page in a browser, else as JSON."""
+    """Answer an unknown address or method: an unknown page in a browser with the document, anything else as JSON."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     if error.status_code == 404 and "text/html" in request.headers.get("accept", "") and not path.startswith(FILES):

@@ -10,7 +10,7 @@ from retrain.ui.answers import JsonObject
 FACTS = ("types", "packages", "code", "git", "ranges", "built", "base", "data_sizes", "modules", "seeds",
          "heldout_hashes")  # fmt: skip
 NAMES = ("run_id", "logging", "data_hash", "heldout_hash", "initial_adapter")
-MOST_VALUES = 4  # Values of one key that a group is shown with
+MOST_VALUES = 4  # Most values of a key that are shown for a group
 
 
 def settings_in(facts: Row) -> Row:
@@ -23,7 +23,6 @@ def table_in(facts: Row, name: str) -> Row:
 
 
 def differing(a: Row, b: Row) -> list[JsonObject]:
-    """Return every key whose values differ; null where one side has none."""
     return [{"key": key, "a": a.get(key), "b": b.get(key)} for key in a | b if a.get(key) != b.get(key)]
 
 
@@ -33,8 +32,8 @@ def varying(settings: Sequence[Row]) -> list[str]:
 
 
 def group_differences(groups: Sequence[Sequence[Row]]) -> list[JsonObject]:
-    """Return the keys in which groups of runs differ, without seeds, each with at most ``MOST_VALUES`` of the
-    ``values`` that every group has."""
+    """Return the keys in which groups of runs differ, without seeds, with at most ``MOST_VALUES`` values of each
+    group."""
     differences: list[JsonObject] = []
     for key in varying([each for group in groups for each in group]):
         values = [list({str(each.get(key)): each.get(key) for each in group}.values()) for group in groups]

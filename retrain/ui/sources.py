@@ -21,13 +21,13 @@ from retrain.ui.places import Places, stays_inside
 from retrain.util.jsonl import Tail, last_row
 
 OURS = "retrain"
-FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a run of ours that the first page shows something of
+FOLLOWED = (METRICS, EVALS, NOTES, CONFIG)  # Files of a retrain run whose content the first page shows
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run. ``index`` is that of its condition, 0 for the baseline; ``pair`` is what runs of different conditions
-    share when they are a pair; ``worker`` is who trains it now, as in "1 gpu:0", where there are several."""
+    """One run. ``index``: number of its condition, 0 for the baseline. ``pair``: equal for runs of two conditions that
+    are paired. ``worker``: the worker that trains it now, such as "1 gpu:0"; None if there is only one."""
 
     location: str
     path: Path
@@ -40,7 +40,7 @@ class RunSource:
     step: int
     max_steps: int
     written: float | None = None
-    pace: float | None = None  # Seconds of a step of late, where the run is not at its end
+    pace: float | None = None  # Median seconds of the latest steps; None if the run has ended
     worker: str | None = None
     foreign: ForeignRun | None = None
     reader: ForeignReader | None = None
@@ -61,7 +61,7 @@ class RunSource:
 
 @dataclass(frozen=True)
 class Home:
-    """A campaign or a single run: what one entry of the first page is about. ``manifest`` is that of retrain."""
+    """A campaign or a single run, one entry of the first page. ``manifest``: that of retrain; {} without one."""
 
     location: str
     path: Path
@@ -72,7 +72,7 @@ class Home:
     updated: float | None = None
     manifest: Row = field(default_factory=dict)
     missing: Sequence[str] = ()
-    is_lockless: bool = False  # Only the time of its last row says whether it trains
+    is_lockless: bool = False  # There is no lock: the time of the last row decides whether it trains
 
     @property
     def labels(self) -> list[str]:
@@ -192,7 +192,7 @@ def foreign_home(path: Path, reader: ForeignReader, places: Places) -> Home | No
 
 
 def sets_of(names: Iterable[str]) -> list[str]:
-    """Return the held-out sets among the names of evaluations; one on a part of the problems is for the curve."""
+    """Return the distinct held-out sets among names of evaluations, without parts, which are for curves only."""
     return [name for name in dict.fromkeys(names) if not name.endswith(PART)]
 
 
@@ -204,6 +204,6 @@ def _last_row(metrics: Path | None) -> Row:
 
 
 def touched(path: Path | None) -> float | None:
-    """Return when a file was last written, as Unix time."""
+    """Return the Unix time at which a file was last written; None if it is missing."""
     stamp = stamp_of(path)
     return None if stamp is None else stamp.written / 1e9

@@ -1,4 +1,4 @@
-"""Campaigns and runs in a few numbers: the entries of the first page."""
+"""Summarise campaigns and runs in a few numbers: the entries of the first page."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ from retrain.ui.rates import evaluation_rate
 from retrain.ui.sources import Home, RunSource, sets_of, touched
 from retrain.util.jsonl import Tail
 
-MOST_NOTES = 4_096  # Runs whose last note is kept
+MOST_NOTES = 4_096  # Runs whose last note is cached
 SPARK_POINTS, SPARK_CONDITIONS = 30, 8
 STATES = ("done", "failed", "running", "stopped", "interrupted")
 DETAILS = ("devices", "heldout", "note", "verdict")
@@ -35,7 +35,7 @@ class Summaries:
         return read_home is home and version == self._findings.version(home)
 
     def of(self, home: Home, read: bool = True) -> JsonObject:
-        """Return the ``Summary`` of the API. ``DETAILS`` are null where they are not known and ``read`` is false."""
+        """Return the ``Summary`` of the API. If ``read`` is false, ``DETAILS`` that are not known yet are None."""
         is_known = self.is_known(home)
         if read and not is_known:
             self._details[home.path] = home, self._findings.version(home), self._read_details(home)
@@ -93,15 +93,15 @@ def devices_of(library: Library, home: Home) -> list[str]:
 
 
 def seconds_left(runs: Sequence[RunSource]) -> float | None:
-    """Return the seconds that all steps to come take at the pace of the runs that train now; None where none does."""
+    """Return the seconds that the remaining steps take at the pace of the running runs; None if no run is running."""
     rate = sum(1.0 / run.pace for run in runs if run.state == "running" and run.pace)
     steps = sum(max(0, run.max_steps - run.step) for run in runs if run.state in ("running", "pending", "interrupted"))
     return steps / rate if rate else None
 
 
 def heldout_of(library: Library, home: Home) -> JsonObject | None:
-    """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], at most so many as
-    a sparkline shows, and the ``last`` evaluation with its interval. None where nothing was evaluated."""
+    """Return the accuracy on the first held-out set by condition: ``points`` [step, mean over runs], ``SPARK_POINTS``
+    at most, and the ``last`` evaluation with its interval. None if nothing was evaluated."""
     rows = {run.location: library.evaluations(run) for run in home.runs}
     names = sets_of(str(row.get("name", HELDOUT)) for each in rows.values() for row in each)
     conditions = []
@@ -124,8 +124,8 @@ def _by_step(rows: Sequence[Row], held_out: str) -> dict[int, Row]:
 
 
 def mean_evaluation(rows: Sequence[Row], held_out: str) -> JsonObject:
-    """Return the mean accuracy of an evaluation of several runs. All have answered the same problems: the interval is
-    that of one run with this accuracy."""
+    """Return the mean accuracy of an evaluation of several runs. All answered the same problems, so that the interval
+    is that of one run with this accuracy."""
     if len(rows) == 1:
         return {**evaluation_rate(rows[0], held_out), "runs": 1}
     key, problems = (f"eval/{held_out}/{name}" for name in ("correct_rate", "problems"))

@@ -1,1 +1,1 @@
-"""The JSON of the page, one file for each group of endpoints: ``routes(library)`` of each."""
+"""Endpoints of the page's API, one module for each group; ``ui.server.ENDPOINTS`` lists them."""

@@ -1,5 +1,5 @@
-"""``/api/places``: every campaign and run that is there; ``/api/campaign``: one campaign with its comparison, how many
-more seeds would tell, and what it cost."""
+"""``/api/places``: all campaigns and runs; ``/api/campaign``: one campaign with its comparison, the number of seeds
+still needed, and its cost; ``/api/runs``: the runs of a campaign."""
 
 import time
 
@@ -12,7 +12,7 @@ from retrain.ui.library import Library
 from retrain.ui.settings import table_in
 from retrain.ui.sources import Home, sets_of
 
-READ_S = 0.4  # Seconds of one answer in which the files of runs are read; the next answer goes on
+READ_S = 0.4  # Seconds that one answer may read files of runs; the next answer continues
 WAIT_MS = 400  # Milliseconds to wait for a new comparison before the previous one is shown
 COST_KEYS = ("label", "seconds_per_run", "tokens_per_run", "typical_difference", "difference_interval")
 
@@ -55,7 +55,7 @@ def runs(context: ApiContext, query: Query) -> JsonObject:
 
 
 def checksums_of(library: Library, home: Home) -> JsonObject:
-    """Return checksums and versions by name: one value where all runs have the same, else the runs' values."""
+    """Return checksums and versions by name: one value if all runs have the same, else the values by run id."""
     by_name: dict[str, dict[str, str]] = {}
     for run in home.runs:
         for name, value in _checksums(library.settings(run)).items():

@@ -13,7 +13,7 @@ from retrain.ui.sources import RunSource
 
 MOST_PLACES, MOST_KEYS, MOST_POINTS = 64, 32, 20_000
 USUAL, FEWEST, TOGETHER = 1_000, 200, 16_000
-"""Points of a line where the query does not say, and of all lines together: a chart has so many pixels."""
+"""Points of a line by default: most, fewest, and of all lines together. A chart has about so many pixels."""
 
 
 def columns(context: ApiContext, query: Query) -> JsonObject:
@@ -31,8 +31,8 @@ def columns_of(
     library: Library, run: RunSource, keys: list[str], x: str, points: int, since: int, smoothing: Smoothing,
     part: Window | None = None,
 ) -> JsonObject:  # fmt: skip
-    """Return one run's columns from row ``since`` on, in a part of the axis. All rows are smoothed; then about
-    ``points`` are kept, at which the first column is least and greatest in its stretch."""
+    """Return one run's columns from row ``since`` on, within ``part`` of the axis. All rows are smoothed, then thinned
+    to about ``points``: in each of equal stretches, the rows where the first column is least and greatest."""
     numbers = library.numbers(run)
     head = run.head
     with numbers.lock():
@@ -66,7 +66,7 @@ def _places(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def _column(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places: np.ndarray, most: int) -> JsonObject:
-    """Return a column at the rows ``places``; a sparse one, with few values there, has rows of its own as ``x``."""
+    """Return a column at the rows ``places``; a sparse one, with few values there, has its own rows and ``x``."""
     known = np.isfinite(values)
     is_sparse = len(axis) > most and 2 * known[places].sum() < min(len(places), known.sum())
     own = _places(values, most) if is_sparse else places
@@ -75,7 +75,7 @@ def _column(values: np.ndarray, raw: np.ndarray | None, axis: np.ndarray, places
 
 
 def _evaluations(numbers: Numbers, key: str, x: str, since: int, part: Window | None) -> JsonObject:
-    """Return the values of an evaluation at the x of the updates that were done then; the last one has no row."""
+    """Return a held-out metric. The x of an evaluation is the end of the last update before it."""
     steps, values = points_of(numbers, key)
     at = xs_of(numbers, x, steps, updates=True)
     chosen = (steps >= since) & np.isfinite(at)

@@ -1,4 +1,4 @@
-"""``/api/compare``: in what two runs or campaigns differ: settings, code, machine, data, what they began from."""
+"""``/api/compare``: differences of two runs (or campaigns' first runs) in settings, code, machine and data."""
 
 import difflib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from retrain.ui.settings import differing, settings_in, table_in
 from retrain.ui.sources import RunSource
 
 MOST_READ = 4 << 20  # Characters of a patch
-MOST_DIFF = 400_000  # Bytes of a patch that are compared; longer ones are only told apart
+MOST_DIFF = 400_000  # Longest patch, in characters, whose lines are compared
 MOST_LINES = 4_000
 HASHES = ("data_hash", "heldout_hash", "initial_adapter")
 

@@ -1,7 +1,7 @@
 """``/api/curves``: a metric by group of runs: the mean over runs with its interval, and the line of every run.
 
 The groups are the conditions of a campaign, with their differences to the baseline; or runs of several campaigns, also
-of other tools, put together by keys of their settings.
+of other tools, grouped by values of their settings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ from retrain.verdicts.results import Measure
 
 MOST_PLACES, MOST_RUNS, MOST_KEYS = 64, 400, 4
 CONDITION, CAMPAIGN, RUN, SEED = "condition", "campaign", "run", "seed"
-RUN_KEYS = (CONDITION, CAMPAIGN, RUN, SEED)  # What runs may be grouped by besides keys of their settings
+RUN_KEYS = (CONDITION, CAMPAIGN, RUN, SEED)  # Keys to group runs by, besides those of their settings
 
 CampaignRuns = list[tuple[Home, RunSource]]  # Runs with their campaigns
-Settings = Mapping[str, Row]  # By location
+Settings = Mapping[str, Row]  # Settings of runs by location
 
 
 @dataclass
@@ -87,7 +87,7 @@ def _lines(
 
 
 def chosen_runs(library: Library, places: Sequence[str]) -> CampaignRuns:
-    """Return the runs at these places, each once, the baseline's first. Raises ApiError for too many."""
+    """Return the distinct runs at these places with their campaigns, baselines first. Raises ApiError for too many."""
     chosen: dict[str, tuple[Home, RunSource]] = {}
     for location in places:
         home = library.home(location)
@@ -99,8 +99,8 @@ def chosen_runs(library: Library, places: Sequence[str]) -> CampaignRuns:
 
 
 def groups_of(chosen: CampaignRuns, keys: Sequence[str], settings: Settings) -> list[RunGroup]:
-    """Put runs together that have the same values of all keys, in the order of the runs, or of numbers. The index is
-    that of a condition in its campaign."""
+    """Group runs by their values of ``keys``; groups are in the order of the runs, or sorted if all values are numbers.
+    A group's ``index`` is that of its first run's condition."""
     groups: dict[str, RunGroup] = {}
     for home, run in chosen:
         values = {CONDITION: run.label, CAMPAIGN: home.location, RUN: run.run_id, SEED: run.seed}

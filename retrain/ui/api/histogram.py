@@ -1,4 +1,4 @@
-"""``/api/histogram``: a number of every rollout, at one step with the rollouts of each bin, or over the steps."""
+"""``/api/histogram``: histogram of a number of each rollout, at one step (with the rollouts) or over the steps."""
 
 from collections.abc import Sequence
 

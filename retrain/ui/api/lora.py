@@ -1,4 +1,4 @@
-"""``/api/lora``: energy by rank, by module and over the checkpoints, and the directions that seeds share."""
+"""``/api/lora``: energy of adapters by rank, module and checkpoint, and overlap of runs' leading directions."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def adapter_json(library: Library, run: RunSource, all_checkpoints: bool) -> Jso
 
 
 def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
-    """Return the mean energy of the trained modules in the first k directions; a lower rank keeps all of it."""
+    """Return the mean over trained modules of the energy in the first k directions, k = 1 … largest rank."""
     curves = [curve for each in modules.values() if len(curve := each.energy) and curve[-1] > 0]
     rank = max(map(len, curves), default=0)
     return np.mean([np.pad(curve, (0, rank - len(curve)), constant_values=1.0) for curve in curves], axis=0) \
@@ -76,7 +76,7 @@ def mean_energy(modules: Mapping[str, Spectrum]) -> np.ndarray:
 
 
 def adapters_of(library: Library, run: RunSource) -> list[tuple[int | None, Path]]:
-    """Return (updates done, directory) of at most a dozen checkpoints in their order, and of the final adapter."""
+    """Return (updates done, directory) of up to ``MOST_CHECKPOINTS`` checkpoints in order, and the final adapter."""
     checkpoints: list[tuple[int | None, Path]] = []
     if library.places.folder(run.path, SAVED) is not None:
         with suppress(OSError):
@@ -91,7 +91,7 @@ def adapters_of(library: Library, run: RunSource) -> list[tuple[int | None, Path
 
 
 def overlaps(library: Library, runs: Sequence[RunSource]) -> list[JsonObject]:
-    """Return for every two runs the mean overlap of their leading directions over modules, beside chance."""
+    """Return for every pair of runs their ``overlap``, averaged over modules, and its value by ``chance``."""
     read = [(run, modules) for run in runs
             if (adapters := adapters_of(library, run)) and (modules := _read(library, adapters[-1][1]))]  # fmt: skip
     out: list[JsonObject] = []
@@ -112,7 +112,7 @@ def squeezed(home: Home) -> list[JsonObject]:
 
 
 def _read(library: Library, adapter: Path) -> dict[str, Spectrum]:
-    """Return the spectra of an adapter; {} where it has no such files, or they are just being written."""
+    """Return the spectra of an adapter; {} if its files are missing or cannot be read, as while they are written."""
     weights, settings = (library.places.file(adapter, name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG))
     if weights is None or settings is None:
         return {}

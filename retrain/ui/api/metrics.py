@@ -1,4 +1,4 @@
-"""``/api/metrics`` and ``/api/why``: what the numbers of runs are called, what they mean, and what an odd one says."""
+"""``/api/metrics``: names and meanings of runs' metrics; ``/api/why``: a metric's last value and the notes about it."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""``/api/notes`` and ``/api/log``: remarks over all runs of a location, and the lines of a run's log from its end."""
+"""``/api/notes``: notes of all runs at a location; ``/api/log``: lines of a run's log, from its end."""
 
 import re
 
@@ -12,7 +12,7 @@ from retrain.ui.sources import RunSource
 from retrain.ui.summary import notes_of
 
 MOST_NOTES, MOST_LINES = 2_000, 500
-MOST_CHARACTERS = 20_000  # Of a line
+MOST_CHARACTERS = 20_000  # Most characters of a line of the log
 LEVEL = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (\w+) +")
 
 

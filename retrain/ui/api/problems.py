@@ -1,4 +1,4 @@
-"""``/api/problems``, ``/api/problem``, ``/api/prompt``: held-out problems by condition, and one prompt twice."""
+"""``/api/problems``, ``/api/problem``: held-out problems by condition; ``/api/prompt``: one in two iterations."""
 
 from retrain.ui.answers import ApiError, JsonObject, Query
 from retrain.ui.api.rollouts import MOST, MOST_ROLLOUTS, iteration_of

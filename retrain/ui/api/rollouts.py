@@ -1,5 +1,5 @@
-"""``/api/iterations``, ``/api/rollouts``, ``/api/rollout``: what a run sampled, to sort, filter and read by token;
-``/api/search``: the same over all steps of a run or campaign."""
+"""``/api/iterations``, ``/api/rollouts``, ``/api/rollout``: a run's rollouts, to sort, filter and read by token;
+``/api/search``: a search over all steps of a run or campaign."""
 
 import time
 
@@ -11,7 +11,7 @@ from retrain.ui.rollouts import NEWEST, SORTS, Filter, rollout_in, searched, tab
 MOST_ROLLOUTS = 500
 LATEST = -1
 MOST = 10**9
-SEARCH_S = 1.5  # Seconds that one answer searches; the next one goes on
+SEARCH_S = 1.5  # Seconds that one answer searches; the next one continues
 
 
 def iterations(context: ApiContext, query: Query) -> JsonObject:

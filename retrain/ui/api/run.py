@@ -1,4 +1,4 @@
-"""``/api/run``: a run in a few numbers, the command that launched it, and the steps that its charts mark."""
+"""``/api/run``: a run's latest numbers, the command that launched it, and the steps that its charts mark."""
 
 import re
 import shlex
@@ -24,11 +24,11 @@ TILES = {
     "mean_reward": "reward", "eval/<name>/correct_rate": "held-out", "entropy": "entropy",
     "completions/mean_length": "length", "max_token_hit_rate": "truncated", "perf/completion_tokens_per_s": "tokens/s",
 }  # fmt: skip
-"""The name that a metric of the catalogue has above the charts."""
+"""Metrics of the catalogue that are shown above the charts, with their names there."""
 RESUMED = re.compile(rb"^[\d:. -]+info +continues at step (\d+)\r?$", re.MULTILINE)
-MOST_MARKS = 400  # Marks of a kind
-COMPLETIONS = "env/all/total_episodes"  # Those that the truncated share of a step counts
-LOG_BYTES = 4 << 20  # Bytes at the end of the log in which resumes are looked for
+MOST_MARKS = 400  # Most marks of each kind
+COMPLETIONS = "env/all/total_episodes"  # Number of completions of a step, the n of its truncated share
+LOG_BYTES = 4 << 20  # Bytes at the end of the log that are searched for resumes
 
 
 def run(context: ApiContext, query: Query) -> JsonObject:
@@ -39,7 +39,7 @@ def run(context: ApiContext, query: Query) -> JsonObject:
 
 
 def tiles_of(numbers: Numbers) -> list[JsonObject]:
-    """Return the last value of each of ``TILES`` with its step; of a rate also its interval and ``n``."""
+    """Return the last value of each of ``TILES`` with its step; for a rate, also its interval and ``n``."""
     tiles = []
     for pattern, name in TILES.items():
         for key in named(pattern, numbers.keys):
@@ -72,8 +72,8 @@ def command_of(library: Library, run: RunSource) -> str | None:
 
 
 def marks_of(library: Library, run: RunSource, x: str) -> list[JsonObject]:
-    """Return {"x", "step", "kind"} of every evaluation, checkpoint and resume, in order; a step counts the updates
-    done."""
+    """Return at most ``MOST_MARKS`` evaluations, checkpoints and resumes each, in order: "kind", "step" (number of
+    updates done) and "x", the position on the axis ``x``. Empty for a run without that axis."""
     numbers = library.numbers(run, refresh=False)
     checkpoints = library.file(run, CHECKPOINTS)
     steps = {

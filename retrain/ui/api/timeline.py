@@ -1,4 +1,4 @@
-"""``/api/timeline``: what some steps of a run spent their time on, by lane."""
+"""``/api/timeline``: the time spans of some steps of a run, by lane."""
 
 from retrain.records.pages.timeline import spans_json, steps_of
 from retrain.records.schema.base import Row
