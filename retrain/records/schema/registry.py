@@ -33,7 +33,7 @@ class Declaration(RegistryLine):
 
     @property
     def comparison(self) -> frozenset[tuple[str, int]]:
-        """Return the conditions as (hash of settings, steps): the same for another name, metric and seeds."""
+        """Return the conditions as (hash of settings, steps), which do not depend on name, metric and seeds."""
         return frozenset((settings, self.max_steps[label]) for label, settings in self.conditions.items())
 
     def repeats(self, earlier: "Declaration") -> bool:
