@@ -44,7 +44,7 @@ def _metric(
 
 
 def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> list[Metric]:
-    """Return mean, standard deviation, minimum and maximum of a quantity; the statistic replaces ``{}``."""
+    """Return mean, standard deviation, minimum and maximum of a quantity; their names replace ``{}`` in the key."""
     names = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
     return [
         _metric(pattern.format(key), f"{name} {quantity}", unit, **({"telescope": alias.format(key)} if alias else {}))

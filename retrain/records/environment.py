@@ -177,5 +177,4 @@ class SystemInfo:
 
 
 def holds_records(directory: Path) -> bool:
-    """Return whether a run or campaign has its plan and manifest in this directory."""
     return (directory / PLAN).is_file() and (directory / MANIFEST).is_file()

@@ -114,7 +114,7 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def spread(values: np.ndarray) -> dict[str, float | None]:
-    """Return mean, population standard deviation, minimum and maximum over what is not NaN."""
+    """Return mean, population standard deviation, minimum and maximum without NaN; None if nothing else is there."""
     known = values[~np.isnan(values)]
     return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
 

@@ -232,7 +232,7 @@ def _object(path: Path, stamp: Stamp) -> Row:
 
 
 def read_text(path: Path | None, characters: int) -> str:
-    """Return the first characters of a text file; "" where there is none."""
+    """Return the first characters of a text file; "" if ``path`` is None. Raises OSError."""
     if path is None:
         return ""
     with open(path, encoding="utf-8", errors="replace") as file:

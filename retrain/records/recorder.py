@@ -229,7 +229,6 @@ class RunRecorder:
         return replace(self._state, trackers=trackers, sent=sent).to_row()
 
     def restore(self, state: Values) -> None:
-        """Restore a saved ``state()``; call before ``start``."""
         self._state = RecorderState.from_row(state)
         for reporter in self._reporters:
             reporter.state = self._state.trackers.get(reporter.name)

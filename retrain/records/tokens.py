@@ -246,7 +246,6 @@ class TokenFile(AbstractContextManager["TokenFile"]):
         return [name for name in self._locations if name not in (*LINES, *INDICES)]
 
     def lines(self, first: int = 0, last: int | None = None) -> Iterator[Row]:
-        """Yield the lines of the rollouts [first, last), without their tokens."""
         for i in range(first, len(self) if last is None else min(last, len(self))):
             yield self._line("rollout", i)
 

@@ -58,7 +58,7 @@ class Tracker(Protocol):
     """
 
     def start(self, run: TrackedRun, state: Row | None) -> Row | None:
-        """Begin a run, or continue the one of ``state``, an earlier return value. Return JSON for a resume."""
+        """Begin a run, or continue the one of ``state``, an earlier return value. Return an object of JSON, or None."""
         ...
 
     def log(self, step: int, values: Values) -> None:

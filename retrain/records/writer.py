@@ -48,7 +48,6 @@ class RecordFiles:
         return place
 
     def append_text(self, name: str, text: str) -> None:
-        """Add text to ``name`` (on the thread)."""
         path = self.directory / name
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)

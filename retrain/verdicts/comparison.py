@@ -401,7 +401,6 @@ def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measur
 
 
 def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
-    """Return the measures reported besides the primary one: those of each held-out set and tag that a run has."""
     keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     measures = [measure for name in names for measure in _measures_of_set(f"eval/{name}/", keys)]

@@ -119,7 +119,6 @@ def _percentages(seeds: int, comparisons: int) -> list[str]:
 
 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
-    """Return warnings of confounded conditions, advantages of different scale, and SEPA that never acts."""
     conditions = list({spec.label: spec for spec in specs}.values())
     return [*without_sepa(specs), *_confounded(conditions), *_scales(conditions)]
 

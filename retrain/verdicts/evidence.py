@@ -246,7 +246,8 @@ def _twin(problem: str, first: Side, second: Side) -> Twin:
 
 
 def _counts(side: Side) -> tuple[int, int]:
-    """Return the right answers and all answers. The untrained model is sampled once for all seeds and counts once."""
+    """Return the numbers of right and of all answers. The untrained model is sampled once for all seeds and counts
+    once."""
     by_seed: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for seed, row in side:
         by_seed[seed].append((row["completion"], bool(row["correct"])))

@@ -22,8 +22,6 @@ SHARE, POSITIVE = {"min": 0, "max": 1}, {"min": 0, "max": None}
 
 
 class ChartedMetric(NamedTuple):
-    """A metric with its chart's title, unit and range of values. Noisy ones are smoothed."""
-
     key: str
     title: str
     unit: str

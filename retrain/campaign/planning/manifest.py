@@ -242,7 +242,6 @@ class Manifest:
         self._write_facts({})
 
     def note(self, **facts: object) -> None:
-        """Set facts of the campaign and schedule a write."""
         self._write_facts(facts)
 
     def write(self) -> None:

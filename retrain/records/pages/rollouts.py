@@ -55,8 +55,6 @@ DISCARDED = {
 
 
 class Chip(NamedTuple):
-    """One word or number in the heading of a sample."""
-
     text: str
     css: str = ""
     hint: str = ""
@@ -184,7 +182,6 @@ def _chips(rollout: CreditedRollout) -> Iterator[Chip]:
 
 
 def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[str, object]]:
-    """Yield the policy's text of each turn, and the messages that it read since the turn before."""
     end = 0
     for index, turn in enumerate(rollout.turns):
         start, end = end, end + len(turn.action)
@@ -230,7 +227,6 @@ def _value(value: float | None) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-    """Format a number with its sign, a true minus; "0" if it rounds to 0."""
     return minus(f"{value:+.{digits}f}") if round(value, digits) else "0"
 
 
@@ -296,7 +292,6 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 
 
 def _table(groups: Sequence[CreditedGroup]) -> dict[str, object]:
-    """Return a row for each of the first ``TABLE_ROWS`` trajectories."""
     rollouts = [(index, sample, rollout) for index, group in enumerate(groups)
                 for sample, rollout in enumerate(group.rollouts)]  # fmt: skip
     every = part_names(groups)

@@ -26,7 +26,7 @@ SPANS_SHOWN = 20_000  # Most spans in the page; a longer run has only its last s
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step on the clock: ``seconds`` by phase, ``other`` included."""
+    """Wall-clock times of one step; ``seconds`` by phase, with ``other``."""
 
     number: int
     start: float
@@ -128,7 +128,7 @@ def _phase_rows(steps: Sequence[StepTimes], total: float) -> list[list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
+    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for positive values that would print as 0."""
     if 0 < seconds < 5e-5:
         return "<0.1 ms"
     if seconds < 0.9995:

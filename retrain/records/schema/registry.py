@@ -8,7 +8,7 @@ from retrain.records.schema.base import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryLine(Record):
-    """Keys that the line of a declaration and that of a finished run have."""
+    """Keys that the lines of declarations and of finished runs have in common."""
 
     kind: Annotated[str, "`declaration` or `run`."]
     time: Annotated[str, "When it was written."]

@@ -145,7 +145,7 @@ class StepSpans(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """One remark about odd numbers, made the first time that they occur."""
+    """A note about unusual numbers, made the first time that they occur."""
 
     step: Annotated[int, "The step whose row it is about."]
     key: Annotated[str, "Its subject; faults of servers are noted each time, under `server`."]
