@@ -214,8 +214,7 @@ def float32(value: object) -> float:
 
 
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
-    """Return the complete blocks after ``last``, without blocks at the end whose rows in ``metrics`` were cut or
-    replaced."""
+    """Return the complete blocks after ``last``, up to the newest whose rows are still in ``metrics``."""
     blocks: list[_Block] = []
     with suppress(OSError), open(columns, "rb") as file:
         while block := _next_block(file.fileno(), last):

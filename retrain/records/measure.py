@@ -251,8 +251,7 @@ def _aliases(
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
-    """Return the tags with keys in the row: all if the source has several or one covers only part of the
-    completions."""
+    """Return the tags with keys in the row: all if the source has several or one covers only a part; else []."""
     counts = Counter(tag for tags in samples.tags for tag in tags)
     if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
         return sorted({*counts, *context.tags} - {"all"})  # env/all means every completion

@@ -153,8 +153,8 @@ def is_run_id(value: object) -> bool:
 def run_entries(directory: Path, manifest: Values | None) -> list[RunEntry]:
     """Return the runs of a directory: from its manifest, or, if it has none, from the files of runs in and under it.
 
-    A run of a campaign has its entry in the campaign's manifest. "running" becomes "interrupted" where no process holds
-    the directory's lock.
+    For the directory of a campaign's run, the entry is from the campaign's manifest. "running" becomes "interrupted"
+    where no process holds the directory's lock.
     """
     campaign = directory.absolute().parent.parent
     if manifest is not None:

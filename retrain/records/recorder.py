@@ -205,8 +205,8 @@ class RunRecorder:
         self.log("".join(traceback.format_exception(error)), level="error")
 
     def record_server(self, step: int, text: str, level: str = "info") -> None:
-        """Log an event of a server that a run samples from; write a note too unless ``level`` is info. Thread-safe;
-        never raises."""
+        """Log an event of a server that a run samples from, with a note unless ``level`` is info. Thread-safe; never
+        raises."""
         self.log(text, level)
         if level != "info":
             note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
@@ -260,7 +260,7 @@ def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
 class RunFiles(RecordFiles):
     """The files in which one run records its steps and evaluations.
 
-    ``token_text`` places a completion's tokens in its text, for the pages.
+    ``token_text`` locates a completion's tokens in its text, for the pages.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A step has ``tokens_000010.safetensors``, an evaluation ``tokens_eval_<name>_000010.safetensors``. Rollouts follow one
 another, group by group. Arrays over L have an entry for every token of a rollout as the policy saw it, arrays over T
-for every token that it sampled. Rollout ``i`` has ``offsets[i] : offsets[i + 1]`` of L and ``sampled[i] : sampled[i +
-1]`` of T:
+for every token that it sampled. ``offsets[i] : offsets[i + 1]`` of L is rollout ``i``, and so is ``sampled[i] :
+sampled[i + 1]`` of T:
 
 - ``ids`` int32 [L]; ``action`` uint8 [L], 1 where it was sampled;
 - ``logprobs`` and, where they are known, ``trainer_logprobs``, ``entropy``, ``values``, ``value_targets`` float32 [T];

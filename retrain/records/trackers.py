@@ -78,8 +78,7 @@ class TrackedRun:
 
     @classmethod
     def of(cls, context: RunContext) -> TrackedRun:
-        """Return the run as ``[logging]`` names it; a campaign's runs are named, grouped and tagged by condition and
-        seed."""
+        """Return the run as ``[logging]`` names it; a campaign's runs are named and tagged by condition and seed."""
         logging, condition = context.config.logging, context.condition
         name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
         if context.is_campaign:
@@ -211,8 +210,8 @@ def wandb_upload_command(directory: Path, since: float) -> str | None:
 
 
 class TensorboardTracker:
-    """Writes event files of numbers to ``[logging] logging_dir`` (for a campaign to ``<run id>`` in it), by default to
-    ``<run>/tensorboard``."""
+    """Writes numbers as event files to ``[logging] logging_dir`` (a campaign's run to ``<run id>`` in it), by default
+    to ``<run>/tensorboard``."""
 
     def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
         chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"

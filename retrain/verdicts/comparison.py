@@ -169,7 +169,7 @@ class _PairedRuns:
 
     def extremes(self) -> list["_PairedRuns"]:
         """Return the worst cases for missing values: all conditions at the low end of the measure's range and the
-        baseline at the high end, and the reverse. Empty if nothing is missing, pairs are too few or the range is
+        baseline at the high end, and the reverse. Empty if none is missing, pairs are too few or the range is
         unknown."""
         # Runs that the interim analysis stopped are not missing.
         stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}

@@ -200,8 +200,7 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
 @dataclass
 class Twin:
-    """A prompt on two sides (such as conditions): per side (right answers, all answers) and a completion of
-    ``seed``."""
+    """A prompt on two sides, such as conditions: per side (right answers, all answers) and an answer of ``seed``."""
 
     problem: str
     prompt: str
@@ -246,8 +245,7 @@ def _twin(problem: str, first: Side, second: Side) -> Twin:
 
 
 def _counts(side: Side) -> tuple[int, int]:
-    """Return the numbers of right and of all answers. The untrained model is sampled once for all seeds and counts
-    once."""
+    """Return the numbers of right and of all answers. The untrained model, sampled once for all seeds, counts once."""
     by_seed: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for seed, row in side:
         by_seed[seed].append((row["completion"], bool(row["correct"])))

@@ -176,8 +176,7 @@ class RunResult:
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
     def weights(self, measure: Measure) -> dict[int, float]:
-        """Return the weight of each evaluation, by step, in the value of a held-out measure; empty for other
-        measures."""
+        """Return the weight of each evaluation, by step, in the value of a held-out measure; empty for others."""
         steps = [step for step, _ in self.curve(measure.key)] if measure.is_held_out else []
         if not steps:
             return {}

@@ -72,8 +72,7 @@ class Patterns:
     others: Floats
 
     def statistics(self, conditions: Ints, supposed: Floats) -> Floats:
-        """Return ``flipped(values − supposed)``, float64 [rows, patterns]; a row is (condition, supposed
-        difference)."""
+        """Return ``flipped(values − supposed)``, float64 [rows, patterns]; a row is (condition, supposed value)."""
         return flipped(self.values[conditions] - supposed[:, None], self.signs)
 
     def stopped(self, conditions: Ints, supposed: Floats) -> Flags:

@@ -28,6 +28,6 @@ class Record:
 
     @classmethod
     def from_row(cls, row: Values) -> Self:
-        """Return the record of a row; undeclared keys are ignored. Raises TypeError if a key without a default is
+        """Return the record of a row without undeclared keys. Raises TypeError if a key without a default is
         missing."""
         return cls(**{name: row[name] for name in cls.field_names() if name in row})

@@ -115,8 +115,7 @@ class ConditionComparison(ConditionSummary):
 
 @dataclass(frozen=True)
 class SecondaryComparison(Record):
-    """A secondary measure: a summary of accuracy that did not decide, the largest pass@k or maj@k, or a tag's
-    accuracy."""
+    """A secondary measure: a summary that did not decide, the largest pass@k or maj@k, or a tag's accuracy."""
 
     metric: Annotated[str, "Key of the metric."]
     summary: Annotated[str, "`final`, `last3` or `auc`."]
