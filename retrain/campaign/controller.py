@@ -76,10 +76,10 @@ def execute(
 ) -> CampaignOutcome:  # fmt: skip
     """Train a checked plan, or continue it if its directory already holds part of it.
 
-    Finished runs are skipped unless the plan has more steps, failed ones unless ``retry_failed``. ``approval`` decides
-    about changes from the directory's records; None refuses all. ``executor`` replaces the configured one, and is
-    closed at the end. Raises StorageError when the directory cannot be written, LeaseLost when another process has
-    taken it over.
+    Finished runs are skipped unless the plan has more steps, failed runs unless ``retry_failed``. ``approval`` accepts
+    or refuses differences from the directory's records; None refuses all. ``executor`` replaces the configured
+    executor, and is closed at the end. Raises StorageError when the directory cannot be written, LeaseLost when another
+    process has taken it over.
     """
     lock = DirectoryLock(plan.directory, observer.message)
     approval, executor = approval or Approval(), executor or executor_of(plan, lambda directory: lock.check)
@@ -106,8 +106,8 @@ def execute(
 def executor_of(plan: Plan, guard: Guard = allow_all) -> CampaignWorkers | InProcess:
     """Return the executor that a plan's configuration selects.
 
-    ``guard`` is called before writes of a run in this process; workers hold their own leases. Raises UsageError if a
-    configured device does not exist, or if torchrun has started processes that have no use.
+    ``guard`` returns a run directory's check before each write in this process; workers hold their own leases. Raises
+    UsageError if a configured device does not exist, or if processes that torchrun has started are not used.
     """
     config = plan.specs[0].config
     if torchrun_rank() is not None and config.backend.shard == "none":
@@ -131,7 +131,7 @@ def _write_facts(directory: Path, loaded: LoadedConfig) -> None:
 
 
 def _open(plan: Plan, observer: Observer, approval: Approval, guard: Callable[[], None]) -> Manifest:
-    """Return the directory's manifest after approval of all changes from its records."""
+    """Approve differences from the directory's records; return its manifest with declaration and registry state."""
     directory, configs = plan.directory, planned_configs(plan.directory)
     entries, lost = recorded_entries(directory, plan.specs)
     _approve(plan, observer, approval, lost, entries)
@@ -169,9 +169,9 @@ def _approve(
 
 @dataclass(eq=False)
 class CohortWork:
-    """Runs that train together. Remaining runs are determined when the job begins, because the interim analysis may
-    have stopped some, and a worker that died may have finished others. ``again``: all of them have failed, and each
-    continues from its own newest checkpoint."""
+    """Work item of one cohort. ``job`` looks up which runs remain, because the interim analysis may have stopped some,
+    and a worker that died may have finished others. ``again``: all of these runs have failed, and each resumes from its
+    own newest checkpoint."""
 
     controller: Controller
     specs: Sequence[RunSpec]
@@ -185,8 +185,8 @@ class CohortWork:
     def remaining_runs(self) -> list[RunSpec]:
         """Return the runs of the next job; none when all have ended.
 
-        Includes the failed runs of an unfinished cohort: those that failed after the step at which the others continue
-        must be in its batches again, and fail again.
+        Includes failed runs of an unfinished cohort: if the other runs resume before the step at which a run failed,
+        their batches must contain it until that step.
         """
         group = [spec for spec in self.specs if self._entry(spec).state not in ("done", "stopped")]
         if self.again or any(self._entry(spec).state != "failed" for spec in group):
@@ -219,7 +219,7 @@ class SqueezeWork:
     controller: Controller
     spec: RunSpec
     subfolder: str
-    names: frozenset[str] = field(default=frozenset(), init=False)  # Empty: no other work may touch a finished run
+    names: frozenset[str] = field(default=frozenset(), init=False)  # A finished run conflicts with no other work item
     trains: bool = field(default=False, init=False)
 
     def job(self) -> SqueezeJob:
@@ -241,8 +241,8 @@ class Controller:
         self.stop = StopRequest(lock)
         self.interim = InterimMonitor.of(manifest, plan.specs, observer) if plan.specs[0].is_campaign else None
         self._analysed = [spec for spec in plan.specs if spec.config.squeeze.enabled]
+        # Runs whose rank analysis this process has started, by subfolder; a failed analysis is not repeated
         self._squeezed: dict[str, RunSpec] = {}
-        """Whose analysis this process has tried, by subfolder; one that fails is not tried again."""
         self.recording = CampaignObserver(manifest, observer)
         on_event = partial(report, observer=self.recording, specs={spec.run_id: spec for spec in plan.specs})
         restarts = plan.specs[0].config.campaign.max_restarts
@@ -317,7 +317,7 @@ class Controller:
         return [work for work in works if work.remaining_runs()]
 
     def _train(self, works: Sequence[CohortWork]) -> bool:
-        """Do these works and the analyses that are due; return False when stopped before the end."""
+        """Execute the work items and the rank analyses that are due; return False if a request to stop came first."""
         try:
             # Without cohorts: killed after the last run and before its analysis.
             parts = [*self._around_interim(works), self._squeezes]
@@ -370,11 +370,11 @@ class Controller:
         return [CohortWork(self, part, item.again) for part in parts]
 
     def _squeezes(self) -> list[WorkItem]:
-        """Return the rank analyses that are due.
+        """Return work items for the rank analyses that are due.
 
-        The result of the first run is stored in ``squeeze``; with ``runs = "one per condition"``, those of other
-        conditions in ``squeezes`` by label. The first run is the first in the plan that has not failed or been stopped,
-        so that the choice does not depend on timing.
+        The manifest stores the analysis of the first run in ``squeeze``; with ``runs = "one per condition"``, those of
+        the other conditions in ``squeezes`` by label. The first run is the first in the plan that has not failed or
+        been stopped, so that the choice does not depend on timing.
         """
         works: list[WorkItem] = []
         for subfolder, spec in self._due_analyses().items():
@@ -423,7 +423,7 @@ def _begun_cohorts(manifest: Manifest, specs: Sequence[RunSpec]) -> list[list[Ru
 
 
 def _squeezed_label(content: Values) -> str | None:
-    """Return the condition that ``squeeze`` describes; older records contain the adapter's path only."""
+    """Return the label of the condition in ``squeeze``, None without one; old records have only the run's path."""
     report = content.get("squeeze")
     if not report:
         return None

@@ -2,9 +2,9 @@
 
     python -m retrain.campaign.worker DIR --slot N
 
-Executors (``campaign.executors``) start it; no other program trains in another process. It holds the leases of its slot
-and of every run that it trains, appends events to a file of its own, and ends when no task is left and no controller
-lives that could add one. On SIGTERM it finishes its step and saves; as a Slurm task (``--requeue``) also on SIGUSR1.
+Executors (``campaign.executors``) start it. It holds the leases of its slot and of every run that it trains, and
+appends events to its own file. It ends when no task is left and no living controller could add one. On SIGTERM it
+finishes its step and saves; as a Slurm task (``--requeue``) also on SIGUSR1.
 """
 
 import argparse
@@ -62,9 +62,9 @@ KILL_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Options:
-    """Command line of a worker. ``slot`` counts from 1; ``name`` is slot and device, for messages; ``folder`` is the
-    base of relative paths in the campaign's file, None for the task's; ``requeue``: started by Slurm; ``parent``:
-    process whose death ends the worker, 0 for none."""
+    """Command line of a worker. ``slot`` counts from 1. ``name`` is slot and device, for messages. ``folder`` is the
+    base of relative paths in the campaign's file; None selects the folder in the task. ``requeue``: started by Slurm.
+    ``parent``: process whose death ends the worker, 0 for none."""
 
     directory: Path
     slot: int

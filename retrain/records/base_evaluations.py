@@ -1,8 +1,8 @@
 """The untrained model's held-out answers, sampled once for a whole campaign and stored beside its runs.
 
 Every run of a campaign starts as the same model and is measured on the same problems with the same random numbers, so
-its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: what the runs
-improve on is one number, not one number per cohort. One ``.npz`` file per way of measuring (sampling, reward, data).
+its first evaluation is the same for all. A cohort that starts later, or after a restart, reads it here: all runs
+improve on one number, not on one number per cohort. One ``.npz`` file per setting (sampling, reward, data).
 """
 
 import hashlib
@@ -25,9 +25,9 @@ SAMPLING = ("temperature", "samples", "seconds", "max_tokens", "top_p", "top_k",
 
 
 class BaseEvaluations:
-    """Evaluations of the untrained model by the text that says how they were made.
+    """Evaluations of the untrained model by ``setting``, a text that describes how they were made.
 
-    ``owner`` names what must be the same for all of them: the base's weights and the held-out problems.
+    ``owner`` identifies the base's weights and the held-out problems, which all of them share.
     """
 
     def __init__(self, directory: Path, owner: str):
@@ -38,7 +38,7 @@ class BaseEvaluations:
         return self.directory / f"evaluation_{digest}.npz"
 
     def get(self, setting: str, problems: Sequence[Problem]) -> EvalRecord | None:
-        """Return the evaluation made in this way, or None; ``problems`` are the held-out ones in order."""
+        """Return the evaluation with this setting; None if missing, damaged or of other ``problems`` (in order)."""
         path = self.path(setting)
         if not path.is_file():
             return None
@@ -60,7 +60,7 @@ class BaseEvaluations:
         return EvalRecord(facts["name"], 0, groups, **{key: facts[key] for key in SAMPLING})
 
     def put(self, setting: str, record: EvalRecord) -> None:
-        """Write an evaluation, unless a grading or an audit failed: then the next cohort tries again.
+        """Write an evaluation, unless grading or auditing an answer failed: the next cohort then evaluates again.
 
         Raises StorageError when it cannot be written.
         """
@@ -84,7 +84,7 @@ class BaseEvaluations:
 
 
 def _packed(facts: Row, rollouts: Sequence[Rollout]) -> bytes:
-    """Return the file of these facts with tokens, log-probabilities and entropies of all actions, concatenated."""
+    """Return an ``.npz`` file as bytes: the facts, and tokens, logprobs and entropies of all actions, concatenated."""
     actions = [turn.action for rollout in rollouts for turn in rollout.turns]
     entropies = [action.entropy_T for action in actions if action.entropy_T is not None]
     file = io.BytesIO()

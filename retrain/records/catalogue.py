@@ -11,20 +11,20 @@ from typing import get_args
 
 from retrain.config.evaluation import Tool
 
+# Tools whose metric names can be added to every row (``[logging] aliases``)
 TOOLS: tuple[str, ...] = get_args(Tool)
-"""Tools whose names for our numbers can be repeated in every row (``[logging] aliases``)."""
 
+# Aliases with another value than the metric: (description, offset, factor), alias = offset + factor · value
 SCALED_ALIASES: dict[str, tuple[str, float, float]] = {
     "stop_reason_length_pct": ("×100", 0.0, 100.0),
     "discarded_stop_reason_length_pct": ("×100", 0.0, 100.0),
     "frac_reward_zero_std": ("1 − value", 1.0, -1.0),
 }
-"""Aliases that are not the plain value: what they are instead, in words and as offset and factor."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a step; ``aliases`` are its names in other tools, ``wandb`` is the one there where it differs."""
+    """Number of a step. ``aliases`` are its names in other tools; ``wandb`` is its name in W&B, "" for ``key``."""
 
     key: str
     definition: str
@@ -44,7 +44,7 @@ def _metric(
 
 
 def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> list[Metric]:
-    """Return mean, standard deviation, minimum and maximum of a quantity; the statistic replaces ``{}``."""
+    """Return mean, standard deviation, minimum and maximum of a quantity; their names replace ``{}`` in the key."""
     names = {"mean": "mean", "std": "standard deviation (population)", "min": "smallest", "max": "largest"}
     return [
         _metric(pattern.format(key), f"{name} {quantity}", unit, **({"telescope": alias.format(key)} if alias else {}))
@@ -52,6 +52,7 @@ def _spread(pattern: str, quantity: str, unit: str = "", alias: str = "") -> lis
     ]
 
 
+# By reason why an episode ended (``types.Ended``): description for the metric, healthy share
 ENDED = {
     "done": ("their environment said so", "near 1"),
     "max_turns": ("they had their turns (`max_turns`)", ""),
@@ -61,9 +62,10 @@ ENDED = {
     "died": ("their environment's process ended", "0"),
     "flooded": ("their environment answered without end", "0"),
 }
-"""Why an episode is over (``types.Ended``): in words, and how often that should be."""
 
-BESIDE = "ahead"  # The name of spans in which rollouts were sampled beside other parts of earlier steps
+BESIDE = "ahead"  # Name of spans in which rollouts were sampled while earlier steps trained
+# Parts of a step with metrics ``timing_<part>_total`` and ``timing_<part>_microbatch_mean``; null with a plug-in
+# backend that does not report them
 TIMED_PARTS = {
     "forward": "inside the update: forward passes",
     "backward": "inside the update: backward passes",
@@ -79,8 +81,6 @@ TIMED_PARTS = {
     "weight_sync_inference": "inside the rollout: merging or stacking the new weights of all runs of the cohort for "
     "the decode batch",
 }
-"""Parts of a step that ``timing_<part>_total`` and ``timing_<part>_microbatch_mean`` tell apart; a backend of the
-user's own may report them, and is null in those that it does not."""
 
 # fmt: off
 SECTIONS: dict[str, list[Metric]] = {

@@ -1,12 +1,12 @@
-"""The numbers of ``metrics.jsonl`` as columns, so that one metric of a long run is read without reading all of them.
+"""The numbers of ``metrics.jsonl`` as columns, so that one metric of a long run is read without reading all metrics.
 
-``metrics.f32`` is a cache beside ``metrics.jsonl``, appended to and never changed: blocks of ``BLOCK`` rows, each a
-head, the key list where it differs from the block before, and float32 [keys, rows], one key after the other. Rows
-that fill no block yet are in ``metrics.jsonl`` alone, behind the byte that the last block names. What is no number
-is NaN; a key that is ever a text in a block has no column there.
+``metrics.f32`` is a cache beside ``metrics.jsonl``, only ever appended to: blocks of ``BLOCK`` rows, each a head, the
+key list where it differs from the previous block, and float32 [keys, rows], one key after the other. Rows that do not
+fill a block yet are only in ``metrics.jsonl``, after the last line of the last block. Values that are not numbers are
+NaN; a key with a text anywhere in a block has no column there.
 
-A block names the last line that it covers by its length and checksum: a cache of other rows (a file that was cut or
-continued without it) is detected and made again.
+A block records length and checksum of its last line: a cache of other rows (a file that was cut or continued without
+it) is detected and rebuilt.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class _Rows:
 class Columns:
     """The numbers of one run, for reading: blocks from ``columns`` and the newest rows from ``metrics``.
 
-    ``refresh`` reads what is new. Either file may be missing, cut, torn or replaced at any moment; a cache that does
-    not belong to ``metrics`` counts as missing, and then all rows are read from the lines.
+    ``refresh`` reads new rows. Either file may be missing, cut, torn or replaced at any moment; a cache that does not
+    belong to ``metrics`` counts as missing, and then all rows are read from the lines.
     """
 
     def __init__(self, metrics: Path, columns: Path | None = None):
@@ -96,7 +96,7 @@ class Columns:
     def _reset(self) -> None:
         self._blocks: list[_Block] = []
         self._keys: dict[str, None] = {}
-        self._rest, self._lines = _Rows(), NewLines(self.metrics)  # Rows behind the blocks, and the lines behind them
+        self._rest, self._lines = _Rows(), NewLines(self.metrics)  # Rows after the blocks, and lines not read yet
 
     def __len__(self) -> int:
         return sum(block.rows for block in self._blocks) + len(self._rest)
@@ -107,16 +107,16 @@ class Columns:
 
     @property
     def uncovered(self) -> int:
-        """Rows that no block covers; many of them are worth a ``ColumnWriter``."""
+        """Number of rows that no block covers; if there are many, a ``ColumnWriter`` makes reading faster."""
         return len(self._rest)
 
     @property
     def last(self) -> Values:
-        """The newest row, whole; {} where there is none outside of the blocks."""
+        """The newest row with all its keys; {} if it is in a block."""
         return self._rest.last
 
     def refresh(self) -> bool:
-        """Read what is new; return whether rows that were there before were cut or replaced."""
+        """Read new rows; return whether rows that were read before have been cut or replaced."""
         replaced = len(self) > 0 and not self._is_current()
         if replaced:
             self._reset()
@@ -167,7 +167,7 @@ class ColumnWriter(Columns):
     """
 
     def forget(self) -> None:
-        """Cut off the blocks of rows that ``metrics`` no longer has, and what is no whole block."""
+        """Cut off blocks of rows that ``metrics`` no longer has, and an incomplete block."""
         self._reset()
         with writing(self.columns):
             blocks = _blocks_after(None, self.columns, self.metrics)
@@ -176,7 +176,7 @@ class ColumnWriter(Columns):
                 os.truncate(self.columns, end)
 
     def follow(self) -> list[Path]:
-        """Read all whole lines that ``metrics`` has gained; return the paths that were written."""
+        """Read the new complete lines of ``metrics`` and write full blocks; return the paths that were written."""
         if not len(self) or not self._is_current():
             self.forget()
         before = len(self._blocks)
@@ -203,7 +203,7 @@ class ColumnWriter(Columns):
 
 
 def float32(value: object) -> float:
-    """Return the value as float32 holds it: infinite beyond its range, NaN for what is no number."""
+    """Return the value in the range of float32: infinite beyond it, NaN for values that are not numbers."""
     if not isinstance(value, (int, float)):
         return np.nan
     try:
@@ -214,8 +214,7 @@ def float32(value: object) -> float:
 
 
 def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Block]:
-    """Return the whole blocks behind ``last`` that hold rows of ``metrics``, without those of rows that were cut or
-    replaced."""
+    """Return the complete blocks after ``last``, up to the newest whose rows are still in ``metrics``."""
     blocks: list[_Block] = []
     with suppress(OSError), open(columns, "rb") as file:
         while block := _next_block(file.fileno(), last):
@@ -227,7 +226,7 @@ def _blocks_after(last: _Block | None, columns: Path, metrics: Path) -> list[_Bl
 
 
 def _next_block(file: int, last: _Block | None) -> _Block | None:
-    """Return the block behind ``last``; None where the file has no whole one."""
+    """Return the block after ``last``; None if the file has no complete block there."""
     at, column_of, covered = (last.end, last.column_of, last.last_line.end) if last else (0, {}, 0)
     size, head = os.fstat(file).st_size, os.pread(file, _HEAD.size, at)
     if len(head) < _HEAD.size:

@@ -1,4 +1,4 @@
-"""A run as its records name it."""
+"""The identity and configuration of a run for its records."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from retrain.records.schema.base import Values
 
 @dataclass(frozen=True)
 class RunContext:
-    """One run as its records name it.
+    """Identity and configuration of one run, and the names in its rows that are known before its first step.
 
     ``tags`` are those that the data source may give a problem, ``reward_names`` the reward's parts and known sample
-    metrics: their keys stand in the first row already; others join the row from the step where they first appear.
+    metrics: the first row already has their keys. Other names join the row from the step where they first appear.
     """
 
     condition: str
@@ -28,11 +28,10 @@ class RunContext:
     max_steps: int
     is_campaign: bool = False
     tags: tuple[str, ...] = ()
-    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Tags of each held-out set that differ from ``tags``."""
+    set_tags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Of held-out sets with other ``tags``
     reward_names: tuple[str, ...] = ()
+    # For charts: ``{"min", "max", "invert"}`` by name of the number, of the total reward under ``reward``
     ranges: Mapping[str, Values] = field(default_factory=dict)
-    """For charts: ``{"min", "max", "invert"}`` of the total reward (as ``reward``) and of other numbers by name."""
     skipped_prompts: int = 0  # Problems left out because their prompts are too long
     folder: Path | None = None  # The folder of the TOML file, where modules that it names are looked up first
 

@@ -33,6 +33,7 @@ PACKAGES = (
     "accelerate", "datasets", "flash-attn", "math-verify", "numpy", "peft", "pydantic", "retrain", "rich",
     "safetensors", "scipy", "tokenizers", "torch", "transformers", "triton", "typer", "vllm", "wandb",
 )  # fmt: skip
+# Keys whose values may name code that runs in the training process
 KEYS = (
     "algorithm.advantage_mode",
     "algorithm.transform_mode",
@@ -41,13 +42,12 @@ KEYS = (
     "planning.detector",
     "backend.backend",
 )
-"""Keys that name code which runs in the training process."""
 SOURCES = ("data.source", "data.eval_source")
 SET_SOURCE = "evaluation.sets.{}.source"
 
 
 def run_facts(config: Config, **facts: object) -> Row:
-    """Return the content of ``config.json``: the resolved configuration, then what it ran with.
+    """Return the content of ``config.json``: the resolved configuration, then versions of packages and code.
 
     ``types`` has the type of every value under its dotted key; ``facts`` are further entries, such as the data's hash.
     """
@@ -64,7 +64,7 @@ def run_facts(config: Config, **facts: object) -> Row:
 
 @functools.cache
 def code_version() -> dict[str, str]:
-    """Return version and content hash of the retrain that runs: two installations with the same hash do the same."""
+    """Return version and SHA-256 of the sources of the running retrain; equal hashes mean equal code."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
@@ -72,11 +72,11 @@ def code_version() -> dict[str, str]:
 
 
 def module_hashes(config: Config, folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of the source of every module of the user's that a configuration names, without importing
-    any, and of the files of every reward model.
+    """Return the SHA-256 of every user module (its source, without import) and of every reward model (its files) that a
+    configuration names.
 
     Modules are looked up in ``folder``, the working directory and on the import path, reward models in the first two
-    and in the hub's cache; others are left out.
+    and in the hub's cache; names that are not found are left out.
     """
     named, hashes = set(), dict[str, str]()
     for name in config.reward_models:
@@ -177,5 +177,4 @@ class SystemInfo:
 
 
 def holds_records(directory: Path) -> bool:
-    """Return whether a run or campaign writes this directory, or is about to."""
     return (directory / PLAN).is_file() and (directory / MANIFEST).is_file()

@@ -1,4 +1,4 @@
-"""Bins of histograms, and the values in each."""
+"""Histograms of numbers, such as rewards and lengths."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -9,7 +9,7 @@ BINS = 24
 
 
 def edges_of(values: np.ndarray) -> np.ndarray:
-    """Return the ends of equal bins; few different integers have a bin each, and lie in its middle."""
+    """Return the edges of ``BINS`` equal bins; integers in a range below ``BINS`` are each the middle of a bin."""
     if not len(values):
         return np.array([0.0, 1.0])
     low, high = float(values.min()), float(values.max())
@@ -31,7 +31,8 @@ class RewardHistogram(TypedDict):
 
 
 def rewards(values: Sequence[float | None]) -> RewardHistogram:
-    """Return the counts between ``ends``; few distinct values have a count each, and are themselves ``at``."""
+    """Return the counts of the rewards: by distinct value (``at``), or by bin between consecutive ``ends`` if there are
+    more than ``BINS`` values. ``absent`` counts None."""
     numbers = np.array([value for value in values if value is not None], np.float64)
     absent = len(values) - len(numbers)
     if not len(numbers):

@@ -1,14 +1,14 @@
-"""Checks of the values of a JSON line that may be damaged."""
+"""Check the values of a JSON line, which may be damaged."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
 from retrain.records.schema.base import Row
 
-LARGEST = 1e300  # Amounts beyond it are no measurement, and their sums no float
+LARGEST = 1e300  # Larger absolute values are rejected: they are no measurements, and sums of them may overflow
 
 Kind = Callable[[object], bool]
-FieldKinds = Mapping[Kind, str]  # Names of fields by the kind of their values, separated by blanks
+FieldKinds = Mapping[Kind, str]  # Field names, separated by blanks, by the check of their values
 
 
 def is_anything(value: object) -> bool:
@@ -55,8 +55,8 @@ DESCRIPTIONS: Mapping[Kind, str] = {
 
 
 def checked(row: object, required: FieldKinds, optional: FieldKinds | None = None) -> Row:
-    """Return the row if these fields are of their kinds; ``optional`` ones may also be null or missing. Raises
-    ValueError that names the first that is not."""
+    """Return ``row`` if every field passes its check; ``optional`` fields may also be null or missing. Raises
+    ValueError that names the first field that fails."""
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     for kinds, are_required in ((required, True), (optional or {}, False)):

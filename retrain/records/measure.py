@@ -1,8 +1,8 @@
-"""Each step of a run as a row: every number of the catalogue, strict JSON, before any filtering.
+"""Compute the metrics row of a step: every number of the catalogue, as strict JSON, before any filtering.
 
 Numbers that only the policy or a controller knows come in ``StepRecord.update`` and ``.state`` under their catalogue
-keys; everything that follows from the completions themselves is computed here, from flat columns. Suffixes: ``_N`` all
-completions of the step in sampling order, ``_G`` one entry per group.
+keys; all others are computed here from columns over the completions. Suffixes: ``_N`` all completions of the step in
+sampling order, ``_G`` one entry per group.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def spread(values: np.ndarray) -> dict[str, float | None]:
-    """Return mean, population standard deviation, minimum and maximum over what is not NaN."""
+    """Return mean, population standard deviation, minimum and maximum without NaN; None if nothing else is there."""
     known = values[~np.isnan(values)]
     return {name: float(getattr(known, name)()) if len(known) else None for name in ("mean", "std", "min", "max")}
 
 
 def mean_gini(groups: Sequence[np.ndarray], lowest: float | None = None) -> float | None:
-    """Return the mean over the groups where the coefficient exists; ``lowest`` as in ``gini``."""
+    """Return the mean Gini coefficient of the groups that have one; None without any. ``lowest`` as in ``gini``."""
     known = [value for value in (gini(group, lowest) for group in groups) if value is not None]
     return float(np.mean(known)) if known else None
 
@@ -133,7 +133,7 @@ def group_shares(groups: Sequence[np.ndarray]) -> dict[str, float | None]:
 
 
 def ties(groups: Sequence[np.ndarray]) -> dict[str, float | int | None]:
-    """Count equal rewards within groups (up to float noise); groups of one reward are left out."""
+    """Return numbers and shares of equal rewards (up to float noise) in groups of at least two rewards."""
     sizes = [len(rewards) for rewards in groups if len(rewards) > 1]
     counts = [np.unique(np.round(rewards, 8), return_counts=True)[1] for rewards in groups if len(rewards) > 1]
     tied = sum(int(count * (count - 1) // 2) for values in counts for count in values)
@@ -183,8 +183,8 @@ def measure_step(
 
 
 def _with_step(totals: Totals, samples: Samples, start: float, end: float) -> Totals:
-    """Return the sums with one more step from ``start`` to ``end``. Where the clock was set back since the last step,
-    in an earlier process, ``began`` is moved with it, so that ``end − began`` keeps growing."""
+    """Return the totals with one more step, which ran from ``start`` to ``end`` (seconds). If the clock was set back
+    since the last step ended, ``began`` is moved back by as much, so that ``ended − began`` does not shrink."""
     tokens = totals.tokens + int((samples.length_N + samples.prompt_length_N).sum())
     correct = totals.correct + int(samples.correct_N.sum())
     began = start if totals.began is None else totals.began
@@ -251,7 +251,7 @@ def _aliases(
 
 
 def tags_to_show(samples: Samples, context: RunContext) -> list[str]:
-    """Return the tags that have keys: all of them as soon as one covers only a part of the completions."""
+    """Return the tags with keys in the row: all if the source has several or one covers only a part; else []."""
     counts = Counter(tag for tags in samples.tags for tag in tags)
     if len(context.tags) > 1 or any(count < len(samples) for count in counts.values()):
         return sorted({*counts, *context.tags} - {"all"})  # env/all means every completion
@@ -350,14 +350,14 @@ def _policy(record: StepRecord, context: RunContext, samples: Samples) -> Row:
 
 
 def _kl_penalty(record: StepRecord, context: RunContext) -> float | None:
-    """Return what the KL term adds to the score; None where there is a coefficient and the policy reports nothing."""
+    """Return ``objective/non_score_reward`` as the policy reports it; else 0 without ``kl_coef``, None with it."""
     without_report = None if context.config.algorithm.kl_coef else 0.0
     penalty = {**record.state, **record.update}.get("objective/non_score_reward")
     return without_report if penalty is None else penalty
 
 
 def _credit(record: StepRecord, context: RunContext) -> Row:
-    """Return the kind of uncertainty, the surprisal under its entropy_* names too, and the share of planning tokens."""
+    """Return the uncertainty kind, the surprisal statistics also as entropy_*, and the share of planning tokens."""
     kind = record.state.get("uncertainty_kind") or context.config.algorithm.uncertainty_kind
     row: Row = {"uncertainty_kind": kind}
     if kind != "shannon_entropy":
@@ -418,8 +418,8 @@ def _discarded(groups: Sequence[CreditedGroup], samples: Samples) -> Row:
 def _times(record: StepRecord, samples: Samples, everyone: Samples, ahead: bool) -> Row:
     """Return the seconds of each part of the step; ``time/other`` is the rest, so that the parts add up to the step.
 
-    Sampling ahead of the policy overlaps other parts and is not counted among them; with ``ahead`` the row has the
-    speeds of sampler and trainer. ``samples`` are those of the batch, ``everyone`` all that were sampled.
+    Sampling ahead of the policy overlaps other parts and is not counted; with ``ahead`` the row has the speeds of
+    sampler and trainer. ``samples`` are the batch's completions, ``everyone`` all sampled completions.
     """
     total = record.step_end - record.step_start
     row: Row = {"step_time_s": total}

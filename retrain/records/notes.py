@@ -1,4 +1,4 @@
-"""Notes about odd numbers in the rows of a run, each made once with the likely remedy.
+"""Explain unusual numbers in the rows of a run by notes, each made once, with the likely remedy.
 
 ``explain`` is a function of the rows and the configuration alone, so a resumed run makes the same notes as an
 uninterrupted one.
@@ -14,14 +14,14 @@ from retrain.records.schema.base import Values
 from retrain.records.schema.rows import Note
 from retrain.util.text import percent
 
-WINDOW = 20  # Rows that the rules look at: the newest ones, and besides them the first row of the run
+WINDOW = 20  # Number of newest rows that the rules see, besides the run's first row
 
 Finding = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
 class Recent:
-    """The data of a rule: ``rows`` in order, the first of them the run's first, and its configuration."""
+    """Input of a rule: ``rows`` in order, beginning with the run's first row, and the run's configuration."""
 
     rows: Sequence[Values]
     config: Config
@@ -36,12 +36,12 @@ class Recent:
         return self.rows[-1]
 
     def last(self, key: str, count: int) -> list[float]:
-        """Return the last ``count`` values of ``key``; none when there are fewer rows or one of the values is None."""
+        """Return the last ``count`` values of ``key``; [] if there are fewer rows or one of the values is None."""
         values = [value for row in self.rows[-count:] if (value := row.get(key)) is not None]
         return values if len(values) == count else []
 
     def cut_off(self) -> float:
-        """Return the mean share of completions that ended by length in the last 3 steps; 0 before there are as many."""
+        """Return the mean share of completions that ended by length in the last 3 steps; 0 if a step has none."""
         return _mean(self.last("max_token_hit_rate", 3) or [0.0])
 
 
@@ -83,7 +83,7 @@ def inapplicable(config: Config) -> set[str]:
 
 
 def note_line(note: Note) -> str:
-    """Return the note as a line of ``run.log``. A remedy that begins with a key keeps its first letter."""
+    """Return a note as a line of ``run.log``. The remedy is capitalised unless it begins with a configuration key."""
     first = note.remedy.partition(" ")[0].rstrip(",:;")
     remedy = f"{note.remedy[:1].upper()}{note.remedy[1:]}" if first.isalpha() else note.remedy
     return f"step {note.step}: {note.text}. {remedy}."
@@ -94,8 +94,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def is_graded(row: Values) -> bool:
-    """Return whether the rewards of a step had values other than 0 and 1, whose variance is m · (1 − m) for a mean
-    m."""
+    """Return whether a step had rewards other than 0 and 1; those of 0 and 1 with mean m have variance m · (1 − m)."""
     lowest, highest, mean, std = (row.get(key) for key in ("reward_min", "reward_max", "mean_reward", "reward_std"))
     if lowest is None or highest is None or mean is None or std is None:
         return False

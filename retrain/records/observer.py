@@ -7,7 +7,7 @@ from retrain.records.schema.base import Values
 
 
 class SpecLike(Protocol):
-    """A run as observers name it: planned (``config.runs.RunSpec``), or found in a directory."""
+    """Identity of a run, planned (``config.runs.RunSpec``) or found in a directory."""
 
     @property
     def run_id(self) -> str: ...
@@ -42,7 +42,7 @@ class Observer(Protocol):
         """Called with the ``eval/<name>/…`` keys of an evaluation."""
 
     def run_finished(self, spec: SpecLike, status: str, message: str = "") -> None:
-        """``status`` is done, failed, interrupted or stopped; ``message`` says why."""
+        """Called when a run ends. ``status`` is done, failed, interrupted or stopped; ``message`` says why."""
 
     def message(self, text: str, level: str = "info") -> None:
         """Called with a line for the user; ``level`` is info, warning or error."""

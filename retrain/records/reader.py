@@ -1,4 +1,4 @@
-"""Reads the files of runs and campaigns, also while other processes write them."""
+"""Read the files of runs and campaigns, also while other processes write them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from retrain.records.schema.campaign import STATES, RunEntry
 from retrain.records.schema.rows import Note
 from retrain.util.jsonl import last_row
 
-LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log that are read first, and if they have too few lines
-MAX_OBJECT_BYTES = 64 << 20  # Bytes of a JSON file that `read_object` reads
+LOG_BLOCK, LOG_BYTES = 1 << 18, 16 << 20  # Bytes of a log to read at first, and if too few lines match
+MAX_OBJECT_BYTES = 64 << 20  # Largest JSON file that `read_object` reads
 KEPT_OBJECTS = 128
 SUMMARY_FILE = re.compile(r"(train|eval_(.+))_iteration_(\d{6,})" + re.escape(layout.SUMMARIES))
 
@@ -74,11 +74,11 @@ class RunReader:
         return [row for row in iter_jsonl(self.directory / layout.EVALUATIONS) if row.get("name") == name]
 
     def checkpoints(self) -> list[Row]:
-        """Return the lines of ``checkpoints.jsonl`` that are objects: other tools have such a file, too."""
+        """Return the lines of ``checkpoints.jsonl`` that are JSON objects; another tool may have written the file."""
         return [row for row in self.rows(layout.CHECKPOINTS) if isinstance(row, dict)]
 
     def checkpoint_directories(self) -> list[Path]:
-        """Return what is named as a checkpoint, whole or not and whoever wrote it, in the order of the names."""
+        """Return the paths ``step_*``, sorted by name; they may be incomplete or written by another program."""
         return sorted((self.directory / layout.SAVED).glob("step_*"))
 
     def summary_files(self) -> list[tuple[str, int, str]]:
@@ -122,8 +122,8 @@ def read_manifest(directory: Path) -> Row:
 
 
 def read_plan_file(directory: Path) -> Row:
-    """Return the content of ``plan.json`` without removed keys. Raises UsageError when it is damaged, NotOurs when it
-    is no plan of retrain."""
+    """Return the content of ``plan.json`` without keys that retrain has removed. Raises UsageError when it is damaged,
+    NotOurs when it is no plan of retrain."""
     path = directory / layout.PLAN
     try:
         content = read_json(path)
@@ -151,10 +151,10 @@ def is_run_id(value: object) -> bool:
 
 
 def run_entries(directory: Path, manifest: Values | None) -> list[RunEntry]:
-    """Return the runs as their manifest has them, or as it would have those in and under a directory without one.
+    """Return the runs of a directory: from its manifest, or, if it has none, from the files of runs in and under it.
 
-    A run of a campaign, looked at alone, is as in the campaign's manifest. "running" becomes "interrupted" where no
-    process holds the directory's lock.
+    For the directory of a campaign's run, the entry is from the campaign's manifest. "running" becomes "interrupted"
+    where no process holds the directory's lock.
     """
     campaign = directory.absolute().parent.parent
     if manifest is not None:
@@ -184,7 +184,7 @@ def _entry_from_records(directory: Path, path: Path) -> RunEntry:
 
 
 def verification_files(directory: Path) -> list[Path]:
-    """Return where a run or campaign may have verifications of adapters; those of other conditions come last."""
+    """Return the paths at which an adapter's verification may be; those of other conditions come last."""
     home = directory / layout.SQUEEZE
     return [home / layout.VERIFICATION, *sorted(home.glob(f"*/{layout.VERIFICATION}"))]
 
@@ -194,7 +194,7 @@ def final_adapters(directory: Path) -> list[Path]:
 
 
 def homes_of_runs(directory: Path) -> list[Path]:
-    """Return ``directory`` itself when it is a run or a campaign, else those of its subdirectories that are."""
+    """Return ``directory`` itself if it is a run or campaign, else its subdirectories that are."""
 
     def is_home(path: Path) -> bool:
         return (path / layout.MANIFEST).is_file() or (path / layout.METRICS).is_file()
@@ -214,7 +214,7 @@ def is_held(lock: Path) -> bool:
 
 
 def read_object(path: Path | None) -> Row:
-    """Return the object of a JSON file, kept until the file changes and not to be changed.
+    """Return the object of a JSON file, cached until the file changes; callers must not modify it.
 
     Returns {} for a file that is missing, damaged, no object or larger than ``MAX_OBJECT_BYTES``.
     """
@@ -232,7 +232,7 @@ def _object(path: Path, stamp: Stamp) -> Row:
 
 
 def read_text(path: Path | None, characters: int) -> str:
-    """Return the first characters of a text file; "" where there is none."""
+    """Return the first characters of a text file; "" if ``path`` is None. Raises OSError."""
     if path is None:
         return ""
     with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,8 +1,8 @@
-"""Everything a run leaves behind, written as it happens: one line per event, flushed, strict JSON.
+"""Write all records of a run as they arise: one line of strict JSON per event, flushed.
 
-Rows are made where they are recorded and written by a thread, in order; ``flush`` waits until they are on the disk.
-A row depends on what happened and on the recorder's saved state only, so a resumed run continues its files exactly:
-``truncate`` removes what came after the restored step and ``restore`` brings back the running sums.
+Rows are built by the caller and written by a thread, in order; ``flush`` waits until they are on disk. A row depends
+only on the event and on the recorder's saved state, so a resumed run continues its files exactly: ``truncate`` removes
+rows after the restored step and ``restore`` restores the running sums.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from retrain.records.writer import RecordFiles
 from retrain.types import CreditedGroup, EvalRecord, StepRecord
 from retrain.util.text import without_keys
 
+# Records in which every step has rows
 ROW_FILES = (layout.METRICS, layout.STEPS, layout.GENERATIONS, layout.SPANS)
-"""Records in which every step has a row."""
 EMPTY = dict.fromkeys(layout.EVALUATION_FILES, "")  # Hashes of the files of evaluations before their first row
 SERVER_REMEDY = "requests wait for a server, or go to the others; a launched one says more in server.log"
 
@@ -66,12 +66,12 @@ class RunRecorder:
     """Writes one run's directory.
 
     Order of calls: ``RunRecorder(…)``, on resume ``restore(state)`` and ``truncate(step)``, then ``start(facts)``; per
-    step ``record_eval`` for the evaluations that belong to it, then ``record_step``; ``flush`` before what is recorded
-    must outlive the process; ``close`` at the end. Trackers start in ``start`` and stop the run there when they cannot
-    (``RetrainError``); a later failure of one is reported once through ``warn`` and in ``run.log``, as are odd numbers
-    that need attention. Any call raises RunFailed (of a disk, StorageError) when an earlier record could not be
-    written. ``token_text`` places a completion's tokens in its text, for the pages. ``guard`` raises LeaseLost once
-    another process may write the directory; it is called before every write.
+    step ``record_eval`` for its evaluations, then ``record_step``; ``flush`` before records must outlive the process;
+    ``close`` at the end. ``start`` starts the trackers and raises RetrainError if one cannot start. A tracker's later
+    failure is reported once through ``warn`` and in ``run.log``, as are notes of level warning. Any call raises
+    RunFailed (StorageError for a disk) when an earlier record could not be written. ``token_text`` locates a
+    completion's tokens in its text, for the pages. ``guard`` is called before every write, and raises LeaseLost once
+    another process may write the directory.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class RunRecorder:
     def record_eval(self, record: EvalRecord) -> Row:
         """Write one evaluation to ``evals.jsonl``; its keys join the metrics row of the next ``record_step``.
 
-        ``record.step`` counts the optimizer steps done, so the untrained model is step 0 and the evaluation after
-        the update of row n has step n + 1. When two of them meet in one row (the first), the later one stands there.
+        ``record.step`` counts the optimizer steps done, so the untrained model is step 0 and the evaluation after the
+        update of row n has step n + 1. If two evaluations join one row (the first), it has the values of the later one.
         """
         self.start()
         config = self.context.config
@@ -191,8 +191,8 @@ class RunRecorder:
         self.files.write(lambda: write_timeline(self.directory))  # so that a killed run has one too
 
     def flush(self) -> None:
-        """Wait until everything recorded so far is on the disk; call it before a checkpoint gets its name. Any thread
-        may. Raises RunFailed when something could not be written."""
+        """Wait until all earlier records are on disk; call it before a checkpoint gets its final name. Thread-safe.
+        Raises RunFailed when a record could not be written."""
         self.files.flush()
 
     def log(self, text: str, level: str = "info") -> None:
@@ -205,8 +205,8 @@ class RunRecorder:
         self.log("".join(traceback.format_exception(error)), level="error")
 
     def record_server(self, step: int, text: str, level: str = "info") -> None:
-        """Log what happened to a server that a run samples from, and note it unless ``level`` is info. Any thread may;
-        never raises."""
+        """Log an event of a server that a run samples from, with a note unless ``level`` is info. Thread-safe; never
+        raises."""
         self.log(text, level)
         if level != "info":
             note = Note(step, "server", level, without_keys(text), SERVER_REMEDY)
@@ -229,18 +229,17 @@ class RunRecorder:
         return replace(self._state, trackers=trackers, sent=sent).to_row()
 
     def restore(self, state: Values) -> None:
-        """Restore a saved ``state()``; call before ``start``."""
         self._state = RecorderState.from_row(state)
         for reporter in self._reporters:
             reporter.state = self._state.trackers.get(reporter.name)
             reporter.sent = self._state.sent.get(reporter.name, 0)
 
     def begin_own_records(self) -> None:
-        """Start records and trackers of its own after ``restore`` of another run's state. Call before ``start``."""
+        """Reset rows, hashes and trackers after ``restore`` of another run's state. Call before ``start``."""
         self.restore(replace(self._state, rows={}, sha256=EMPTY, trackers={}, sent={}).to_row())
 
     def close(self, failed: bool = False) -> bool:
-        """Finish the trackers and write what is left; whether everything could be written. Raises nothing."""
+        """Finish the trackers and write what is pending; return whether everything could be written. Never raises."""
         if self._started:
             self._started = False
             for reporter in self._reporters:
@@ -261,7 +260,7 @@ def _sum(rows: Mapping[str, int], added: Mapping[str, int]) -> dict[str, int]:
 class RunFiles(RecordFiles):
     """The files in which one run records its steps and evaluations.
 
-    ``token_text`` places a completion's tokens in its text, for the pages.
+    ``token_text`` locates a completion's tokens in its text, for the pages.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class RunFiles(RecordFiles):
         return any((self.directory / name).exists() for name in names)
 
     def write_step(self, record: StepRecord, row: Row, notes: Sequence[Note], keeps_tokens: bool) -> None:
-        """Write all files of one step (on the thread)."""
+        """Write all files of one step; runs on the writing thread."""
         self.append(layout.METRICS, [row])
         if (record.step + 1) % BLOCK == 0:  # the columns gain whole blocks only
             self.wrote(*self._columns.follow())
@@ -292,7 +291,7 @@ class RunFiles(RecordFiles):
         self._write_rollouts(layout.TRAIN, record.step, record.groups, record.step_start, keeps_tokens, lines)
 
     def write_evaluation(self, record: EvalRecord, recorded: Mapping[str, Sequence[Row]], started: float) -> None:
-        """Write all files of one evaluation (on the thread); ``recorded`` has its rows by file."""
+        """Write all files of one evaluation; runs on the writing thread. ``recorded`` has its rows by file."""
         self.append(layout.EVALS, recorded[layout.EVALS])
         lines = self.append(layout.EVALUATIONS, recorded[layout.EVALUATIONS])
         tokens = self.context.config.logging.rollouts_every > 0
@@ -374,7 +373,7 @@ class NullFiles(RunFiles):
 
 
 class NullRecorder(RunRecorder):
-    """The recorder of ranks other than the first: it measures and writes nothing and has no tracker."""
+    """Recorder of ranks other than 0: it measures and writes nothing and has no tracker."""
 
     def __init__(self, run_dir: Path, context: RunContext):
         super().__init__(run_dir, context, trackers={})
@@ -396,8 +395,8 @@ class NullRecorder(RunRecorder):
 
 
 def write_rollouts(directory: Path, batch: Batch, num_groups: int | None) -> list[Path]:
-    """Write the summary lines and, unless ``num_groups`` is None, every token, and logtree and page with the texts of
-    ``num_groups`` groups, without waiting for the disk; return the paths."""
+    """Write the summary lines; unless ``num_groups`` is None also all tokens, and a logtree and a page with the texts
+    of ``num_groups`` groups. Does not wait for the disk. Return the paths."""
     texts = {layout.SUMMARIES: "".join(dumps(row) + "\n" for row in summary_rows(batch))}
     if num_groups is not None:
         texts[layout.LOGTREE] = dumps(logtree(batch, num_groups)) + "\n"

@@ -1,7 +1,7 @@
 """The registry of a folder: which comparisons its campaigns have declared, and how each run finished.
 
-Lines are only added. What was declared and seen stays known when a directory is deleted, when the same comparison is
-declared again, and when its seeds are chosen from those of an earlier one.
+Lines are only added. Declarations and results stay known when a directory is deleted, when the same comparison is
+declared again, and when its seeds are chosen from the seeds of an earlier one.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ from retrain.records.schema.layout import REGISTRY
 from retrain.records.schema.registry import Declaration, FinishedRun, RegistryLine
 from retrain.util.jsonl import json_lines
 
+# ``registry`` in a manifest: OFF if the campaign is not registered, ON before its declaration, and then the
+# declaration's time
 OFF, ON = "off", "on"
-"""``registry`` in the manifest of a campaign that is not registered, and of one before it declares. Afterwards it is
-the time in the line of the declaration."""
 DECLARED = ("max_steps", "seeds", "baseline", "primary_metric", "equivalence_margin", "sequential")
 NOT_REGISTERED = (
     f"Not registered (--no-registry, or {REGISTRY} could not be written): whether this comparison was declared before "
@@ -78,7 +78,7 @@ class Registry:
         return {"kind": kind, "time": time, "owner": self.owner, "directory": self.directory.name, "data": data}
 
     def finish(self, entry: RunEntry, declared: Values) -> None:
-        """Add a run that has finished, unless its line is there because a process was killed behind it."""
+        """Add a line for a finished run, unless there is one: a process killed after adding it may run this again."""
         result: dict[str, float | None] = {}
         for row in RunReader(self.directory / entry.path).evaluations():
             result[row["name"]] = row.get(f"eval/{row['name']}/correct_rate")
@@ -136,7 +136,7 @@ class History:
 
 
 def history(directory: Path, manifest: Values) -> History:
-    """Return what the registry beside a campaign says of it; nothing where an earlier version has declared it."""
+    """Return deviations and notes from the registry beside a campaign; none if an earlier version declared it."""
     registered = manifest.get("registry")
     if not registered:
         return History()
@@ -164,7 +164,7 @@ def _declared_again(mine: Sequence[RegistryLine]) -> list[str]:
 
 def _seeds_known_before(first: Declaration, before: Sequence[RegistryLine]) -> list[str]:
     """Return a clause if seeds had finished in other directories, under two or more of the conditions, before they were
-    declared here. A campaign with all the seeds of an earlier one repeats it and chooses none."""
+    declared here; none for a campaign with all seeds of an earlier one, which repeats it without choosing seeds."""
     if any(isinstance(line, Declaration) and first.repeats(line) for line in before):
         return []
     finished = [line for line in before if isinstance(line, FinishedRun) and line.belongs_to(first)]
@@ -205,7 +205,7 @@ def _change_since(last: FinishedRun, entry: RunEntry | None) -> str:
 
 
 def _earlier_declarations(first: Declaration, before: Sequence[RegistryLine], path: Path) -> list[str]:
-    """Return a sentence that counts the declarations of the same comparison, and names the earlier ones."""
+    """Return a sentence that counts the declarations of the same comparison and names the earlier ones, if any."""
     earlier = {
         line.owner: line for line in before if isinstance(line, Declaration) and line.comparison == first.comparison
     }

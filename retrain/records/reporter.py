@@ -1,7 +1,7 @@
-"""Makes the trackers of a run, and sends them its rows and evaluations.
+"""Create the trackers of a run, and send them its rows and evaluations.
 
-Every tracker is called on a thread of its own, so that a slow service holds back neither the training nor the files.
-One that cannot start stops the run; a later failure does not reach the training.
+Every tracker is called on its own thread, so that a slow service delays neither the training nor the files. A tracker
+that cannot start stops the run; a later failure does not affect the training.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FINISH_SECONDS = 120.0  # How long the end of a run waits for a tracker to send 
 def make_trackers(context: RunContext, run_dir: Path, warn: Warn = lambda text: None) -> dict[str, Tracker]:
     """Return the trackers that ``[logging]`` asks for, by name: ``report_to``, and wandb when ``wandb_project`` is set.
 
-    One of the user's own is the return value of their ``module:function`` for ``run_dir``. Raises PluginError for one
-    that cannot be loaded or is no tracker.
+    A plug-in tracker is what the user's ``module:function`` returns for ``run_dir``. Raises PluginError if it cannot be
+    loaded or is no tracker.
     """
     names = trackers(context.config.logging.report_to, context.config.logging.wandb_project)
     return {
@@ -56,11 +56,11 @@ def _plugin(plugin: str, context: RunContext, run_dir: Path) -> Tracker:
 
 
 class Reporter:
-    """One tracker, whose methods are all called on a thread of its own.
+    """Calls all methods of a tracker on a separate thread.
 
-    Its errors and delays after the start never reach the training: the first failure is reported once through ``warn``,
-    and it gets nothing further. ``state`` is the return value of its last start, in this process or an earlier one;
-    ``sent`` is the first step whose row it has not taken.
+    After the start, its errors and delays do not affect the training: the first failure is reported once through
+    ``warn``, and the tracker gets no further rows. ``state`` is what its last ``start`` returned, in this process or an
+    earlier one; ``sent`` is the first step whose row the tracker has not received.
     """
 
     def __init__(self, name: str, tracker: Tracker, warn: Warn):
@@ -72,8 +72,8 @@ class Reporter:
         self._thread = Thread(f"tracker {name}", WAITING_ROWS)
 
     def start(self, context: RunContext) -> None:
-        """Start it and wait for that, for at most ``START_SECONDS``. An error by then is raised here, because a run
-        must not begin unreported; later it is a failure like any other."""
+        """Start the tracker; wait at most ``START_SECONDS``. Raises an error within this time, because a run must not
+        begin unreported; a later error is handled like any failure."""
         errors: list[BaseException] = []
         late = threading.Event()
 
@@ -96,7 +96,7 @@ class Reporter:
             self.warn(f"{self.name} has not started after {START_SECONDS:g} s; training goes on, and its rows wait")
 
     def send_history(self, directory: Path, finished: int) -> None:
-        """Send the rows of earlier processes that it may lack; ``finished`` is the number of their steps."""
+        """Send rows of earlier processes that the tracker may lack; ``finished``: number of their steps."""
         first = 0 if getattr(self.tracker, "skips_sent_steps", False) else self.sent
 
         def send() -> None:
@@ -112,11 +112,11 @@ class Reporter:
         self._evaluations.setdefault(step, {}).update(row)
 
     def log_row(self, step: int, row: Row) -> None:
-        """Hand over the row of a step and the evaluations so far, in the order of their steps; never waits."""
+        """Queue the row of a step and the evaluations so far, in the order of their steps; never waits."""
         self._log({step: without_evaluations(row)})
 
     def finish(self, failed: bool) -> None:
-        """Let it send its rows and close; it is abandoned after ``FINISH_SECONDS``, or if it is broken."""
+        """Send the queued rows and close the tracker; abandon it after ``FINISH_SECONDS``, or if it has failed."""
         self._log({})
         if not self.broken and callable(getattr(self.tracker, "finish", None)):
             self._thread.put(lambda: self._call("finish", failed), wait=False)
@@ -156,8 +156,8 @@ class Reporter:
 
 
 def recorded_history(directory: Path, first: int, finished: int) -> Iterator[tuple[int, Row]]:
-    """Yield step and numbers of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
-    in the order in which a tracker got them or should have got them."""
+    """Yield (step, numbers) of the rows and evaluations that earlier processes have recorded, from step ``first`` on,
+    in the order in which a tracker receives them. ``finished``: number of recorded steps."""
     reader = RunReader(directory)
     evaluations: dict[int, Row] = {}
     for line in reader.evaluations():
@@ -175,7 +175,7 @@ def recorded_history(directory: Path, first: int, finished: int) -> Iterator[tup
 
 
 def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Values | None) -> Row:
-    """Start it and return its state for a resume. Raises RetrainError when it cannot start."""
+    """Start a tracker and return its state for a resume. Raises RetrainError when it cannot start."""
     try:
         returned = tracker.start(TrackedRun.of(context), dict(state) if state else None)
     except RetrainError:
@@ -193,7 +193,7 @@ def start_tracker(name: str, tracker: Tracker, context: RunContext, state: Value
 
 
 def tracker_values(row: Values) -> Row:
-    """Return a row under its tracker names, without nulls and the step; booleans become 0 and 1."""
+    """Return a row under its tracker names, without nulls and ``NOT_TRACKED`` keys; booleans become 0 and 1."""
     return {
         wandb_name(key): int(value) if isinstance(value, bool) else value
         for key, value in row.items()
@@ -202,6 +202,6 @@ def tracker_values(row: Values) -> Row:
 
 
 def without_evaluations(row: Values) -> Row:
-    """Return the row without the evaluations in it, which trackers get at their own step."""
+    """Return a row without its evaluations, which trackers receive separately at the evaluation's step."""
     prefixes = tuple(key.removesuffix("step") for key in row if key.startswith("eval/") and key.endswith("/step"))
     return {key: value for key, value in row.items() if not key.startswith(prefixes)}

@@ -32,17 +32,17 @@ from retrain.types import (
 )
 from retrain.util.text import escape, without_keys
 
+# Returns the text of sampled token ids, and the characters [start, end) of each token in it
 TokenText = Callable[[Sequence[int]], tuple[str, Offsets]]
-"""Text of sampled token ids and the characters [start, end) of each of its tokens."""
 
 MESSAGE_CHARACTERS = 200_000  # Longest message in a logtree; what is cut off is counted in its place
+# Characters of all messages of a logtree: with many samples each gets an equal share, at least LEAST_CHARACTERS
 LOGTREE_CHARACTERS = 4_000_000
-"""All messages of a logtree together: with many samples each gets its share, but at least 2,000 characters."""
 LEAST_CHARACTERS = 2_000
 SCHEMA_VERSION = 1
-PROMPT_CHARACTERS = 200  # Of a completion's prompt in ``emergence/``
+PROMPT_CHARACTERS = 200  # Characters of a completion's prompt in ``emergence/``
 COMPLETION_CHARACTERS = 500
-SHOWN = 1000  # Characters of a held-out completion; of a longer one the beginning and the end
+SHOWN = 1000  # Characters of a held-out completion; a longer one loses its middle
 SHOWN_END = 300
 
 
@@ -50,9 +50,9 @@ SHOWN_END = 300
 class Batch:
     """The rollouts of one iteration. ``iteration`` counts the updates before it.
 
-    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` places tokens in
-    texts where that is known; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of each
-    part of a weighted reward.
+    ``split`` is ``train`` or ``eval/<name>``; ``run`` and ``condition`` name the run; ``token_text`` locates tokens in
+    texts, None if that is not possible; ``started`` is in seconds since the epoch; ``weights`` has weight and offset of
+    each part of a weighted reward.
     """
 
     split: str
@@ -157,8 +157,8 @@ def metrics_of(reward: RewardResult) -> Row:
 
 @dataclass(frozen=True)
 class Part:
-    """One number that a reward gave: ``value`` as recorded, None where there is none; for a component with a weight
-    also what it ``adds`` to the total, and ``how`` that is worked out."""
+    """One number of a reward: ``value`` as recorded, None if missing. A component with a weight also has the amount
+    that it ``adds`` to the total, and ``how``, its calculation as text."""
 
     name: str
     value: float | None
@@ -208,7 +208,7 @@ def _plain(messages: Sequence[Message], limit: int | None) -> list[dict[str, str
 
 
 def fair_share(total: int, most: int, count: int) -> int:
-    """Return the characters of each of ``count`` texts that share ``total``, at least LEAST_CHARACTERS."""
+    """Return the characters for each of ``count`` texts: a share of ``total`` from LEAST_CHARACTERS to ``most``."""
     return min(most, max(LEAST_CHARACTERS, total // max(1, count)))
 
 
@@ -216,7 +216,7 @@ def fair_share(total: int, most: int, count: int) -> int:
 
 
 def logtree(batch: Batch, num_groups: int) -> Row:
-    """Return the tree of one iteration: texts and grading of the first groups, details of every trajectory."""
+    """Return the tree of one iteration: texts and grading of the first ``num_groups``, details of every trajectory."""
     count = sum(len(group.rollouts) for group in batch.groups[:num_groups])
     limit = fair_share(LOGTREE_CHARACTERS, MESSAGE_CHARACTERS, count)
     title = f"{batch.run}: {batch.title}"
@@ -360,7 +360,7 @@ def held_out_completions(record: EvalRecord, strict: bool = True) -> list[Row]:
 
 
 def shortened(text: str) -> str:
-    """Return the text without its middle where it is long: an answer stands at the end."""
+    """Return the text, without its middle if it exceeds ``SHOWN`` characters: the answer is at the end."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN - SHOWN_END]} […] {text[-SHOWN_END:]}"
 
 

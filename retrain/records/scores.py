@@ -1,9 +1,9 @@
 """The scores of an evaluation.
 
-The unit of an evaluation is the problem: its samples are not independent, so every score is first made for each problem
-and the interval is over problems. A vote is for the answer that a completion gives, extracted as the run's reward
-extracts it (a reward that looks for none: as ``match`` with ``strict = false``) and normalised as ``match`` does; two
-spellings that this does not unite are two answers.
+The unit of an evaluation is the problem: its samples are not independent, so every score is first computed for each
+problem and the interval is over problems. A vote is the answer of a completion, extracted as the run's reward extracts
+it (a reward that extracts none: as ``match`` with ``strict = false``) and normalised as ``match`` does. Answers that
+still differ are different votes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VOTE_CHARACTERS = 1000  # Characters of an answer that a vote compares
 
 
 def evaluation_keys(context: RunContext) -> tuple[str, ...]:
-    """Return the keys of all evaluations, which stand in every row; none where the configuration evaluates nothing."""
+    """Return the keys of all evaluations, which every row has; empty if the configuration evaluates nothing."""
     keys: list[str] = []
     for each in context.config.evaluated:
         nothing = EvalRecord(each.recorded_name, 0, [], each.sampling.temperature, each.samples, seconds=0.0)
@@ -78,7 +78,7 @@ def _tag_scores(samples: Samples, groups: Sequence[Group], n: int, strict: bool)
 
 
 def answer_of(rollout: Rollout, strict: bool) -> str | None:
-    """Return the answer that a rollout gives, normalised; None when it gives none, which is no vote.
+    """Return the answer of a rollout, normalised; None if it has none, and so no vote.
 
     ``strict`` as in ``answer_text``.
     """
@@ -94,7 +94,7 @@ def _accuracy(samples: Samples) -> Interval:
 def _at_k(groups: Sequence[Group], n: int, strict: bool) -> Row:
     """Return pass@k, avg@n and maj@k over problems with n samples each; every value None without groups.
 
-    Scores of problems are shares of samples, which spread less than right and wrong: their own spread counts.
+    Intervals use the spread of the problems' scores, which are means of samples and spread less than single answers.
     """
     right = [[rollout.reward.is_correct for rollout in group.rollouts] for group in groups]
     row: Row = {}

@@ -1,7 +1,7 @@
 """The seal of a run's evaluations: a SHA-256 over all rows so far, kept in the manifest.
 
 A row's hash covers the hash of the row before it, so that a seal of constant size covers the whole file and an
-evaluation costs its own rows only. Seconds are left out: an interrupted run has the seal of one that was not.
+evaluation costs its own rows only. Seconds are left out: an interrupted run has the seal of an uninterrupted one.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from retrain.records.schema.base import Values
 
 
 def chained(digest: str, rows: Iterable[Values]) -> str:
-    """Return the hash of a file whose rows so far have this one, with these rows behind them."""
+    """Return the hash of a file after ``rows`` were appended; ``digest`` is its hash before, "" for an empty file."""
     for row in rows:
         text = dumps({key: value for key, value in row.items() if key != "seconds"})
         digest = hashlib.sha256(f"{digest}{text}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Words and cells that the tables of a terminal and the sections of a report have in common."""
+"""Texts and table cells that terminal output and reports share."""
 
 import math
 

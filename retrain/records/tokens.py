@@ -1,9 +1,9 @@
 """Every token of an iteration's rollouts, with whole texts, in one file that is read in pieces.
 
-``tokens_000010.safetensors`` of a step, ``tokens_eval_<name>_000010.safetensors`` of an evaluation. Rollouts stand one
-after the other, group by group. Arrays over L have an entry for every token of a rollout as the policy saw it, those
-over T one for every token that it sampled; the rollout ``i`` has ``offsets[i] : offsets[i + 1]`` of the first and
-``sampled[i] : sampled[i + 1]`` of the second:
+A step has ``tokens_000010.safetensors``, an evaluation ``tokens_eval_<name>_000010.safetensors``. Rollouts follow one
+another, group by group. Arrays over L have an entry for every token of a rollout as the policy saw it, arrays over T
+for every token that it sampled. ``offsets[i] : offsets[i + 1]`` of L is rollout ``i``, and so is ``sampled[i] :
+sampled[i + 1]`` of T:
 
 - ``ids`` int32 [L]; ``action`` uint8 [L], 1 where it was sampled;
 - ``logprobs`` and, where they are known, ``trainer_logprobs``, ``entropy``, ``values``, ``value_targets`` float32 [T];
@@ -11,8 +11,8 @@ over T one for every token that it sampled; the rollout ``i`` has ``offsets[i] :
   uint8 [T]; ``versions`` int32 [T], the weights that sampled it;
 - ``ends`` int32 [T], where its text ends within the text of its turn, in characters.
 
-``prompts`` and ``rollouts`` are JSON lines as bytes (uint8), one for each group and each rollout, and ``prompt_at``,
-``rollout_at`` where they begin. An evaluation has the first three, ``entropy``, ``ends`` and the lines.
+``prompts`` and ``rollouts`` are JSON lines as bytes (uint8), one per group and per rollout; ``prompt_at`` and
+``rollout_at`` are their offsets. An evaluation has only ids, action, logprobs, entropy, ends and the lines.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _sampled(rollouts: Sequence[CreditedRollout]) -> dict[str, np.ndarray]:
 
 
 def _texts(batch: Batch) -> dict[str, np.ndarray]:
-    """Return prompts and rollouts as JSON lines, and where each token ends in the text of its turn: at the end of the
-    text where tokens cannot be placed in it."""
+    """Return prompts and rollouts as JSON lines, and the character at which each token ends in the text of its turn:
+    the text's end if tokens cannot be located in it."""
     lines, ends = [], []
     for index, group in enumerate(batch.groups):
         for sample, rollout in enumerate(group.rollouts):
@@ -146,7 +146,7 @@ def prompt_line(group: Group) -> Row:
 
 def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sample: int, discarded: str | None) -> Row:
     """Return a rollout without its tokens; ``texts`` are those of its turns. ``messages`` of a turn are what the policy
-    read since the last one, or with ``fresh`` the whole conversation as it was rewritten."""
+    has read since the turn before, or with ``fresh`` the whole rewritten conversation."""
     reward = rollout.reward
     turns = [
         {
@@ -180,7 +180,7 @@ def rollout_line(rollout: CreditedRollout, texts: Sequence[str], group: int, sam
 
 
 def _begins(lengths: Sequence[int]) -> np.ndarray:
-    """Return where each part begins in all of them, and the end: int64 [parts + 1]."""
+    """Return the offsets of concatenated parts with these lengths, and the end: int64 [parts + 1]."""
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
@@ -205,10 +205,10 @@ class RolloutTokens:
 
 
 class TokenFile(AbstractContextManager["TokenFile"]):
-    """A file of ``write_tokens``, read piece by piece: one rollout takes the same time out of any size.
+    """Reads a file of ``write_tokens`` in pieces: the time for one rollout does not depend on the size of the file.
 
-    Raises CheckpointError for a file that is none, is cut or damaged, also later while it is read; it names the file
-    as ``label``. Raises OSError as ``open`` does. Use it in a ``with`` block.
+    Raises CheckpointError, which names the file as ``label``, for another, cut or damaged file, also in later reads.
+    Raises OSError as ``open`` does. Use it in a ``with`` block.
     """
 
     def __init__(self, path: Path, label: str | None = None):
@@ -246,7 +246,6 @@ class TokenFile(AbstractContextManager["TokenFile"]):
         return [name for name in self._locations if name not in (*LINES, *INDICES)]
 
     def lines(self, first: int = 0, last: int | None = None) -> Iterator[Row]:
-        """Yield the lines of the rollouts [first, last), without their tokens."""
         for i in range(first, len(self) if last is None else min(last, len(self))):
             yield self._line("rollout", i)
 
@@ -257,7 +256,7 @@ class TokenFile(AbstractContextManager["TokenFile"]):
         return [self._line("prompt", i) for i in range(len(self._index["prompt_at"]) - 1)]
 
     def of_group(self, group: int) -> range:
-        """Return the rollouts of a group; groups stand in their order, so that few lines are read."""
+        """Return the indices of a group's rollouts; rollouts are in the order of groups, so that few lines are read."""
 
         def group_at(index: int) -> int:
             return self._line("rollout", index)["group"]
@@ -308,7 +307,7 @@ class TokenFile(AbstractContextManager["TokenFile"]):
 
 
 def _location(entry: Values, base: int, size: int) -> tuple[DTypeLike, int, int]:
-    """Return type, first byte and number of entries of a tensor."""
+    """Return type, first byte and number of entries of a tensor. Raises ValueError if it is not in the file."""
     begin, end = entry["data_offsets"]
     dtype = _DTYPES.get(entry["dtype"])
     are_integers = isinstance(begin, int) and isinstance(end, int)

@@ -1,4 +1,4 @@
-"""Trackers that a run reports to: wandb, tensorboard, trackio or one of the user's own (``reporter`` calls them).
+"""Trackers that a run reports to: wandb, tensorboard, trackio or a plug-in (``reporter`` calls them).
 
 A tracker's step is the step of the files: a row has its number in ``metrics.jsonl``, an evaluation the number of
 updates before it, as in ``evals.jsonl``. The packages are imported only when asked for.
@@ -50,15 +50,15 @@ Warn = Callable[[str], None]
 
 
 class Tracker(Protocol):
-    """A built-in tracker or the user's.
+    """A built-in tracker or a plug-in.
 
-    It may also have ``finish(failed)``, which is called at the end; ``skips_sent_steps = True`` where ``log`` skips the
-    steps that the service has (a resumed run then sends its whole history, else what an earlier process may not have
-    sent); and ``advice``, a sentence that the user reads when it fails.
+    Optional: ``finish(failed)``, called at the end; ``skips_sent_steps = True`` if ``log`` skips steps that the service
+    has (a resumed run then sends its whole history, otherwise only what earlier processes may not have sent);
+    ``advice``, a sentence for the user when the tracker fails.
     """
 
     def start(self, run: TrackedRun, state: Row | None) -> Row | None:
-        """Begin, or continue what ``state`` (an earlier return value) names."""
+        """Begin a run, or continue the one of ``state``, an earlier return value. Return an object of JSON, or None."""
         ...
 
     def log(self, step: int, values: Values) -> None:
@@ -74,12 +74,11 @@ class TrackedRun:
     group: str | None
     tags: list[str]
     project: str
-    config: Row  # Under the flat names that people filter by
+    config: Row  # Settings under short names (RUN_CONFIG_KEYS)
 
     @classmethod
     def of(cls, context: RunContext) -> TrackedRun:
-        """Return the run as ``[logging]`` names it; a campaign's runs are named, grouped and tagged by condition and
-        seed."""
+        """Return the run as ``[logging]`` names it; a campaign's runs are named and tagged by condition and seed."""
         logging, condition = context.config.logging, context.condition
         name, group, tags = logging.wandb_run_name or condition, logging.wandb_group, list(logging.wandb_tags)
         if context.is_campaign:
@@ -141,13 +140,13 @@ class WandbTracker:
         self.run.finish(exit_code=int(failed))
 
 
+# Set once W&B's server has not answered: later runs of this process are recorded offline without a wait
 _unreachable = threading.Event()
-"""Set once W&B's server has not answered: later runs of this process are recorded offline without a wait."""
 
 
 def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arguments: object) -> Any:
-    """Start a wandb run, asked for by ``[logging] <key>``, beside any others of this process; offline where W&B's
-    server does not answer. Raises UsageError when W&B refuses."""
+    """Start a wandb run for ``[logging] <key>``, also while others of this process are active; offline if W&B's server
+    does not answer. Raises UsageError when W&B refuses."""
     wandb, logging = import_tracker("wandb", key), context.config.logging
     try:
         # Silent: nothing is printed into the live view, and a missing API key is an error instead of a question.
@@ -180,9 +179,9 @@ def wandb_init(key: str, context: RunContext, directory: Path, warn: Warn, **arg
 
 
 def _wandb_answers(wandb: ModuleType) -> bool:
-    """Return whether W&B's server answers in time, be it with a refusal: ``wandb.init`` tells that better.
+    """Return whether W&B's server answers in ANSWER_SECONDS, even with a refusal, which ``wandb.init`` reports.
 
-    ``wandb.init`` itself is not the question to ask: after a timeout it holds the run's id until the process ends.
+    ``wandb.init`` itself is not used for this: after a timeout it holds the run's id until the process ends.
     """
     if _unreachable.is_set():
         return False
@@ -198,8 +197,8 @@ def _wandb_answers(wandb: ModuleType) -> bool:
 
 
 def wandb_upload_command(directory: Path, since: float) -> str | None:
-    """Return what to type to upload the offline wandb runs of this campaign or run directory that have been written
-    since this time; None where there are none."""
+    """Return the command that uploads the offline wandb runs of this campaign or run directory that have been written
+    since this Unix time; None if there are none."""
     in_wandb = "wandb/offline-run-*/run-*.wandb"
     here, in_runs = (
         [shlex.quote(str(file.parent)) for file in sorted(directory.glob(pattern)) if file.stat().st_mtime >= since]
@@ -211,8 +210,8 @@ def wandb_upload_command(directory: Path, since: float) -> str | None:
 
 
 class TensorboardTracker:
-    """tensorboard event files in ``logging.logging_dir`` (of a campaign, ``<run id>`` in it), else in
-    ``<run>/tensorboard``; numbers only."""
+    """Writes numbers as event files to ``[logging] logging_dir`` (a campaign's run to ``<run id>`` in it), by default
+    to ``<run>/tensorboard``."""
 
     def __init__(self, context: RunContext, run_dir: Path, warn: Warn):
         chosen, self.directory = context.config.logging.logging_dir, run_dir / "tensorboard"
@@ -246,10 +245,10 @@ class TensorboardTracker:
 
 
 class TrackioTracker:
-    """trackio, which keeps its data on this machine or on a server of its own.
+    """trackio, which keeps its data on this machine or on its own server.
 
-    The run id is kept: a resumed run continues its run, whatever other runs have the same name. trackio keeps a
-    repeated step twice, so those that it has are skipped.
+    The run id is kept: a resumed run continues its run, even if other runs have the same name. trackio stores a
+    repeated step twice, so steps that it has are skipped.
     """
 
     skips_sent_steps = True
@@ -307,7 +306,7 @@ class TrackioTracker:
 
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
-    """Drop what this thread prints inside."""
+    """Discard what this thread prints inside the block."""
     with contextlib.redirect_stdout(cast(TextIO, _OtherThreads(sys.stdout))):
         yield
 

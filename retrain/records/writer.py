@@ -1,4 +1,4 @@
-"""Files of a directory, written by a thread: training hands its records over and continues."""
+"""Write the files of a directory on a thread, so that training continues meanwhile."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -10,8 +10,8 @@ from retrain.threads import Thread, Work
 from retrain.util.session import DirectoryIdentity
 
 WAITING_STEPS = 16  # Events of a run that may wait for the disk; training waits while there are more
+# Files that may be unsynced before all are synced: a run without checkpoints adds files with every step
 UNSYNCED = 256
-"""Files that may wait for the disk itself: a run that saves no checkpoints names new ones with every step."""
 
 
 class RecordFiles:
@@ -32,7 +32,7 @@ class RecordFiles:
         self._unsynced: set[Path] = set()
 
     def write(self, task: Work, always: bool = False) -> None:
-        """Do ``task`` on the thread; ``always``: also after a failure, which is then not raised here."""
+        """Run ``task`` on the thread; ``always``: also after a failure, which is then not raised here."""
         if not always:
             self.check()
         self._thread.put(partial(self._guarded, task), always)
@@ -48,7 +48,6 @@ class RecordFiles:
         return place
 
     def append_text(self, name: str, text: str) -> None:
-        """Add text to ``name`` (on the thread)."""
         path = self.directory / name
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +67,7 @@ class RecordFiles:
         self.check()
 
     def check(self) -> None:
-        """Raise RunFailed when something could not be written."""
+        """Raise the error of an earlier write as StorageError, LeaseLost or RunFailed."""
         error = self._thread.error
         if isinstance(error, StorageError | LeaseLost):
             raise error

@@ -1,8 +1,8 @@
 """Comparison of every condition with the baseline: differences, intervals, and a verdict in one sentence.
 
-The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same
-seed has the same adapter, the same order of problems and the same random numbers. What decides is declared before
-(`[campaign] primary_metric`); everything else is shown without a verdict. Failed and missing runs are named.
+The seed is the replicate: completions are never pooled over seeds. Conditions are paired by seed, because the same seed
+has the same adapter, the same order of problems and the same random numbers. The deciding metric is declared before
+training (`[campaign] primary_metric`); others have no verdict. Failed and missing runs are named.
 """
 
 import re
@@ -44,7 +44,7 @@ from retrain.verdicts.results import (
 from retrain.verdicts.rule import ALPHA, FEWEST_PAIRS, Analysis, interim_seeds, judge, outlier_places
 from retrain.verdicts.wording import missing_words, sentence, verdict
 
-# Below it even the expanded bootstrap is too narrow: it held in 77 to 94 % of cases instead of 95 % at 5 seeds
+# Fewest seeds with a bootstrap interval: at 5 seeds, expanded 95 % intervals held in only 77 to 94 % of cases
 MIN_BOOTSTRAP_SEEDS = 8
 SECONDARY = ("final", "auc", "last3")
 NO_RULE, ALL_DECLARED = DeclaredRule(), Standing()
@@ -64,9 +64,9 @@ def compare_runs(
 ) -> Comparison:
     """Compare conditions over seeds.
 
-    ``metric`` as ``Measure.parse`` reads it; unset is held-out accuracy after the last update, and the correct rate
-    of training where nothing was held out. ``margin`` and ``rule`` are what the campaign declared, ``standing`` whether
-    verdicts may be given. Raises UsageError for an unknown metric or baseline.
+    ``metric`` is a text for ``Measure.parse``; the default is the final held-out accuracy, or without held-out
+    evaluations the correct rate of training. The campaign declared ``margin`` and ``rule``; ``standing`` decides
+    whether verdicts may be given. Raises UsageError for an unknown metric or baseline.
     """
     first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]
@@ -115,7 +115,7 @@ def baseline_of(name: str | None, labels: Sequence[str]) -> str:
 def _conditions(
     paired: "_PairedRuns", rule: DeclaredRule, standing: Standing, margin: float | None
 ) -> list[ConditionComparison]:
-    """Return all conditions, the baseline first, with their verdicts and what missing seeds could change of them."""
+    """Return all conditions, the baseline first, with verdicts and whether missing seeds could change them."""
     first, *labels = paired.labels
     compared = _ConditionBuilder(paired, rule, standing, margin)
     baseline = compared.baseline(first)
@@ -157,7 +157,7 @@ class _PairedRuns:
         return [seed for _, seed in self.pairs]
 
     def analyses(self, rule: DeclaredRule, added: Collection[str], margin: float | None) -> list[Analysis]:
-        """Judge the declared conditions as one family, and each added one in the family of all."""
+        """Judge the declared conditions as one family, and each added condition in the family of all conditions."""
         seen = self._seen_at_interim(rule)
         analyses = judge(self.differences, seen, margin)
         declared = [row for row, label in enumerate(self.labels[1:]) if label not in added]
@@ -168,8 +168,9 @@ class _PairedRuns:
         return analyses
 
     def extremes(self) -> list["_PairedRuns"]:
-        """Return the two worst cases of what is missing: every condition's missing values at the low end of their range
-        and the baseline's at the high end, and the reverse. Empty if nothing is missing or the range is unknown."""
+        """Return the worst cases for missing values: all conditions at the low end of the measure's range and the
+        baseline at the high end, and the reverse. Empty if none is missing, pairs are too few or the range is
+        unknown."""
         # Runs that the interim analysis stopped are not missing.
         stopped = {(run.label, run.pair) for run in self.runs if run.state == "stopped"}
         was_stopped = np.array([[(label, pair) in stopped for pair in self.pairs] for label in self.labels])
@@ -184,8 +185,8 @@ class _PairedRuns:
         ]
 
     def _seen_at_interim(self, rule: DeclaredRule) -> Floats | None:
-        """Return the differences that the interim analysis saw, float64 [conditions - 1, its seeds]: as recorded, else
-        those of the first seeds once all their runs have ended; None without an interim analysis."""
+        """Return the differences at the interim analysis, float64 [conditions - 1, seeds]: as recorded, else those of
+        its seeds once all their runs have ended. None without the analysis, or before it."""
         record, planned = rule.interim, interim_seeds(len(self.pairs))
         if record is not None and (record.metric, record.baseline) == (self.measure.name, self.labels[0]):
             nothing = [None] * len(record.seeds)
@@ -214,7 +215,7 @@ class _ConditionBuilder:
     def condition(
         self, label: str, baseline: ConditionComparison, analysis: Analysis, *worst: Analysis
     ) -> ConditionComparison:
-        """Return a condition by its analysis; ``worst`` are those with missing seeds at the ends of their range."""
+        """Return a condition with its comparison and verdict; ``worst`` are its analyses in the two ``extremes``."""
         runs, measure = self.paired.runs, self.measure
         condition = self._level(label)
         is_decided = not analysis.is_final
@@ -306,7 +307,7 @@ class _ConditionBuilder:
 
 
 def _summary(label: str, results: Mapping[Pair, tuple[RunResult, float]], measure: Measure) -> ConditionSummary:
-    """Return a condition without its differences to the baseline; ``results`` are those of ``finished_of``."""
+    """Return a condition without its differences to the baseline; ``results`` come from ``finished_of``."""
     finished, values = [run for run, _ in results.values()], [value for _, value in results.values()]
     before = [value for run in finished if (value := run.before(measure)) is not None]
     mean = None
@@ -338,8 +339,8 @@ def possible(interval: Interval, measure: Measure, *, level: bool = False) -> In
 def _mean_bound(
     condition: ConditionComparison, baseline: ConditionComparison, margin: float, rate: float
 ) -> float | None:
-    """Return how far the means differ at most where typical runs lie within the margin and this rate of runs, of
-    either condition, collapses to the untrained model; None where that is not known."""
+    """Return the largest difference of the means if typical runs differ by at most ``margin`` and a share ``rate`` of
+    the runs of a condition collapses to the untrained model; None if no accuracy before training is known."""
     gains = [
         level.after_mean - level.before
         for level in (condition, baseline)
@@ -359,7 +360,7 @@ def _ends(interval: Interval) -> list[float] | None:
 
 
 def _around(wider: Interval, ends: Sequence[float]) -> Interval:
-    """Return the interval for new problems, at least as wide as the one for these problems (``ends``)."""
+    """Extend an interval for new problems so that it contains ``ends``, the interval for these problems."""
     if wider.low is None or wider.high is None:
         return wider
     return Interval(wider.estimate, min(wider.low, ends[0]), max(wider.high, ends[1]))
@@ -400,7 +401,6 @@ def _pairs(label: str, baseline: str, runs: Sequence[RunResult], measure: Measur
 
 
 def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Measure]:
-    """Return the measures that are shown beside the primary one: those of each held-out set and of each tag."""
     keys = list(dict.fromkeys(key for run in runs for row in run.last_evaluations.values() for key in row))
     names = dict.fromkeys(name for run in runs for name in run.set_names)
     measures = [measure for name in names for measure in _measures_of_set(f"eval/{name}/", keys)]
@@ -409,7 +409,7 @@ def _secondary_measures(primary: Measure, runs: Sequence[RunResult]) -> list[Mea
 
 
 def _measures_of_set(prefix: str, keys: Sequence[str]) -> list[Measure]:
-    """Return final value, area and last three of accuracy, the largest pass@k and maj@k, and reward and audit."""
+    """Return the measures of a set: accuracy in three summaries, largest pass@k and maj@k, and reward with audit."""
     measures = [Measure(summary, f"{prefix}correct_rate") for summary in SECONDARY]
     for kind in ("pass@", "maj@"):
         ks = [int(match[1]) for key in keys if (match := re.fullmatch(rf"{re.escape(prefix + kind)}(\d+)", key))]
@@ -423,7 +423,7 @@ def _measures_of_set(prefix: str, keys: Sequence[str]) -> list[Measure]:
 def _secondary(
     runs: Sequence[RunResult], order: Sequence[str], measure: Measure, interim: Collection[str]
 ) -> SecondaryComparison:
-    """Compare each condition by itself with the baseline on a secondary measure; no p for interim conditions."""
+    """Compare each condition separately with the baseline on a secondary measure; no p for ``interim`` conditions."""
     differences = _PairedRuns.of(runs, order, measure).differences
     baseline, *summaries = (_summary(label, finished_of(label, runs, measure), measure) for label in order)
     conditions = [baseline]

@@ -1,18 +1,17 @@
-"""Keeps what a campaign declared before it began, so that later changes cannot alter its verdict.
+"""Keep what a campaign declared before it began, so that later changes cannot alter its verdict.
 
-A verdict is given of what was declared: this metric, margin and interim analysis, these seeds and conditions, this
-baseline, this many steps. ``freeze`` keeps them in the manifest when the first run begins; a changed file changes none
-of them afterwards. What is looked at otherwise has a standing of its own:
+A verdict concerns the declared metric, margin, interim analysis, seeds, conditions, baseline and numbers of steps. The
+manifest stores them when the first run begins; a changed file does not change them. Comparisons have a status:
 
-    declared      all runs that were declared are there: the verdict holds
-    interim       some are not (to come, failed, lost): differences and intervals are shown, no p and no verdict
+    declared      no declared run is missing: the verdict holds
+    interim       some are missing (to come, failed, lost): differences and intervals are shown, no p and no verdict
                   (looking after every pair and stopping at the first p below 0.05 calls equal conditions different far
                   more often than 1 in 20)
     exploratory   something is not as declared (protocol deviations: seeds or conditions added, other steps, settings or
                   problems, edited records; another metric or baseline, campaigns put together): p is shown as if it had
                   been declared, and no verdict
 
-The interim analysis is part of the plan: what it has decided is decided.
+The interim analysis is part of the declaration: its decisions are final.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +25,7 @@ from retrain.verdicts.results import Measure, RunResult
 
 DECLARED, INTERIM, EXPLORATORY = "declared", "interim", "exploratory"
 DEVIATION = "protocol deviation"
-COMPLETE = ("done", "stopped")  # States of runs from which nothing is missing
+COMPLETE = ("done", "stopped")  # States of runs that do not count as missing
 # Keys of [campaign] that chose a rule in earlier versions; a declaration that has them was made under such a rule
 EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom")
 
@@ -35,12 +34,11 @@ EARLIER_RULE_KEYS = ("test", "futility", "race", "prior_spread", "prior_freedom"
 class DeclaredRule:
     has_interim_analysis: bool = False
     interim: InterimAnalysis | None = None
-    # The rule of an earlier version under which it was declared, in words
+    # Settings of an earlier version's rule under which the campaign was declared, as text; "" for the present rule
     earlier: str = ""
 
     @classmethod
     def of(cls, declared: Values, interim: Values | None) -> "DeclaredRule":
-        """Return the rule of a manifest's ``declared`` and ``interim``."""
         has_interim_analysis = declared.get("sequential", "off") != "off"
         record = InterimAnalysis.from_row(interim) if interim and has_interim_analysis else None
         return cls(has_interim_analysis, record, _earlier_rule(declared))
@@ -64,8 +62,8 @@ class ConditionStanding:
 
 @dataclass(frozen=True)
 class Standing:
-    """Status of a campaign's verdicts. ``reasons`` make every comparison exploratory, ``of_condition`` single ones.
-    ``seeds`` are the declared ones, None where unknown; ``added`` are conditions that were not declared."""
+    """Status of a campaign's verdicts. ``reasons`` make every comparison exploratory, ``of_condition`` single
+    conditions. ``seeds`` are the declared seeds, None if unknown; ``added`` are conditions that were not declared."""
 
     reasons: tuple[str, ...] = ()
     of_condition: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -73,7 +71,7 @@ class Standing:
     added: Collection[str] = ()
 
     def of(self, label: str, baseline: str, runs: Sequence[RunResult], analysed: Collection[int]) -> ConditionStanding:
-        """Return the standing of a compared condition whose analysis has the seeds ``analysed``."""
+        """Return the status of the condition ``label``; ``analysed`` are the seeds of its analysis."""
         declared = [run for run in runs if self.seeds is None or run.seed in self.seeds]
         both = [run for run in declared if run.label in (label, baseline)]
         is_incomplete = any(run.state not in COMPLETE for run in both if run.seed in analysed)
@@ -92,8 +90,8 @@ def standing(
 ) -> Standing:
     """Return the status of one campaign's runs.
 
-    Of what earlier versions did not declare, that which they planned counts as declared. ``measure`` is the declared
-    one and ``compared`` the one shown; ``deviations`` are those of the records.
+    What an earlier version did not declare is not checked. ``measure`` is the declared measure, ``compared`` the
+    reported one; ``deviations`` are those of the records.
     """
     reasons = []
     if compared != measure:

@@ -1,8 +1,8 @@
-"""Before anything is trained: what a campaign can find out, and where its design misleads.
+"""Report before training which differences a campaign can detect, and where its design misleads.
 
-Everything comes from the plan, the table of the rule's power and, where there is one, an earlier campaign. The spread
-that matters is that of the paired differences between conditions: common seeds, problems and random numbers are already
-taken out of it.
+The sources are the plan, the table of the rule's power and, if there is one, an earlier campaign. The spread is the
+standard deviation of paired differences between conditions, from which common seeds, problems and random numbers have
+already been removed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Spread:
 def pilot_spread(directory: Path, measure: Measure) -> Spread:
     """Return the standard deviation of paired differences in a campaign's finished runs, pooled over its conditions.
 
-    Raises UsageError where there are no two pairs of seeds.
+    Raises UsageError if no condition has two pairs of finished runs.
     """
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory; type: retrain status, to see what there is")
@@ -47,10 +47,10 @@ def pilot_spread(directory: Path, measure: Measure) -> Spread:
 def verdict_lines(
     specs: Sequence[RunSpec], pilot: Path | None, effect: float | None, directory: Path | None = None
 ) -> list[str]:
-    """Say which differences the planned seeds can detect; empty for one condition.
+    """Return lines that say which differences the planned seeds can detect; empty for one condition.
 
-    ``effect`` is the difference to find, in points for shares and in the metric's unit otherwise. The spread comes from
-    ``pilot``, else from an earlier campaign in the plan's ``directory``.
+    ``effect`` is the difference to find, in percentage points for shares and in the metric's unit otherwise. The spread
+    comes from ``pilot``, else from an earlier campaign in the plan's ``directory``.
     """
     comparisons = len({spec.label for spec in specs}) - 1
     campaign = specs[0].config.campaign
@@ -119,13 +119,12 @@ def _percentages(seeds: int, comparisons: int) -> list[str]:
 
 
 def warnings_of(specs: Sequence[RunSpec]) -> list[str]:
-    """Warn of confounded conditions, scales that differ, and SEPA that never acts."""
     conditions = list({spec.label: spec for spec in specs}.values())
     return [*without_sepa(specs), *_confounded(conditions), *_scales(conditions)]
 
 
 def factors(spec: RunSpec, other: RunSpec) -> list[str]:
-    """Return the keys that differ between two conditions; settings that only one of their modes has are left out."""
+    """Return the keys that differ between two conditions, without settings that one of their modes does not use."""
     mine, theirs = spec.config.algorithm, other.config.algorithm
     differing = [key for key in ("advantage_mode", "transform_mode") if getattr(mine, key) != getattr(theirs, key)]
     for key in dict.fromkeys([*spec.overrides, *other.overrides]):
@@ -156,7 +155,7 @@ def _confounded(conditions: Sequence[RunSpec]) -> list[str]:
 
 
 def _scales(conditions: Sequence[RunSpec]) -> list[str]:
-    """Warn of advantage modes whose advantages differ in size while the learning rate is one for all."""
+    """Warn of advantage modes whose advantages differ in size although they share one learning rate."""
     scales = [(spec, advantage_of(spec.config.algorithm.advantage_mode).scale) for spec in conditions]
     scaled = [(spec, scale) for spec, scale in scales if scale is not None]
     rates = {spec.config.training.lr for spec, _ in scaled}

@@ -24,9 +24,9 @@ UNSEALED = "Not sealed: the runs were recorded without hashes, so that a change 
 
 @lru_cache(CHECKED_RUNS)
 def _contradictions(run: Path, stamps: object, seal: Seal | None) -> tuple[str, ...]:
-    """Return what contradicts the evaluations of a finished run, one clause for each fault: rows are compared with the
-    seal, accuracies with the grades of the completions. ``stamps`` are those of the files, which are read again only
-    after they have changed."""
+    """Return one clause for each fault in the evaluations of a finished run: rows that differ from the seal, accuracies
+    that differ from the grades of the completions. ``stamps`` of the files are part of the cache key, so that files are
+    read again only after they have changed."""
     rows, digest, count = read_jsonl(run / EVALS), "", 0
     grades: dict[tuple[int, str], list[bool]] = defaultdict(list)
     for row in iter_jsonl(run / EVALUATIONS):

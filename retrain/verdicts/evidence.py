@@ -1,4 +1,4 @@
-"""Data of a report from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
+"""Collect a report's data from a campaign's files: curves over seeds, distributions, answers to the same prompt."""
 
 import math
 from collections import defaultdict
@@ -22,8 +22,8 @@ from retrain.verdicts.results import Measure, RunResult, first_set, value_text
 Point = tuple[float, float]
 Completion = Row  # A row of ``emergence/evaluations.jsonl`` or ``emergence/generations.jsonl``
 Side = Sequence[tuple[int, Completion]]  # Completions with the seeds of their runs
-MIN_BAND_SEEDS = 3  # Two seeds have an interval of twelve standard errors: a band of it would hide the chart
-SMOOTHING = 20  # Curves of training are moving averages over a twentieth of the steps, at least three of a dozen
+MIN_BAND_SEEDS = 3  # With two seeds, the 95 % interval is ±12.7 standard errors and would hide the chart
+SMOOTHING = 20  # Training curves are moving averages over 1/20 of the steps, at least 3; none below 12 steps
 
 
 @dataclass
@@ -59,8 +59,8 @@ class Campaign:
 
 
 def read_campaign(directory: Path) -> Campaign:
-    """Read what a report needs; an unfinished campaign is compared as far as it is. Raises UsageError as
-    ``read_source`` does."""
+    """Return the records of a campaign for its report, with a comparison of the runs that have ended. Raises UsageError
+    if the directory is no campaign or run."""
     runs = read_source(directory).runs
     manifest = read_manifest(directory)
     comparison = compare_directories([directory])
@@ -98,9 +98,9 @@ class RunCurve(TypedDict):
 class Curve(TypedDict):
     """A metric of a condition, as the page's charts take it.
 
-    ``mean`` [step, value] is that of the ``n`` finished runs, with the 95 % interval as ``band`` [step, low, high];
-    ``runs`` has the points of every run, also of one that failed or is unfinished, and ``part`` those of evaluations
-    of a part of the problems.
+    ``mean`` [step, value] is over the ``n`` finished runs, with the 95 % interval as ``band`` [step, low, high].
+    ``runs`` has the points of all runs, also failed and unfinished ones. ``part`` has the points of evaluations of a
+    part of the problems.
     """
 
     label: str
@@ -148,8 +148,8 @@ def interval_of_means(values: np.ndarray, is_share: bool) -> tuple[np.ndarray, n
 
 
 def _parts(runs: Sequence[RunResult], key: str) -> list[Point]:
-    """Return the mean over the runs of what the evaluations of a part of the problems say between the others: over
-    finished runs, and over all of them where none is."""
+    """Return (step, mean over runs) of evaluations of a part of the problems, which take place between full
+    evaluations. Uses the finished runs, or all runs if none is finished."""
     name = Measure(key=key).held_out
     if name is None:
         return []
@@ -164,8 +164,8 @@ def window_of(steps: int) -> int:
 
 
 def moving_average(steps: np.ndarray, values: np.ndarray, window: int) -> np.ndarray:
-    """Return for each value the mean of the values at the last ``window`` steps up to its own. NaN stay NaN and do not
-    count; ``steps`` are in order."""
+    """Return for each value the mean of the values at the last ``window`` steps, its own included. NaN stay NaN and do
+    not count; ``steps`` must ascend."""
     finite = np.isfinite(values)
     if window < 2 or not finite.any():
         return values
@@ -200,7 +200,7 @@ def completions(run: RunResult, held_out: str) -> tuple[list[Completion], list[C
 
 @dataclass
 class Twin:
-    """One prompt on two sides: (right answers, all answers) of each, and a completion of the same seed from each."""
+    """A prompt on two sides, such as conditions: per side (right answers, all answers) and an answer of ``seed``."""
 
     problem: str
     prompt: str
@@ -220,7 +220,7 @@ def twins(sides: Sequence[tuple[int, Sequence[Completion], Sequence[Completion]]
     """Return the prompts whose solve rate differs most between two sides, and the number of prompts on both sides.
 
     ``sides`` has (seed, completions on the first side, on the second) for every seed that has both. Ties are broken by
-    the problem's name, so that a report made again is the same.
+    the problem's name, so that a repeated report is the same.
     """
     by_problem: dict[str, tuple[list[tuple[int, Completion]], list[tuple[int, Completion]]]] = {}
     for seed, *both in sides:
@@ -245,7 +245,7 @@ def _twin(problem: str, first: Side, second: Side) -> Twin:
 
 
 def _counts(side: Side) -> tuple[int, int]:
-    """Return the right answers and all answers. The untrained model is sampled once for all seeds and counts once."""
+    """Return the numbers of right and of all answers. The untrained model, sampled once for all seeds, counts once."""
     by_seed: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for seed, row in side:
         by_seed[seed].append((row["completion"], bool(row["correct"])))

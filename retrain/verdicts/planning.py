@@ -25,13 +25,13 @@ _SIMULATED = {
     16: "96/100/100/100 90/100/100/100 89/100/100/100 83/100/100/100 77/99/100/100 76/99/100/100 71/99/100/100",
     20: "98/100/100/100 97/100/100/100 95/100/100/100 92/100/100/100 89/100/100/100 87/100/100/100 85/100/100/100",
 }
-# Power in per cent without the interim analysis, which costs 0 to 6 points: by seeds, for each of ``FAMILIES`` and
-# ``EFFECTS``. Normal differences, the other conditions like the baseline
+# Power in per cent by seeds, number of comparisons (``FAMILIES``) and effect (``EFFECTS``), simulated with normal
+# differences and other conditions equal to the baseline. The interim analysis, not included, costs 0 to 6 points
 POWER: Mapping[int, Sequence[tuple[int, ...]]] = {
     seeds: [tuple(map(int, cell.split("/"))) for cell in row.split()] for seeds, row in _SIMULATED.items()
 }
 
-PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads uses 7.5
+PLANNED_SEEDS = 10  # With the interim analysis, a condition that differs by 2 pair spreads uses 7.5 on average
 WANTED_POWER = 0.8
 MOST_SEEDS = 10_000
 
@@ -39,8 +39,8 @@ MOST_SEEDS = 10_000
 def power(seeds: int, comparisons: int, effect: float) -> float:
     """Return the probability that a difference of ``effect`` pair spreads is found, interpolated from ``POWER``.
 
-    Beyond the last row a difference counts as larger by the square root of the share of seeds; more comparisons than
-    in ``FAMILIES`` are extrapolated by the logarithm of their number.
+    Above the largest tabulated number of seeds, ``effect`` is scaled by √(seeds / largest). More comparisons than in
+    ``FAMILIES`` are extrapolated by the logarithm of their number.
     """
     rows = sorted(POWER)
     if seeds < rows[0]:
@@ -54,7 +54,7 @@ def power(seeds: int, comparisons: int, effect: float) -> float:
 
 
 def seeds_needed(comparisons: int, effect: float, target: float = WANTED_POWER) -> int | None:
-    """Return the fewest seeds with the power ``target`` for a difference in pair spreads; None above ``MOST_SEEDS``."""
+    """Return the fewest seeds that find ``effect`` pair spreads with power ``target``; None above ``MOST_SEEDS``."""
     low, high = min(POWER) - 1, MOST_SEEDS
     if effect <= 0 or power(high, comparisons, effect) < target:
         return None
@@ -87,9 +87,9 @@ MOST_FOLLOW_UP_SEEDS = 20  # Beyond, a difference is too small for the spread of
 
 
 def follow_up(comparison: Comparison, directory: Path) -> str:
-    """Return the power of a follow-up and, on a second line, its command; "" where every comparison has an answer.
+    """Return the power of a follow-up and, on a second line, its command; "" unless a verdict is "no difference shown".
 
-    The same file is declared anew with seeds that no run has had: nothing is pooled.
+    The command declares the same file with seeds that no run has had; the new runs are not pooled with these.
     """
     others = comparison.conditions[1:]
     unanswered = [condition.differences for condition in others if condition.verdict == NOT_SHOWN]
@@ -128,7 +128,7 @@ def _from_here(path: Path) -> str:
 
 
 def pair_spread(differences: Sequence[Sequence[float]]) -> float | None:
-    """Return the standard deviation of paired differences within conditions; None without two pairs."""
+    """Return the standard deviation of paired differences within conditions; None if no condition has two pairs."""
     groups = [np.asarray(values) for values in differences if len(values) > 1]
     freedom = sum(len(values) - 1 for values in groups)
     if not freedom:

@@ -1,8 +1,8 @@
-"""Runs of several directories in one comparison: what may be pooled, what is kept apart, and what is refused.
+"""Compare runs of several directories: decide which are pooled, kept apart or refused.
 
-Refused are numbers that measure different things: other held-out problems, or the same ones sampled otherwise. Runs of
-one condition are pooled over directories when their settings agree; when not, they are kept apart as
-``label@directory`` and the keys are named. Different data, base weights, code or lengths of training are noted.
+Different measurements are refused: other held-out problems, or the same problems sampled differently. Runs of one
+condition are pooled over directories when their settings agree; otherwise they are kept apart as ``label@directory``
+and the keys are named. Different data, base weights, code or lengths of training are noted.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ Reader = Callable[[Path, RunEntry], RunResult]
 
 @dataclass(frozen=True)
 class Source:
-    """One directory: its runs in their order, its labels with the baseline first, what it declared (as JSON) and what
-    its file says otherwise since, protocol deviations of its records, what else a reader must know, and the rule that
-    it declared."""
+    """One directory: ``runs`` in order; ``labels``, the baseline first; the declaration as JSON; ``changed``: how its
+    file differs from the declaration now; protocol ``deviations`` of its records; ``notes`` for the reader; its
+    declared ``rule``."""
 
     name: str
     runs: list[RunResult]
@@ -84,7 +84,7 @@ class _Pool:
         return notes
 
     def rule(self, as_declared: bool) -> DeclaredRule:
-        """Return the rule; an interim analysis counts only for its own campaign, metric and baseline."""
+        """Return the rule of a single campaign with its metric and baseline, else a rule without interim analysis."""
         if len(self.sources) == 1 and as_declared:
             return self.sources[0].rule
         return DeclaredRule(earlier=next((source.rule.earlier for source in self.sources if source.rule.earlier), ""))
@@ -100,11 +100,11 @@ class _Pool:
 def compare_directories(
     directories: Sequence[Path], *, metric: str | None = None, baseline: str | None = None, read: Reader = read_run
 ) -> Row:
-    """Compare all runs of these campaigns and runs; return the ``Comparison`` as JSON, with ``directories``.
+    """Compare the runs of these campaigns and single runs. Return the ``Comparison`` as JSON, with ``directories``.
 
-    ``metric`` and ``baseline`` are as a person writes them; unset, they are what the first campaign declared and its
-    first condition. ``read`` reads a run's files. Raises UsageError when a directory holds no runs, or when what they
-    measured differs.
+    ``metric`` (a text for ``Measure.parse``) defaults to the declared metric of the first campaign, ``baseline`` (a
+    condition's name) to its first condition. ``read`` reads a run's files. Raises UsageError for a directory that is no
+    campaign or run, an unknown baseline, and runs whose evaluations differ.
     """
     directories = list({path.resolve(): path for path in directories}.values())
     names = _names(directories)
@@ -177,7 +177,7 @@ def read_source(directory: Path, name: str = "", read: Reader = read_run) -> Sou
 
 
 def _changed(directory: Path, declared: Values) -> list[str]:
-    """Name the settings whose present value in the campaign's file differs from the declared one, which decides."""
+    """Return a line for each setting in the campaign's file that differs from the declared one, which decides."""
     now = next(iter(planned_configs(directory).values()), {}).get("campaign", {})
     return [
         f"[campaign] {key} was declared as {value_text(declared[key])} and is {value_text(now[key])} in the file "
@@ -188,7 +188,7 @@ def _changed(directory: Path, declared: Values) -> list[str]:
 
 
 def _present(key: str, value: object) -> object:
-    """Return what a declared value means now: the stopping rules of earlier versions all mean the interim analysis."""
+    """Return a declared value in today's terms: all stopping rules of earlier versions mean the interim analysis."""
     return "on" if key == "sequential" and value != "off" else value
 
 
@@ -228,7 +228,7 @@ def _evaluation_facts(run: RunResult, held_out: str) -> dict[str, object]:
 
 
 def _keep_apart(sources: Sequence[Source]) -> list[str]:
-    """Rename conditions (in place) whose settings differ from those of the same label elsewhere; say so."""
+    """Rename in place conditions whose settings differ from the same label in another directory; return notes."""
     notes: list[str] = []
     first: dict[str, tuple[Source, Row]] = {}
     for source in sources:

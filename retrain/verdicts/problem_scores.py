@@ -18,8 +18,8 @@ SAME = 1e-6  # Rounding tolerance between the mean over problems and the run's r
 def problem_scores(run: RunResult, measure: Measure) -> dict[str, float] | None:
     """Return each problem's contribution to the run's value, by problem id; their mean is that value.
 
-    None where the run's files do not say: another metric than accuracy, reward, length, pass@k, avg@k and maj@k,
-    completions that are not there (directories of earlier releases), or that give another number.
+    None for metrics other than accuracy, reward, length, pass@k, avg@k and maj@k, without the completions (directories
+    of earlier releases), or if the mean over problems differs from the recorded value.
     """
     value, weights = run.value(measure), run.weights(measure)
     if value is None or not weights:
@@ -61,7 +61,7 @@ def _score(rows: Sequence[Row], metric: str) -> float:
 
 
 class ProblemScores:
-    """The scores of all runs' problems, read once for each run and only where asked for."""
+    """Problem scores of all runs. A run's files are read when they are first needed, and only once."""
 
     def __init__(self, runs: Sequence[RunResult], measure: Measure):
         self._runs, self.measure = runs, measure
@@ -69,8 +69,8 @@ class ProblemScores:
         self._scores: dict[int, dict[str, float] | None] = {}
 
     def new_problems_interval(self, label: str, baseline: str, level: float, resolution: float) -> Interval | None:
-        """Return the interval of a difference for other seeds and new problems; None with fewer than two pairs, or if a
-        pair's files do not have the same problems."""
+        """Return the interval of a difference for other seeds and new problems; None for a training metric, with fewer
+        than two pairs, or if the runs do not have the same problems."""
         if not self.measure.is_held_out:
             return None
         mine, base = self._finished_of(label), self._finished_of(baseline)

@@ -1,7 +1,7 @@
-"""``report.html``: what a campaign found, in one file that needs nothing else. The verdict stands first.
+"""Write ``report.html``: the results of a campaign in one self-contained file, with the verdict first.
 
-Everything is read from the campaign's directory, so a report can be made again at any time, also of a campaign that
-was stopped. Texts and tables stand in the HTML and read without script, which draws the charts.
+Everything is read from the campaign's directory, so a report can be written again at any time, also of a campaign that
+was stopped. Texts and tables are in the HTML and need no script; a script draws the charts.
 """
 
 import os
@@ -21,11 +21,11 @@ STYLES = ("vendor/uplot/uPlot.min.css", "charts.css", "pages/report.css")
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Make ``report.html`` of a campaign's directory (or the file ``out``, or in the directory ``out``) and return
-    where it is; directories above it are made.
+    """Write the report of a campaign's directory to ``out`` (a file or an existing directory; default: the campaign's
+    directory) and return its path. Missing parent directories are created.
 
-    Raises UsageError when the directory holds no campaign, or the file cannot be written, NotOurs when something else
-    than a report of this directory has the name.
+    Raises UsageError if the directory holds no campaign or the file cannot be written, NotOurs if ``out`` exists and is
+    not a report of this directory.
     """
     target = out or directory / REPORT
     target = target / REPORT if target.is_dir() else target
@@ -53,7 +53,7 @@ def _is_report_of(directory: Path, target: Path) -> bool:
 
 def report_html(campaign: Campaign) -> str:
     manifest = campaign.manifest
-    # That of the first finished run, and those of the other conditions where they were looked at.
+    # The analysis of the first finished run, and those of the other conditions, if any.
     squeezes = [each for each in (manifest.get("squeeze"), *(manifest.get("squeezes") or {}).values()) if each]
     audits = audited(campaign.runs, campaign.labels)
     charts = charts_of(campaign, audits, squeezes)

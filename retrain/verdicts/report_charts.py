@@ -1,4 +1,4 @@
-"""The charts of a report as data: ``ui/static/pages/report.js`` draws them by the page's components."""
+"""Build the charts of a report as data, which ``ui/static/pages/report.js`` draws."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -22,8 +22,6 @@ SHARE, POSITIVE = {"min": 0, "max": 1}, {"min": 0, "max": None}
 
 
 class ChartedMetric(NamedTuple):
-    """A metric with its chart's title, unit and range of values. Noisy ones are smoothed."""
-
     key: str
     title: str
     unit: str
@@ -44,7 +42,7 @@ CURVES = (
 
 
 def charts_of(campaign: Campaign, audits: Sequence[AuditComparison], squeezes: Sequence[Row]) -> dict[str, object]:
-    """Return the charts of each place of the report; places without any are left out."""
+    """Return the charts by place in the report; places without charts are left out."""
     groups, curves = [{"name": label, "index": index} for index, label in enumerate(campaign.labels)], _curves(campaign)
     places = {
         "results": _results(campaign),
@@ -125,7 +123,7 @@ def _audited(campaign: Campaign, audit: AuditComparison) -> Chart:
 
 
 def _distributions(campaign: Campaign) -> list[Chart]:
-    """Return lengths and rewards of the last evaluation; seeds are pooled to be looked at, never to be tested."""
+    """Return histograms of lengths and rewards at the last evaluation over all seeds. They are not used in tests."""
     after_training: dict[str, list[Completion]] = {}
     kind = ""
     for label in campaign.labels:

@@ -1,4 +1,4 @@
-"""The texts and tables of a report, as ``ui/templates/report.html`` takes them. The template escapes all of them."""
+"""Build the texts and tables of a report for ``ui/templates/report.html``, which escapes all of them."""
 
 import datetime
 from pathlib import Path
@@ -100,7 +100,7 @@ def _level(condition: ConditionSummary, measure: Measure) -> str:
 
 
 def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
-    """Return headings, and for every further metric its name, the level of each condition and the differences."""
+    """Return headings, and one row per secondary metric: name, level of each condition, differences to the baseline."""
     labels = campaign.labels
     heads, rows = ["metric", *labels, *(f"{label} − baseline" for label in labels[1:])], []
     for comparison in campaign.comparison.secondary:
@@ -113,8 +113,8 @@ def secondary(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
 
 
 def same_prompts(campaign: Campaign) -> tuple[str, list[Row]]:
-    """Return which answers these are, and for each pair of sides the prompts whose solve rate differs most: each
-    condition against the baseline after training, then each before and after training."""
+    """Return a phrase that names the completions, and for each pair of sides the prompts whose solve rate differs most.
+    The sides are baseline and condition after training, then each condition before and after training."""
     sampled = {run.run_id: completions(run, campaign.shown_set) for run in campaign.runs if run.done}
     baseline, *others = campaign.labels
     base = {run.pair: run for run in campaign.of(baseline) if run.done}
@@ -148,7 +148,7 @@ def squeeze_table(report: Values) -> Row:
 
 
 def settings_rows(campaign: Campaign) -> tuple[list[str], list[list[str]]]:
-    """Return the conditions whose settings are known, and (key, value of each) for every setting that differs."""
+    """Return the conditions whose settings are known, and [key, *their values] for every setting that differs."""
     configs = {label: campaign.configs[label] for label in campaign.labels if label in campaign.configs}
     return list(configs), [[key, *values] for key, values in settings([*configs.values()])]
 

@@ -1,8 +1,8 @@
-"""Reads runs for a comparison: one number per run for any metric, with tokens and seconds.
+"""Read runs for a comparison: one number per run for any metric, with tokens and seconds.
 
-A measure is a metric and how a run's curve becomes one number: ``final`` is the value after the last update, ``last3``
-the mean over the last three evaluations that the run's schedule has, ``auc`` the area under the curve over steps,
-divided by their number (the mean height of the curve). Nothing here compares.
+A measure is a metric with a summary, which makes one number of a run's curve: ``final`` is the value after the last
+update, ``last3`` the mean over the last three scheduled evaluations, ``auc`` the area under the curve over steps,
+divided by their number (the mean height of the curve).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retrain.records.schema.campaign import RunEntry
 METRIC = f"eval/{HELDOUT}/correct_rate"
 # Metrics of the held-out evaluation that may be named without its prefix
 HELD_OUT_SHORT = ("correct_rate", "reward_mean", "audit", "mean_length", "pass@<k>", "avg@<k>", "maj@<k>")
-# Metrics of which more is better
+# Metrics whose larger values are better
 MERITS = r"(correct_rate|reward_mean|audit|mean_reward|reward/total|(pass|avg|maj)@\d+)$"
 SUMMARIES = ("final", "last3", "auc")  # Ways to summarise a curve as one number
 # The final value of a metric of training is its mean over the last tenth of the steps: single steps are noisy
@@ -45,8 +45,9 @@ class Measure:
 
     @classmethod
     def parse(cls, text: str, held_out: str = HELDOUT) -> Measure:
-        """Parse a summary, a key, or both as in ``auc:key``. Keys of the held-out set ``held_out`` may be short
-        (``pass@4``)."""
+        """Return the measure that ``summary``, ``key`` or ``summary:key`` names (``last3``, ``pass@4``,
+        ``auc:pass@4``); by default ``final`` and ``correct_rate``. Keys of HELD_OUT_SHORT and ``<tag>/correct_rate``
+        get the prefix ``eval/<held_out>/``."""
         summary, colon, key = text.partition(":")
         if summary not in SUMMARIES:
             summary, key = "final", text
@@ -92,8 +93,8 @@ class Measure:
 class RunResult:
     """One run with its state and its rows (all that were written, also by a run that failed).
 
-    ``pair`` is what runs of different conditions must share to be a pair: their random streams. ``facts`` are the
-    content of the run's ``config.json``, and ``config`` the sections of its configuration among them.
+    Runs of different conditions with equal ``pair`` (campaign seed, run seed) share random streams and are compared.
+    ``facts`` are the content of the run's ``config.json``; ``config`` are the sections of its configuration in it.
     """
 
     run_id: str
@@ -119,8 +120,8 @@ class RunResult:
 
     @property
     def last_three(self) -> tuple[int, ...]:
-        """Updates done at the last evaluations of all problems that its configuration asks for, at most three; of a
-        run that was continued further, not those at its former end."""
+        """Numbers of updates at the last evaluations (at most three) of all problems in the configured schedule.
+        Evaluations at the former end of a run that was continued do not count."""
         training = self.config.get("training", {})
         if "eval_every" in training and "max_steps" in training:
             steps = whole_evaluations(self.schedule, training["max_steps"], training["eval_every"])
@@ -133,8 +134,8 @@ class RunResult:
         return self.state == "done"
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """(updates of the policy that was measured, value) wherever the metric has a value: the number of the step,
-        or of the evaluation."""
+        """Return (step, value) of the rows that have the metric. For a held-out metric, the step is the number of
+        updates done at the evaluation."""
         if name := Measure(key=key).held_out:
             rows = [row for row in self.evaluations if row.get("name") == name]
         else:
@@ -142,7 +143,7 @@ class RunResult:
         return [(int(row["step"]), float(value)) for row in rows if _is_number(value := row.get(key))]
 
     def value(self, measure: Measure) -> float | None:
-        """Return the run's number; None where its files have none, or its last evaluation could not be graded."""
+        """Return the value of a measure; None if the files have none, or if the last evaluation could not be graded."""
         curve = self.curve(measure.key)
         if not curve or (measure.summary == "last3" and not measure.is_held_out):
             return None
@@ -175,7 +176,7 @@ class RunResult:
         return curve[0][1] if curve and curve[0][0] == 0 else None
 
     def weights(self, measure: Measure) -> dict[int, float]:
-        """Return the weight of each evaluation, by step, in the number of a held-out measure; empty without one."""
+        """Return the weight of each evaluation, by step, in the value of a held-out measure; empty for others."""
         steps = [step for step, _ in self.curve(measure.key)] if measure.is_held_out else []
         if not steps:
             return {}
@@ -189,8 +190,8 @@ class RunResult:
     def resolution(self, measure: Measure) -> float:
         """Return the largest change of a held-out rate, pass@k, avg@k or maj@k by one changed answer; 0 where unknown.
 
-        For a mean of several evaluations it is the step with the same rounding error. For a tag it is that of all
-        problems, which is smaller, because the number of problems with the tag is not recorded.
+        For a mean of several evaluations, it is the step of one number with the same rounding error. For a tag, it is
+        the resolution of all problems, a lower bound: the number of problems with the tag is not recorded.
         """
         rate = re.fullmatch(r"eval/[^/]+(?:/[^/]+)?/(correct_rate|(pass|avg|maj)@(\d+))", measure.key)
         last = self.last_evaluations.get(measure.held_out or "", {})
@@ -227,7 +228,7 @@ class RunResult:
 
 
 def area_under(curve: Sequence[tuple[int, float]]) -> float | None:
-    """Trapezoid area under (step, value) points over the steps they span, i.e. the mean height; None for one point."""
+    """Return the mean height of a curve of (step, value) points by the trapezoid rule; None for a single point."""
     if len(curve) < 2 or curve[-1][0] == curve[0][0]:
         return None
     area = sum((s1 - s0) * (v0 + v1) / 2 for (s0, v0), (s1, v1) in pairwise(curve))
@@ -269,7 +270,7 @@ def values_of(label: str, runs: Sequence[RunResult], measure: Measure) -> dict[P
 
 
 def first_set(runs: Sequence[RunResult]) -> str:
-    """Return the held-out set to which short metric names refer."""
+    """Return the held-out set to which short metric names refer: the runs' first set."""
     return next((name for run in runs for name in run.set_names), HELDOUT)
 
 
@@ -286,7 +287,7 @@ def require_measure(measure: Measure, runs: Sequence[RunResult]) -> None:
 
 
 def require_evaluations(measure: Measure, runs: Sequence[RunResult]) -> None:
-    """Raise UsageError where a summary is asked for that no finished run was evaluated for."""
+    """Raise UsageError if no finished run has the evaluations that the measure's summary needs."""
     finished = [run for run in runs if run.done]
     if measure.summary == "last3" and not measure.is_held_out:
         raise UsageError(
@@ -307,7 +308,7 @@ def require_evaluations(measure: Measure, runs: Sequence[RunResult]) -> None:
 
 
 def last3_notes(measure: Measure, runs: Sequence[RunResult]) -> list[str]:
-    """Warn where the three evaluations of ``last3`` differ between runs or begin well before the end of training."""
+    """Return a warning if the evaluations of ``last3`` differ between runs or begin well before the end of training."""
     if measure.summary != "last3":
         return []
     seen = {run.last_three: run for run in runs if run.done and len(run.last_three) == DECIDING}

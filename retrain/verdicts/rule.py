@@ -1,11 +1,10 @@
-"""The rule that decides every verdict: sign flips of whole seeds, all conditions together.
+"""The rule that decides every verdict: a sign-flip test over seeds, for all conditions together.
 
-Hypothesis of an interval: the cut differences of a condition to the baseline balance about the supposed difference, so
-that flipping the signs of a seed's differences changes nothing. A family of one has exact error rates whenever the
-differences are symmetric. In larger families the other conditions are centred by estimates, so that the level is
-measured and not proved; the maximum over conditions holds the family-wise error at 5 % for all conditions and analyses.
-
-Differences come as float64 [conditions, seeds] in the declared order of seeds, NaN where a run is missing.
+Null hypothesis: the differences of a condition to the baseline, less a supposed difference and clipped (``cut``), are
+symmetric about 0, so that flipping the signs of a seed changes nothing. With one condition, error rates are exact for
+symmetric differences. With several, the others are centred by estimates, so that the level is measured and not proved;
+the maximum over conditions limits the family-wise error to 5 % for all conditions and analyses. Differences are float64
+[conditions, seeds] in the declared order of seeds, NaN where a run is missing.
 """
 
 from dataclasses import dataclass, replace
@@ -38,11 +37,11 @@ Outcome = Literal["higher", "lower", "alike", "not shown", "cannot tell"]
 class Analysis:
     """One condition against the baseline at one analysis. Without pairs the numbers are None."""
 
-    # Seeds of the analysis, with the missing ones, which have no pair
+    # Number of seeds of the analysis, including seeds without a pair
     seeds: int
     pairs: int
     is_final: bool
-    # Typical difference: the value about which the cut differences balance
+    # Typical difference: the value about which the clipped differences sum to 0
     typical: float | None
     mean: float | None
     # p at a difference of 0, corrected for all conditions and analyses
@@ -62,18 +61,18 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Patterns:
-    """Sign patterns of one analysis, and the largest statistic of the other conditions under each of them."""
+    """Sign patterns of one analysis, and under each pattern the largest statistic of the other conditions."""
 
     # float64 [patterns, seeds], the observed pattern (all +) first
     signs: Floats
     # float64 [conditions, seeds]
     values: Floats
-    # float64 [conditions, patterns]: for each condition the maximum over all others, about their typical differences.
-    # It does not depend on the supposed difference of the condition itself
+    # float64 [conditions, patterns]: for each condition the largest statistic of the others, centred at their typical
+    # differences. It does not depend on the supposed difference of the condition itself
     others: Floats
 
     def statistics(self, conditions: Ints, supposed: Floats) -> Floats:
-        """Return |Σ s c| / √Σ c² of each pattern, float64 [rows, patterns]; rows are (condition, difference)."""
+        """Return ``flipped(values − supposed)``, float64 [rows, patterns]; a row is (condition, supposed value)."""
         return flipped(self.values[conditions] - supposed[:, None], self.signs)
 
     def stopped(self, conditions: Ints, supposed: Floats) -> Flags:
@@ -86,14 +85,14 @@ class Patterns:
 
 @dataclass(frozen=True)
 class SignFlipTest:
-    """The test of supposed differences at one analysis: its patterns, and those of the interim analysis before it."""
+    """Test of supposed differences at level ``budget``: sign patterns of this and the ``earlier`` interim analysis."""
 
     patterns: Patterns
     earlier: Patterns | None
     budget: float
 
     def p(self, conditions: Ints, supposed: Floats) -> Floats:
-        """Return p of the supposed differences, float64 [rows]; rows are (condition, difference)."""
+        """Return p of the supposed differences, float64 [rows]; a row is (condition, supposed difference)."""
         statistics = self.patterns.statistics(conditions, supposed)
         bound = statistics[:, :1] - ZERO
         counted = (statistics >= bound) | (self.patterns.others[conditions] >= bound)
@@ -108,16 +107,16 @@ class SignFlipTest:
 
 
 def interim_seeds(planned: int) -> int | None:
-    """Return the seeds at which the interim analysis takes place; None where there is none (below 8 seeds)."""
+    """Return the number of seeds at the interim analysis: half, and at least 7; None (no analysis) below 8 seeds."""
     seeds = max(FEWEST_INTERIM_SEEDS, -(-planned // 2))
     return seeds if seeds < planned else None
 
 
 def judge(differences: Floats, interim: Floats | None = None, margin: float | None = None) -> list[Analysis]:
-    """Return for each condition the analysis that decides: the interim one where it found a difference, else the last.
+    """Return each condition's deciding analysis: the interim analysis if it found a difference, else the final one.
 
-    ``differences`` has all planned seeds; ``interim`` what the interim analysis saw of the first of them, None where
-    there was none. A condition that was stopped stays in the reference of the others with the seeds that it has.
+    ``differences`` has all planned seeds; ``interim`` the first of them as the interim analysis saw them, None without
+    one. A condition that was stopped stays in the reference of the others with the seeds that it has.
     """
     if not differences.size:
         return [_without_pairs(differences.shape[1]) for _ in differences]
@@ -135,7 +134,7 @@ def interim_analysis(differences: Floats, planned: int, margin: float | None = N
 
 
 def typical_differences(values: Floats) -> Floats:
-    """Return the winsorised location of each row, float64 [rows]; NaN for a row without values."""
+    """Return for each row the value about which clipped differences sum to 0, float64 [rows]; NaN for an empty row."""
     low, high = _range(values)
     for _ in range(60):  # More halvings than a float64 has bits
         middle = (low + high) / 2
@@ -145,7 +144,7 @@ def typical_differences(values: Floats) -> Floats:
 
 
 def cut(values: Floats) -> Floats:
-    """Return the rows pulled in to ±1.5 medians of their sizes; sizes of 0 do not count, missing values become 0."""
+    """Clip each row to ±1.5 times the median of its nonzero absolute values; missing values become 0."""
     sizes = np.where(np.abs(values) > ZERO, np.abs(values), np.inf)
     sizes.sort(axis=1)
     count = np.isfinite(sizes).sum(axis=1, keepdims=True)
@@ -155,7 +154,7 @@ def cut(values: Floats) -> Floats:
 
 
 def flipped(values: Floats, signs: Floats) -> Floats:
-    """Return |Σ s c| / √Σ c² with c = cut(values), float64 [rows, patterns]; 0 for a row of zeros."""
+    """Return |Σ s c| / √Σ c² with signs s and c = cut(values), float64 [rows, patterns]; 0 for a row of zeros."""
     pulled = cut(values)
     length = np.sqrt((pulled**2).sum(axis=1, keepdims=True))
     statistics = np.abs(pulled @ signs.T)
@@ -164,7 +163,7 @@ def flipped(values: Floats, signs: Floats) -> Floats:
 
 
 def outlier_places(differences: Floats, typical: float, margin: float | None) -> tuple[int, ...]:
-    """Return the seeds further from the typical difference than 5 medians of these distances and than 2 margins."""
+    """Return the positions of seeds whose distance to ``typical`` exceeds 5 median distances and 2 margins."""
     distances = np.abs(differences - typical)
     bound = max(OUTLIER_MEDIANS * float(np.nanmedian(distances)), OUTLIER_MARGINS * (margin or 0.0)) + ZERO
     return tuple(np.flatnonzero(distances > bound).tolist())
@@ -188,8 +187,8 @@ def _patterns(values: Floats, planned: int) -> Patterns:
 
 @lru_cache(maxsize=8)
 def _enumerated(seeds: int) -> Floats:
-    """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. Those of fewer seeds, repeated, are
-    the beginnings of those of more seeds."""
+    """Return all patterns with a first sign of +, float64 [2^(seeds - 1), seeds]. Repeated, the patterns of fewer seeds
+    are the first columns of the patterns of more seeds."""
     bits = np.arange(2 ** (seeds - 1))[:, None] >> np.arange(seeds - 1)[None, :] & 1
     return np.concatenate([np.ones((len(bits), 1)), 1.0 - 2.0 * bits], axis=1)
 
@@ -247,8 +246,8 @@ def _outcome(analysis: Analysis, budget: float, margin: float | None) -> Outcome
 
 
 def _ends(test: SignFlipTest, rows: Ints, sides: Floats, typical: Floats) -> Floats:
-    """Return the outermost difference on one side (-1 or 1) of the typical one that is not excluded, float64 [rows];
-    NaN where none is excluded. p is not monotone, so these steps define the end."""
+    """Return the interval's end on one side (-1 or 1) of the typical difference, float64 [rows]: the outermost
+    difference not excluded, in steps of the scan because p is not monotone; NaN if none is excluded."""
     low, high = _range(test.patterns.values[rows])
     reach = sides * 3 * (high - low + 0.001)
     start = typical + reach

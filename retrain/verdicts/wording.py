@@ -1,4 +1,4 @@
-"""A comparison in words: the verdict, and the sentence that a person can quote without the table."""
+"""Put a comparison into words: the verdict, and the sentence that a person can quote without the table."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ NAMED_RUNS = 6  # Missing runs listed by name; the rest are only counted
 
 
 def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Measure) -> str:
-    """Return the finding about one condition, compared with the baseline, in a few words. Only what was declared gets a
-    verdict."""
+    """Return the verdict on one condition in a few words; an interim or exploratory comparison gets its status instead.
+    ``outcome`` is that of the deciding analysis."""
     pairs, typical = condition.pairs, condition.typical_difference
     if condition.standing == EXPLORATORY:
         return EXPLORATORY
@@ -46,7 +46,7 @@ def verdict(condition: ConditionComparison, outcome: Outcome | None, measure: Me
 
 
 def direction(difference: float, measure: Measure) -> str:
-    """Return whether a difference is for the better; of a metric that is no merit, only that it is higher or lower."""
+    """Return "better" or "worse" for a metric whose larger values are better, else "higher" or "lower"."""
     if measure.higher_is_better:
         return "better" if difference > 0 else "worse"
     return "higher" if difference > 0 else "lower"
@@ -121,8 +121,8 @@ def _qualifications(condition: ConditionComparison, baseline: ConditionCompariso
 
 
 def population(measure: Measure, varied: str = "all") -> str:
-    """Return what a verdict holds for. p and the interval contain the spread between seeds, as far as `[campaign] vary`
-    lets them differ, and not that between problems."""
+    """Return the population that a verdict holds for. p and interval include the spread between seeds, as far as
+    `[campaign] vary` lets them differ, but not the spread between problems."""
     return f"{VARIED[varied]}, these problems" if measure.is_held_out else VARIED[varied]
 
 
@@ -134,7 +134,7 @@ def difference_words(condition: ConditionSummary, measure: Measure) -> str:
 
 
 def new_problems(condition: ConditionComparison, measure: Measure) -> list[float] | None:
-    """Return the interval for new problems too; None if there is none, or if it prints like that for these problems."""
+    """Return the interval for new problems; None without one, or if it prints like the interval for these problems."""
     wider = condition.difference_new_problems
     if wider is None or wider.low is None or wider.high is None:
         return None
@@ -143,12 +143,12 @@ def new_problems(condition: ConditionComparison, measure: Measure) -> list[float
 
 
 def brackets(ends: Sequence[float] | None, measure: Measure, *, sign: bool = True) -> str:
-    """Format the interval that stands behind an estimate; "" if there is none. Levels have no ``sign``."""
+    """Format an interval, to follow its estimate; "" if there is none. Levels have no ``sign``."""
     return f" [{', '.join(number(end, measure, sign=sign) for end in ends)}]" if ends else ""
 
 
 def number(value: float, measure: Measure, *, sign: bool = False) -> str:
-    """Format a difference: percentage points with one decimal for shares, three significant digits otherwise."""
+    """Format a difference or level: in percent with one decimal for shares, else with three significant digits."""
     return points(value, sign=sign) if measure.is_share else minus(f"{value:{'+' if sign else ''}.3g}")
 
 

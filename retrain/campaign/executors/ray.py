@@ -211,8 +211,8 @@ class RayExecutor:
 
 
 def ray_workers(plan: Plan) -> CampaignWorkers:
-    """Return the workers of a plan, placed in the cluster of its configuration. Raises UsageError when there is no such
-    cluster, or nothing in it to train on."""
+    """Connect to the Ray cluster of ``[ray] address`` and return the plan's workers in it. Raises UsageError if no
+    cluster answers, or if no node has the CPUs and GPUs of a worker."""
     config = plan.specs[0].config
     ours = not ray_module().is_initialized()
     if ours:
@@ -229,12 +229,12 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
     return CampaignWorkers(executor, plan.directory, fleet)
 
 
-# Free or whole resources of a node, by their names in Ray
+# Free or total resources of a node, by Ray's names (CPU, GPU)
 Resources = dict[str, float]
 
 
 def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
-    """Return the number of workers and whether each has a GPU. ``nodes`` are as Ray lists them."""
+    """Return the number of workers and whether they use GPUs. ``nodes``: from ``ray.nodes()``. Raises UsageError."""
     workers, devices = config.campaign.workers, config.backend.devices
     alive: list[Resources] = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = devices == "all" or (devices != "cpu" and any(int(node.get("GPU", 0)) for node in alive))
@@ -277,7 +277,7 @@ def _room(node: Resources, config: Config, gpus: bool) -> int:
 
 def _left_by_servers(nodes: list[Resources], config: Config, gpus: bool) -> list[Resources]:
     """Return the resources that launched servers leave on each node. A server is counted on the node with the most free
-    resources. Raises UsageError if one fits on no node."""
+    resources. Raises UsageError if a server fits on no node."""
     free, inference = [dict(node) for node in nodes], config.inference
     on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
     asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}

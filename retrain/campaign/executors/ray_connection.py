@@ -1,4 +1,4 @@
-"""Connect to a Ray cluster, and send this code to its nodes."""
+"""Connect to a Ray cluster, and send retrain's code to its nodes."""
 
 import importlib
 import logging
@@ -26,7 +26,7 @@ LEFT_OUT = [".git", ".venv", "__pycache__", "logs", "build", "*.safetensors", "*
 
 
 def ray_module() -> Any:
-    """Import Ray, with its output to standard output and its usage reports switched off. Raises MissingExtra."""
+    """Import Ray without usage reports, and so that logs of a lost node are not printed. Raises MissingExtra."""
     if not is_installed("ray"):
         raise missing('[campaign] executor = "ray"', "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,7 +37,7 @@ def ray_module() -> Any:
 
 
 def connect(config: Config, folder: Path) -> None:
-    """Connect to the cluster; nodes on other machines get this code and the files of ``folder``."""
+    """Connect to the cluster. With ``[ray] ship``, other machines get retrain's code and ``folder``'s files."""
     ray, mine = ray_module(), dict(config.ray.runtime_env)
     address = _head_address(config.ray.address)
     _init(address, mine)

@@ -88,7 +88,7 @@ class ServerHost:
 @dataclass(eq=False)
 class ServerSlot:
     number: int
-    name: str  # Prefix of its file names
+    name: str  # Prefix of the names of the server's files
     actor: Any = None
     question: Any = None
     url: str = ""

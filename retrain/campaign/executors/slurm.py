@@ -1,9 +1,9 @@
 """Run workers as tasks of a Slurm job array.
 
 One ``sbatch`` submits all workers, and each claims tasks as soon as Slurm starts it. The script is rendered from
-``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot; one that ended after its
-start is submitted again; one that never started or was cancelled is not replaced. With ``cluster = "local"`` the same
-script runs on this machine.
+``slurm.sh.j2``, or from the user's ``[slurm] template``. A requeued worker keeps its slot. A worker that ended after
+its start is submitted again; a worker that never started or was cancelled is not replaced. With ``cluster = "local"``
+the same script runs on this machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SlurmTask:
 
 
 class SlurmExecutor:
-    """Starts workers as tasks of a job array. ``cores`` of this machine are shared out with ``cluster = "local"``."""
+    """Starts workers as tasks of a job array. With ``cluster = "local"``, they share this machine's ``cores``."""
 
     def __init__(self, plan: Plan, cores: int):
         self.plan, self.config, self.directory = plan, plan.specs[0].config, plan.directory
@@ -74,7 +74,7 @@ class SlurmExecutor:
         return self.config.backend.devices != "cpu"
 
     def start(self, slots: Sequence[int]) -> None:
-        """Submit workers, on the first call as one array. Raises UsageError if Slurm rejects the job."""
+        """Submit workers; the first call adds all slots without a living worker. Raises UsageError if Slurm refuses."""
         if not self._begun:
             self._cancel_leftovers()
             living = [slot for slot in range(1, self.slots + 1) if slot not in slots]
@@ -232,7 +232,7 @@ class SlurmExecutor:
 
 
 def slurm_workers(plan: Plan, cores: int) -> CampaignWorkers:
-    """Return the workers of a plan's configuration. Raises UsageError where there is no Slurm."""
+    """Return the workers of a plan. Raises UsageError if ``cluster = "slurm"`` and Slurm is not installed."""
     absent = [name for name in ("sbatch", "srun") if not shutil.which(name)]
     if plan.specs[0].config.slurm.cluster == "slurm" and absent:
         raise UsageError(

@@ -24,8 +24,8 @@ MISSING = "(not recorded)"
 
 @dataclass
 class Approval:
-    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to a person and
-    returns the answer; None if nobody can be asked. ``notify`` receives accepted lines."""
+    """Approval of differences: accepted beforehand, asked about, or refused. ``ask`` shows lines to the user and
+    returns the answer; None if the user cannot be asked. ``notify`` receives accepted lines."""
 
     accept: bool = False
     ask: Callable[[list[str]], bool] | None = None
@@ -33,7 +33,7 @@ class Approval:
     accepted: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, changes: Sequence[str]) -> None:
-        """Return if all ``changes`` are accepted. Raises UsageError, which lists them, if they are not."""
+        """Raise UsageError, which lists them, unless all ``changes`` are accepted."""
         new = [line for line in dict.fromkeys(changes) if line not in self.accepted]
         if not new:
             return
@@ -49,8 +49,8 @@ class Approval:
 
 
 def version_changes(home: Path, spec: RunSpec, folder: Path) -> list[str]:
-    """Return the differences between a run's recorded code, plug-ins and packages and the present ones. A run with
-    checkpoints but without such records yields a line that says so."""
+    """Return a line for each recorded version (retrain, plug-ins, packages) of a run that differs from the present one.
+    If a run with checkpoints has no record, the only line says so."""
     reader = RunReader(home)
     facts = reader.intact_config()
     if not facts:
@@ -81,8 +81,8 @@ def settings_changes(
     """Return changed settings of existing runs: (lines to approve, lines about additional steps).
 
     ``old`` are resolved configurations and ``entries`` the manifest's, both by run id. More steps need no approval: the
-    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and other settings of a
-    finished run that is not continued.
+    user requested them. Raises UsageError for impossible changes: fewer steps than are done, and changed settings of a
+    finished run that gets no more steps.
     """
     to_approve, extensions = [], []
     for spec in specs:

@@ -1,6 +1,6 @@
-"""Record the runs of a campaign or single run and their states in one file, replaced atomically after every event.
+"""Record a campaign or single run and the states of its runs in one file, replaced atomically after every event.
 
-``plan.json`` beside it holds the resolved configuration of every run, which suffices to continue.
+``plan.json`` beside it holds the resolved configuration of every run, from which the runs can be continued.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CLAIM = {MARK, LOCK, LEASE}  # Files by which a process claims a directory
 
 
 def fingerprint(spec: RunSpec) -> str:
-    """Return the hash of everything that defines a run: its resolved configuration without keys that only name outputs.
-    Defaults are left out, so that a later release with more keys continues the run."""
+    """Return a hash of a run's resolved configuration without keys that only name outputs. Defaults are left out, so
+    that a later release with more keys continues the run."""
     config = flat(spec.config.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     # Values made by a factory (empty tables and lists) are dumped although they are the default.
     settings = {key: value for key, value in config if defines_run(key) and value not in ({}, [])}
@@ -105,8 +105,8 @@ def store_declaration(
 ) -> None:
     """Store the declaration in a manifest's content; until a run has begun, a later start may replace it.
 
-    ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id; facts
-    that older records lack are taken from them, not from the present file.
+    ``before`` are the manifest's entries and ``configs`` the planned configurations of the last start, by run id. Keys
+    that older declarations lack are taken from these, not from the present file.
     """
     if has_begun(before):
         planned = declaration(specs).to_row()
@@ -132,23 +132,22 @@ def _planned(before: Sequence[RunEntry], configs: Mapping[str, Values]) -> Row:
 class Manifest:
     """``manifest.json`` of one directory, in memory and on disk.
 
-    ``files`` is the thread that writes the records of the directory in order; ``files.flush()`` waits until they are on
-    disk, and so does the end of the ``with`` block. Each event also raises StorageError if an earlier one could not be
-    written.
+    ``files`` is the thread that writes the records of the directory in order; ``files.flush()`` and the end of the
+    ``with`` block wait until they are on disk. Methods that write raise StorageError if an earlier write failed.
 
-    The cost of an event does not depend on the number of runs: only changed entries are serialised again, and at most
-    one write is pending, which includes all events up to its start.
+    The cost of a change does not depend on the number of runs: only changed entries are serialised again, and at most
+    one write is pending, which includes all changes up to its start.
     """
 
     def __init__(self, directory: Path, content: Row, guard: Callable[[], None] = lambda: None):
         self.directory, self.content = directory, content
         self.files = RecordFiles(directory, guard)
         self._by_id: dict[str, Row] = {run["run_id"]: run for run in content["runs"]}
+        # Guards entries and their JSON texts, which callers change while the writing thread joins them
         self._lock = threading.Lock()
-        """Guards entries and texts, which events change while the writing thread joins them."""
         self._run_texts: dict[str, str] = {}
+        # Runs whose JSON text is older than their entry. The next write updates it: callers should not wait for that
         self._changed = set(self._by_id)
-        """Runs whose text differs from their entry. Making JSON costs more than an event, so the next write does it."""
         self._fact_texts = {key: _fact_text(key, value) for key, value in content.items() if key != "runs"}
         self._waits = False
 
@@ -165,9 +164,9 @@ class Manifest:
     ) -> Manifest:
         """Create the directory's manifest, or continue the existing one. ``guard`` is called before each write.
 
-        Adds new runs of an extended plan; drops unplanned runs until one has begun. Settings of known runs become those
-        of the plan, which the caller has had approved; a finished run with more steps becomes pending again, and
-        conclusions are dropped.
+        Adds new runs of an extended plan; drops unplanned runs as long as no run has begun. Known runs get the plan's
+        max_steps and fingerprint; the caller has had the changes approved. A finished run with more steps becomes
+        pending again, and the campaign's CONCLUSIONS are dropped.
         """
         path = directory / MANIFEST
         new = CampaignManifest(format=1, name=name, created=time.time(), runs=[])
@@ -213,11 +212,11 @@ class Manifest:
         return CampaignDeclaration.from_row(self.content["declared"])
 
     def step(self, run_id: str, step: int) -> None:
-        """Set the number of finished steps, without writing: the next event writes it."""
+        """Set the number of finished steps in memory; the next write includes it."""
         self._change(run_id, {"step": step})
 
     def seal(self, run_id: str, label: str, seal: Values) -> None:
-        """Store the seal of a run's evaluations; a condition's first seal declares the hash of its problems."""
+        """Store the seal of a run's evaluations (empty: remove it). A condition's first seal declares its problems."""
         self._change(run_id, {"seal": dict(seal)} if seal else {}, () if seal else ("seal",))
         declared = self.content.get("declared") or {}
         data = declared.get("data") or {}
@@ -233,7 +232,7 @@ class Manifest:
         return self.content.get("registry", OFF) != OFF
 
     def declare(self, data: str) -> None:
-        """Add the declaration to the registry unless it is there. ``data`` is the hash of the problems."""
+        """Add the declaration to the registry, if it is in use and lacks it. ``data`` is the hash of the problems."""
         if self.content.get("registry") == ON:
             self.note(registry=self.registry.declare(self.content["declared"], data))
 
@@ -243,7 +242,6 @@ class Manifest:
         self._write_facts({})
 
     def note(self, **facts: object) -> None:
-        """Set facts of the campaign and schedule a write."""
         self._write_facts(facts)
 
     def write(self) -> None:
@@ -304,7 +302,7 @@ class CampaignObserver(NullObserver):
         self.observer.run_started(spec, step, max_steps)
 
     def step(self, spec: SpecLike, row: Values) -> None:
-        self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next event writes it
+        self.manifest.step(spec.run_id, int(row["step"]) + 1)  # the next write includes it
         self.observer.step(spec, row)
 
     def sealed(self, spec: SpecLike, seal: Values) -> None:
@@ -359,7 +357,7 @@ def summary(manifest: Manifest) -> Row:
 
 
 def _evaluations(directory: Path) -> dict[str, Row]:
-    """Return the first accuracy of a run on each held-out set, and the last one with its interval over problems."""
+    """Return by held-out set a run's first and last correct rate, and the last confidence interval over problems."""
     evaluations: dict[str, Row] = {}
     for row in RunReader(directory).evaluations():
         name = str(row.get("name", HELDOUT))
@@ -387,7 +385,7 @@ def write_plan(plan: Plan) -> None:
 
 def read_plan(directory: Path, sets: Sequence[str] = ()) -> Plan:
     """Return the plan in ``plan.json``, with ``section.key=value`` settings applied to each run. Raises UsageError if
-    the directory has no plan, or planned runs cannot take a setting."""
+    the directory has no plan, or if a setting would change what defines the runs."""
     if not (directory / PLAN).is_file():
         campaign = directory.absolute().parent.parent  # for a run in logs/<campaign>/runs/<run>
         hint = f"; it is a run of a campaign, type: retrain resume {campaign}" if (campaign / PLAN).is_file() else ""

@@ -1,7 +1,7 @@
-"""Plan a file: its runs (conditions × seeds, each with its resolved configuration) and their directories.
+"""Plan the runs of a file (conditions × seeds, each with its resolved configuration) and their directories.
 
 The order of calls is ``load``, ``Plan.of``, ``check``, ``execute``. Runs are ordered by seed, with all conditions of a
-seed together, so that pairs are complete early and in a campaign that is stopped half-way.
+seed together, so that pairs are complete early, also in a campaign that is stopped half-way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from retrain.records.schema.campaign import RunEntry
 from retrain.training.inputs import CohortJob
 from retrain.verdicts.rule import interim_seeds
 
-# Most runs of a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)
+# Largest number of runs in a cohort with ``lanes = "auto"``: larger batches gain little (docs/records/performance.md)
 CPU_LANES, GPU_LANES = 10, 8
 
 
@@ -32,9 +32,9 @@ CPU_LANES, GPU_LANES = 10, 8
 class Plan:
     """Resolved file, or ``plan.json`` of a directory: the runs and their directories.
 
-    ``directory`` receives the records; ``folder`` is that of the TOML file, the first base of relative paths.
-    ``source`` is the file as read, None for a directory that continues its own plan; ``sets`` are the applied
-    ``section.key=value`` settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided.
+    ``directory`` receives the records; ``folder`` contains the TOML file and is the first base of relative paths.
+    ``source`` is the loaded file, None for a plan from ``plan.json``; ``sets`` are the applied ``section.key=value``
+    settings; ``registry`` is ON or OFF (``records.registry``), or "" if not decided.
     """
 
     specs: list[RunSpec]
@@ -57,7 +57,7 @@ class Plan:
         return cls(plan(loaded), directory, loaded.path.parent, name, loaded, registry=registry)
 
     def job(self, specs: Sequence[RunSpec], **how: Any) -> CohortJob:
-        """Return the job that trains these runs; ``how`` sets those fields of ``CohortJob`` that have defaults."""
+        """Return the job that trains these runs; ``how`` sets optional fields of ``CohortJob``."""
         return CohortJob(self.directory, self.folder, specs, self.longest, **how)
 
 
@@ -107,7 +107,7 @@ def _resolve(config: Config, condition: Condition | None, seed: int, label: str)
 
 
 def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> list[list[RunSpec]]:
-    """Return consecutive runs with one base, at most ``lanes`` together; of several seeds only ``across_seeds``."""
+    """Group consecutive runs of equal ``base_key`` by at most ``lanes``, of several seeds only if ``across_seeds``."""
     groups: list[list[RunSpec]] = []
     for spec in specs:
         last = groups[-1] if groups else []
@@ -120,27 +120,27 @@ def cohorts(specs: Sequence[RunSpec], lanes: int, across_seeds: bool = True) -> 
 
 
 def base_key(spec: RunSpec) -> str:
-    """Return a key that is equal for runs that can share base, wrapped layers and held-out problems."""
+    """Return a key that is equal for runs that can share the base model, its wrapped layers and held-out problems."""
     sampled = [value_at(spec.config, key) for key in keys() if Role.SAMPLES in (role_of(key) or Role(0))]
     return repr((sampled, spec.config.held_out))
 
 
 def is_unfinished(entry: RunEntry, spec: RunSpec) -> bool:
-    """Return whether a recorded run has steps of the plan to do; a finished run may be continued with more steps."""
+    """Return whether a recorded run is not done, or is done with fewer steps than the plan has."""
     return entry.state != "done" or entry.step < spec.config.training.max_steps
 
 
 def seeds_before_interim(specs: Sequence[RunSpec]) -> list[int]:
-    """Return the seeds that train before the interim analysis; empty without one or with fixed lanes."""
+    """Return the seeds that train before the interim analysis; empty without the analysis or with fixed lanes."""
     campaign, seeds = specs[0].config.campaign, list(dict.fromkeys(spec.seed for spec in specs))
     count = interim_seeds(len(seeds)) if len({spec.label for spec in specs}) > 1 else None
     return seeds[:count] if count and campaign.sequential == "on" and campaign.lanes == "auto" else []
 
 
 def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
-    """Return the number of runs that step together. ``auto`` keeps whole seeds together, so that pairs share their
-    batches, and makes at least ``slots`` cohorts: of fewer seeds each, or, with fewer seeds than slots, of parts of a
-    seed."""
+    """Return the number of lanes of a cohort. ``auto`` takes all conditions of a seed, so that paired runs share
+    batches, and spreads the seeds over the slots; with fewer seeds than slots, a cohort may have only some of a seed's
+    conditions. The limit is GPU_LANES or CPU_LANES."""
     configured, conditions = specs[0].config.campaign.lanes, len({spec.label for spec in specs})
     if configured != "auto":
         return int(configured)
@@ -153,9 +153,9 @@ def lane_count(specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1) -> int:
 
 
 def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list[list[RunSpec]]:
-    """Split a cohort so that each part fits into memory, with whole seeds together where possible, so that pairs share
-    batches. ``fitting`` runs fit together; ``reason`` says why no more do. Raises UsageError when the file fixes the
-    number of lanes, or when no run fits."""
+    """Split a cohort into parts of at most ``fitting`` runs: whole seeds if a seed fits, so that paired runs share
+    batches. ``reason``: why no more runs fit, for the error. Raises UsageError if the file fixes the number of lanes,
+    or if no run fits."""
     configured = group[0].config.campaign.lanes
     if fitting < 1:
         raise UsageError(f"{reason}; lower [model] lora_rank or [training] max_tokens, or take a smaller model")
@@ -169,8 +169,8 @@ def smaller_cohorts(group: Sequence[RunSpec], fitting: int, reason: str) -> list
 def cut(
     specs: Sequence[RunSpec], on_gpu: bool, slots: int = 1, lanes: int | None = None, first: Collection[int] = ()
 ) -> list[list[RunSpec]]:
-    """Return these runs in cohorts for ``slots`` workers; ``lanes`` is the number that fits together, if known. No
-    cohort mixes seeds before the interim analysis, ``first``, with later ones."""
+    """Group these runs into cohorts for ``slots`` workers. ``lanes``: runs per cohort, by default ``lane_count``. No
+    cohort mixes ``first``, the seeds before the interim analysis, with later seeds."""
     if not specs:
         return []
     lanes = lanes or lane_count(specs, on_gpu, slots)

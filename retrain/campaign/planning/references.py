@@ -129,8 +129,8 @@ def require_packages(configs: Iterable[Config], folder: Path) -> None:
 
 
 def _model_problems(loaded: LoadedConfig, config: Config) -> Iterator[ConfigProblem]:
-    """Yield faults of the model's files (names, sizes and headers only); if there are none, missing target modules, and
-    completion lengths and ranks that exceed the model's sizes."""
+    """Yield faults of the model's files, of which only names, sizes and headers are read; if there are none, unknown
+    target modules, and completion lengths and ranks that are too large for the model."""
     model = config.model
     if config.backend.backend != "local":
         return
@@ -183,8 +183,8 @@ CustomRewards = Mapping[str, CustomCode]  # Keyed by `_code_of(grader)`
 
 
 def custom_rewards(plan: Plan) -> CustomRewards:
-    """Load the functions of all custom rewards of a plan, each once, in a worker process as in training: the user's
-    module is never imported here."""
+    """Load every custom reward of a plan once, and return its columns or its fault. Loads in a worker process, as
+    training does: the user's module is never imported here."""
     codes: dict[str, CustomCode] = {}
     for table, part in (each for spec in plan.specs for each in spec.config.graders):
         module, functions = part.custom_module, part.custom_function
@@ -207,9 +207,9 @@ def _code_of(part: GraderKeys) -> str:
 def data_problems(
     plan: Plan, loaded: LoadedConfig, rewards: CustomRewards = MappingProxyType({})
 ) -> list[ConfigProblem]:
-    """Return the faults of the file's problems and of columns that ``rewards`` need. Files and directories are read,
-    and prompts measured if the model's tokenizer is local; functions and hub data sets are read only when training
-    starts."""
+    """Return the faults of environments and data sets, and the columns that ``rewards`` need and the data lack. Reads
+    files and directories, and measures prompts if the model's tokenizer is local. Functions and hub data sets are read
+    only when training starts."""
     problems: dict[str, ConfigProblem | None] = {}
     for config in (spec.config for spec in plan.specs):
         held_out = [(each.name, each.problems, each.data) for each in config.held_out]
@@ -276,8 +276,8 @@ def _column_problem(
 def _prompt_problem(
     loaded: LoadedConfig, config: Config, data: Dataset, longest: CompletionLengths
 ) -> ConfigProblem | None:
-    """Return a problem if a prompt does not fit beside the longest completion, or the chat template rejects it. Returns
-    None if the tokenizer is not local: training then measures prompts before it loads weights."""
+    """Return a problem if a prompt and the longest completion exceed the context, or the chat template rejects a
+    prompt. Returns None if the tokenizer is not local: training then measures prompts before it loads weights."""
     context = context_length(config)
     if context and max((longest.training, *longest.heldout.values())) >= context:
         return None  # reported separately
@@ -405,7 +405,8 @@ def _check_adapters(folder: Path, spec: RunSpec, owner: Owner) -> None:
 
 
 def _check_squeezed(specs: Sequence[RunSpec], owner: Owner, made: bool) -> None:
-    """Check the user's directory for the compressed adapter, which belongs to the first run that ends."""
+    """Raise NotOurs unless at least one run may write its compressed adapter to ``[squeeze] output_path``; the first
+    run that ends will. ``made``: the campaign already has it, nothing is checked."""
     settings, advice = specs[0].config.squeeze, "set [squeeze] output_path to another directory"
     if not settings.enabled or made or not settings.output_path:
         return

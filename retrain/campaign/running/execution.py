@@ -51,7 +51,7 @@ def train(job: CohortJob, observer: Observer, stop: Callable[[], bool], bases: B
 
 
 def _train_cohort(cohort: Cohort, observer: Observer, stop: Callable[[], bool]) -> JobEnded:
-    """Train the runs of a cohort to their end. Raises errors that are no run's own fault."""
+    """Train the runs of a cohort to their end. Raises errors of storage, lease, server or device, which fail no run."""
     try:
         with closing(cohort.train()) as pauses:
             for _ in pauses:

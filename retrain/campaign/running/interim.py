@@ -29,7 +29,6 @@ class InterimMonitor:
 
     @classmethod
     def of(cls, manifest: Manifest, specs: Sequence[RunSpec], observer: Observer) -> "InterimMonitor | None":
-        """Return the monitor of a campaign; None where no interim analysis was declared."""
         declared = manifest.declared
         count = interim_seeds(len(declared.seeds)) if len(declared.conditions) > 1 else None
         seeds = declared.seeds[:count] if count and declared.sequential != "off" else []

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class InProcess:
     """Runs jobs in this process. The base model stays in memory between them, until ``close``.
 
-    ``team`` are the other ranks' processes, ``servers`` those launched by another process. A rank other than 0 passes
-    ``bases``, which it has loaded already.
+    ``team`` are the other ranks' processes, ``servers`` the inference servers that another process has launched. A rank
+    other than 0 passes ``bases``, which it has loaded already.
     """
 
     slots = 1
@@ -74,8 +74,7 @@ class InProcess:
 
 
 class InProcessRunner:
-    """Runs jobs in this process, each when its event is requested; see ``JobRunner``. ``stopping`` is called between
-    steps."""
+    """Runs the submitted job in this process when the next event is requested. ``stopping`` is called between steps."""
 
     slots = 1
     id = ""
@@ -117,10 +116,10 @@ class WorkItem(Protocol):
 class Scheduler:
     """Keeps an executor busy with work items.
 
-    ``on_event`` is called with every event, ``after`` with each item whose job has ended (unless it died); it returns
-    the items that follow. ``stopping`` is called at every event and returns whether to end after the current steps.
-    ``max_restarts`` limits how often the job of one item may die. ``room`` is the number of jobs that the executor may
-    hold, its slots by default.
+    ``on_event`` is called with every event. ``after`` is called with each item whose job has ended and is not
+    restarted, and returns the items that follow. ``stopping`` is called at every event and returns whether to end after
+    the current steps. ``max_restarts`` limits how often the job of one item may die. ``room``: number of jobs submitted
+    at a time, by default the executor's slots.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class Scheduler:
             return []
 
     def _again(self, item: WorkItem, reason: str) -> Iterable[WorkItem]:
-        """Return the item of a dead job to restart it, or the items that follow after too many deaths."""
+        """Return a dead job's item to restart it; after too many deaths give up and return the items that follow."""
         if self.stopping():
             self.lost_steps = True
             return [item]

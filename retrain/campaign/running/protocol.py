@@ -24,8 +24,8 @@ PROGRAM = ("-m", "retrain.campaign.worker")
 
 @dataclass(frozen=True)
 class SqueezeJob:
-    """Analyse and compress the adapter of one finished run in ``subfolder`` of the campaign's directory. Returns Facts:
-    under the key ``squeeze`` for that folder, else under ``squeezes`` by the run's label."""
+    """Analyse and compress the adapter of one finished run in ``subfolder`` of the campaign's directory. Sends the
+    result as Facts: under ``squeeze`` if ``subfolder`` has that name, else under ``squeezes`` by the run's label."""
 
     directory: Path
     folder: Path
@@ -39,7 +39,7 @@ Job = CohortJob | SqueezeJob
 
 @dataclass(frozen=True)
 class JobStarted:
-    """A worker has taken the job; ``worker`` is its name for people, ``runs`` are the runs it trains. Only from
+    """A worker has taken the job. ``worker``: its name in messages; ``runs``: the runs it trains. Sent only by
     executors with several workers."""
 
     job: str
@@ -114,7 +114,7 @@ class JobEnded:
 
 @dataclass(frozen=True)
 class WorkerFault:
-    """Error for which a worker cannot do a job. ``error``: name of the RetrainError; ``text``: its message."""
+    """Error that ended a worker during a job. ``error``: class name of the RetrainError; ``text``: its message."""
 
     error: str
     text: str
@@ -215,11 +215,11 @@ class Executor(Protocol):
     slots: int  # Largest number of workers
 
     def has_gpu(self) -> bool:
-        """Return whether workers train on GPUs, if the configuration allows it."""
+        """Return whether workers have GPUs; the configuration may still select the CPU."""
         ...
 
     def start(self, slots: Sequence[int]) -> None:
-        """Start workers in these slots, which have no living one. Raises StorageError, UsageError."""
+        """Start workers in these slots, which have no living worker. Raises StorageError, UsageError."""
 
     def look(self, slot: int) -> WorkerEnd | None:
         """Return how the worker of a slot ended; None while it may live. Called several times per second."""

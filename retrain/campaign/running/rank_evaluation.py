@@ -27,11 +27,11 @@ from retrain.types import PolicyRef, Problem
 def evaluate_ranks(
     spec: RunSpec, folder: Path, longest: CompletionLengths, bases: Bases, directory: Path, paths: Sequence[Path]
 ) -> RankMarks:
-    """Evaluate adapters, the run's own first, on the run's decisive held-out set.
+    """Evaluate the adapters in ``paths``, the run's own first, on the run's decisive held-out set.
 
-    ``longest`` are the longest completions of the plan's runs, which decide what problems can be asked; ``bases`` has
-    the base in memory, or loads it. Servers of the run's configuration use ``directory``. Raises RetrainError when
-    model, data or grader cannot be used.
+    ``longest`` are the longest completions of the plan's runs, which decide which problems fit the context. ``bases``
+    has the base in memory, or loads it. Inference servers write to ``directory``. Raises RetrainError when model, data
+    or grader cannot be used.
     """
     held_out = spec.config.decisive
     assert held_out is not None  # checked by `verify_ranks`
@@ -73,8 +73,8 @@ def evaluate_ranks(
 
 
 def _final_marks(adapter: Path, config: Config, held_out: HeldOut, problems: Sequence[Problem]) -> np.ndarray | None:
-    """Return marks [problems, samples] of the run's final evaluation; None if it was not of this adapter on these
-    problems with this sampling."""
+    """Return correctness (0 or 1) [problems, samples] in the run's final evaluation; None if it was of another adapter,
+    other problems or other sampling."""
     steps = config.training.max_steps
     reader = RunReader(adapter.parent)
     facts = reader.config() if adapter.name == FINAL else {}

@@ -43,7 +43,7 @@ def _end_with(parent: int) -> None:
 
 
 def _follow(rank: int, count: int, sharing: int, store: TCPStore | None = None) -> int:
-    """Run rank 0's jobs; ``sharing`` ranks share the CPU memory that this process plans with."""
+    """Run rank 0's jobs until it ends; return the exit status. ``sharing``: number of ranks that share CPU memory."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
     os.environ[MEMORY_SHARE] = f"{memory_share() / sharing:g}"

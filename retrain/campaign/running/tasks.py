@@ -1,17 +1,17 @@
 """Store a campaign's tasks as files that workers claim, and the workers' events.
 
-All of it lies in ``workers/`` of the campaign's directory:
+The files are in ``workers/`` of the campaign's directory:
 
-    tasks/<task>.todo               what is to be done, as JSON; written by the controller
-    tasks/<task>.<worker>.claimed   the same once a worker has renamed it; the controller removes it when it has ended
-    tasks/<task>.stop               the task is to end after its step, saved
+    tasks/<task>.todo               job as JSON; written by the controller
+    tasks/<task>.<worker>.claimed   the same file, renamed by a worker; the controller removes it when the job has ended
+    tasks/<task>.stop               the job is to end after its step, saved
     tasks/closed                    there will be no further task
-    servers.jsonl                   addresses of launched servers, and what happened to them
-    worker_<slot>/events_<k>.jsonl  what the k-th process of a slot says
+    servers.jsonl                   addresses and messages of launched servers
+    worker_<slot>/events_<k>.jsonl  events of the slot's k-th process
     worker_<slot>/.lease            renewed by the process that has the slot
 
-Renaming is atomic, also on network file systems. What has appeared is found by listing the folder, because NFS may
-remember a name that was looked up in vain as absent.
+Renaming is atomic, also on network file systems. New files are found by listing the folder, because NFS may cache that
+a name is absent.
 """
 
 import json
@@ -39,8 +39,8 @@ class Tasks:
         return cls(directory / WORKERS / "tasks")
 
     def open(self) -> int:
-        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest number used, without the
-        first digit, which orders tasks by kind."""
+        """Prepare the folder for a new controller: withdraw waiting tasks. Return the highest task number used, without
+        the first digit, which is the task's priority."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "closed").unlink(missing_ok=True)
@@ -108,7 +108,6 @@ class Tasks:
 
 
 def home_of(directory: Path, slot: int) -> Path:
-    """Return the folder of a slot's worker; slots count from 1."""
     return directory / WORKERS / f"worker_{slot}"
 
 
@@ -124,5 +123,5 @@ def newest(home: Path) -> int:
 
 
 def append(path: Path, line: Values) -> None:
-    """Append a line of JSON. Raises OSError on failure, without leaving a part of it."""
+    """Append ``line`` as JSON; on failure nothing is appended. Raises OSError."""
     append_bytes(path, json.dumps(line).encode() + b"\n")

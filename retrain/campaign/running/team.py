@@ -149,7 +149,7 @@ class Team:
         return store
 
     def _blame(self) -> str:
-        """Return the rank that ended first, and how; "" if none has. Other ranks end after it."""
+        """Return a text about the rank that ended first, whose end the others follow; "" if none has ended."""
         deadline = time.monotonic() + DEATH_SECONDS
         while True:
             ends = {rank: status for rank, process in self._processes.items() if (status := process.poll()) is not None}

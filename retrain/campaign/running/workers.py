@@ -59,9 +59,9 @@ class JobHandle:
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """Slot and its worker. ``is_occupied``: a worker was started and has not ended. ``process``: number of its newest
-    process whose events are read. ``reported_end``: its end, as reported by it or its host. ``fault``: the error for
-    which it will end."""
+    """A slot, which runs one worker at a time. ``is_occupied``: a worker was started and has not ended. ``process``:
+    number of the slot's newest known process. ``reported_end``: the end that the worker's events report. ``fault``:
+    text of the error that ends the worker."""
 
     number: int
     home: Path
@@ -72,7 +72,7 @@ class WorkerSlot:
     pid: int = 0
     reported_end: WorkerEnd | None = None
     fault: str = ""
-    dead_since: float = 0.0  # When its lease was first found expired, 0 while it lives
+    dead_since: float = 0.0  # Time at which the lease was first seen expired; 0 while the worker lives
     lease: LeaseWatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,8 +143,8 @@ class ServerNews:
 
 
 class CampaignWorkers:
-    """Runs jobs on the workers that ``executor`` starts for a campaign's ``directory``; see ``JobRunner``. ``launch``
-    starts the servers that all workers sample from; None if the campaign launches none."""
+    """``JobRunner`` over the workers that ``executor`` starts for a campaign's ``directory``. ``launch`` starts the
+    servers that all workers sample from; None if the campaign launches none."""
 
     def __init__(self, executor: Executor, directory: Path, launch: Callable[[Notify], Fleet] | None = None):
         self.executor, self.directory, self.slots = executor, directory, executor.slots
@@ -174,7 +174,7 @@ class CampaignWorkers:
         return handle
 
     def events(self) -> Generator[Event, None, None]:
-        """Yield events; see ``JobRunner.events``. After an error that is not a run's own, the other workers finish
+        """Yield events as ``JobRunner`` requires. After an error that is not a run's own, the other workers finish
         their step and save before it is raised."""
         try:
             for name in self._adoptable:  # this controller has no job for them
@@ -363,8 +363,8 @@ def has_living_worker(home: Path) -> bool:
 
 
 def can_adopt_workers(plan: Plan) -> bool:
-    """Return whether living workers do exactly what this plan needs, so that they may continue; others are asked to
-    finish their step, save and end."""
+    """Return whether living workers may continue: all their runs are in this plan with the same settings. If not, ask
+    them to finish their step, save and end. False without living workers."""
     directory, tasks = plan.directory, Tasks.of(plan.directory)
     homes = [home for home in (directory / WORKERS).glob("worker_*/") if has_living_worker(home)]
     if not homes:

@@ -1,7 +1,7 @@
-"""Readers of what other tools write: one file for each tool, one protocol.
+"""Read runs of other tools: one module for each tool, one interface (``ForeignReader``).
 
-A directory is one run, or a folder of two runs or more, which are read as one campaign. Runs whose names differ in
-their seed alone are one condition; nothing is declared, so that there is no verdict.
+A directory is one run, or a folder of two runs or more, which are read as one campaign. Runs whose names differ only in
+their seed are one condition; nothing is declared, so that there is no verdict.
 """
 
 import re
@@ -16,20 +16,20 @@ from retrain.records.schema.base import Row
 
 SEED = re.compile(r"[-_./ ]*(?:seed|s)[-_=]?(\d{1,9})$", re.IGNORECASE)  # The end of a run's name that says its seed
 MOST_RUNS = 1_000
-QUIET_S = 600.0  # Seconds without writes after which a run that nothing marks as ended counts as interrupted
+QUIET_S = 600.0  # Seconds without writes after which a run without a recorded end counts as interrupted
 NO_VERDICT = (
     "conditions that were declared, so there is no verdict: runs whose names differ in their seed alone are taken for "
     "seeds of one condition"
 )
 
+# Returns the file of a name below a directory; None if there is none, or it may not be read
 FindFile = Callable[[Path, str], Path | None]
-"""Returns the file of a name below a directory; None where there is none, or it may not be read."""
 
 
 @dataclass(frozen=True)
 class ForeignRun:
-    """One run of another tool. ``max_steps`` is 0 where nothing says how many are planned; ``written`` is the Unix time
-    of the newest row."""
+    """One run of another tool. ``max_steps`` is 0 if the planned number is unknown; ``written`` is the Unix time of the
+    newest row."""
 
     directory: Path
     name: str
@@ -42,14 +42,14 @@ class ForeignRun:
 
 
 class ForeignReader(ABC):
-    """Reads the runs of one tool. ``missing`` says what its files do not hold."""
+    """Reads the runs of one tool. ``missing``: texts that name what the tool's files lack."""
 
     tool: str
     missing: Sequence[str]
 
     @abstractmethod
     def runs(self, directory: Path, find: FindFile) -> list[ForeignRun]:
-        """Return the run that a directory is, or the runs in it; [] where it holds none, or a single one below it."""
+        """Return the run of this directory, or the runs in it; [] if it has none, or only one subdirectory of a run."""
 
     @abstractmethod
     def rows(self, run: ForeignRun, find: FindFile) -> list[Row] | None:
@@ -69,11 +69,11 @@ class ForeignReader(ABC):
 
 
 class DirectoryReader(ForeignReader):
-    """Reads tools that write each run to a directory of its own."""
+    """Reads tools that write each run to a separate directory."""
 
     @abstractmethod
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return the file that grows with the run; None where the directory is none of the tool's runs."""
+        """Return the file that grows with the run; None if the directory is not a run of the tool."""
 
     @abstractmethod
     def progress(self, directory: Path, find: FindFile) -> tuple[int, int, int | None]:
@@ -106,7 +106,7 @@ def condition_and_seed(name: str) -> tuple[str, int | None]:
 
 
 def is_recent(written: float | None) -> bool:
-    """Return whether a run that was written then may still train."""
+    """Return whether a run whose newest row is of this Unix time may still train."""
     return written is not None and time.time() - written < QUIET_S
 
 

@@ -15,7 +15,7 @@ class CookbookReader(DirectoryReader):
     missing = (NO_VERDICT, "the number of steps planned", "token files, notes and spans of time")
 
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return ``metrics.jsonl`` where nothing says that retrain wrote it."""
+        """Return ``metrics.jsonl``; None in a directory that retrain wrote, which has a file of this name too."""
         ours = any(find(directory, name) is not None for name in (MANIFEST, MARK))
         return None if ours else find(directory, METRICS)
 

@@ -56,7 +56,7 @@ class TrackioReader(ForeignReader):
         return tuple((path, _stamp(path)) for path in _databases(run.directory, find))
 
     def _entries(self, directory: Path, find: FindFile) -> Iterator[tuple[ForeignRun, Path, str, Row]]:
-        """Yield all runs with their files, ids and settings. Runs of several projects may have the same names."""
+        """Yield all runs with their files, ids and settings. With several files, names begin with the project."""
         files = _databases(directory, find)
         for path in files:
             for run, run_id, config in self._of(path):
@@ -67,7 +67,7 @@ class TrackioReader(ForeignReader):
                 yield named, path, run_id, config
 
     def _of(self, path: Path) -> list[tuple[ForeignRun, str, Row]]:
-        """Return the runs of a file with their ids and settings, read again where it has changed."""
+        """Return the runs of a file with their ids and settings, cached until the file changes."""
         stamp = _stamp(path)
         if path not in self._runs_of or self._runs_of[path][0] != stamp:
             with suppress(sqlite3.Error, OSError, ValueError, TypeError):  # being written, or no file of trackio
@@ -116,7 +116,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _copied(path: Path, log: Path, copy: Path) -> Path:
-    """Copy a file and then its log, which only grows until the file itself is written."""
+    """Copy a database and then its log; retry if the database was written meanwhile, else the log has only grown."""
     for _ in range(TRIES):
         before = stamp_of(path)
         shutil.copyfile(path, copy)

@@ -1,8 +1,8 @@
 """Runs of TRL and of transformers' Trainer: the ``log_history`` of ``trainer_state.json``.
 
 The newest state is that of the output directory itself, written when training has ended, or of the checkpoint with the
-largest number. Lines of one step become one row. With several evaluation sets the Trainer logs a line for each, and TRL
-names its own numbers alike in all of them (``eval_reward``): only ``eval_<set>_runtime`` tells the lines apart.
+largest number. Lines of one step become one row. With several evaluation sets the Trainer logs a line for each, and
+TRL's own numbers have the same names in all of them (``eval_reward``): only ``eval_<set>_runtime`` tells them apart.
 """
 
 import re
@@ -26,7 +26,7 @@ class TrlReader(DirectoryReader):
     )
 
     def newest(self, directory: Path, find: FindFile) -> Path | None:
-        """Return the trainer's state that has gone furthest; a checkpoint alone is no run beside its own."""
+        """Return the newest ``trainer_state.json``: the directory's own, else that of the last checkpoint."""
         if (own := find(directory, STATE)) is not None:
             return own
         try:
@@ -45,7 +45,7 @@ class TrlReader(DirectoryReader):
         return _rows(state.get("log_history")) if state else None
 
     def config(self, run: ForeignRun, find: FindFile) -> Row:
-        """Return what the configurations of the adapter and the model say; the arguments are pickled, and not read."""
+        """Return the trainer's state and the model's and adapter's configurations; pickled arguments are not read."""
         newest = self.newest(run.directory, find)
         state = {key: value for key, value in read_object(newest).items() if not isinstance(value, list | dict)}
         folder = newest.parent if newest is not None else run.directory
@@ -54,7 +54,7 @@ class TrlReader(DirectoryReader):
 
 
 def _rows(history: object) -> list[Row]:
-    """Return what was logged by step; a line without a step belongs to the one before."""
+    """Return one row per step; a line without a step belongs to the step of the line before."""
     rows: dict[int, Row] = {}
     step = 0
     for line in history if isinstance(history, list) else ():
@@ -65,7 +65,7 @@ def _rows(history: object) -> list[Row]:
 
 
 def _named_by_set(line: Values) -> Row:
-    """Return an evaluation with its set in all keys, as the Trainer names its own: ``eval_<set>_reward``."""
+    """Return an evaluation's line with its set in all keys, as the Trainer names its own: ``eval_<set>_reward``."""
     name = next((match[1] for key in line if (match := SET.fullmatch(key))), None)
     if name is None:
         return dict(line)

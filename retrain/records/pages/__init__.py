@@ -1,4 +1,4 @@
-"""Self-contained HTML documents from templates: one file, no network, and text that cannot act.
+"""Self-contained HTML documents from templates: one file, no network, and no code from recorded texts.
 
 Templates, styles and scripts are those of the page (``retrain/ui``). Every value that a template writes is escaped and
 has its invisible characters replaced. The content security policy allows the page's own script by its hash and nothing

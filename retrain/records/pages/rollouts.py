@@ -1,9 +1,9 @@
 """The page of one iteration: each prompt once, its samples side by side, tokens coloured on demand.
 
-Prompts, answers and rewards stand in the HTML and read without scripts, which add colours and sorting. Each sample
-carries its tokens as integers in attributes, in the base-64 VLQ of source maps: lengths in characters, surprisal in
-hundredths of a nat, token advantage in thousandths, the planning mask as run lengths and, with a critic, values and
-value targets in thousandths. The size is bounded by the constants below; what is left out is counted on the page.
+Prompts, answers and rewards are in the HTML and need no script; scripts add colours and sorting. Each sample has its
+tokens as integers in attributes, in the base-64 VLQ of source maps: lengths in characters, surprisal in hundredths of a
+nat, token advantage in thousandths, the planning mask as run lengths and, with a critic, values and value targets in
+thousandths. The size is bounded by the constants below; the page counts what is left out.
 """
 
 import re
@@ -31,33 +31,30 @@ from retrain.types import MAX_STALENESS, CreditedGroup, CreditedRollout, Message
 from retrain.util.text import minus, percent
 
 SAMPLE_CHARACTERS = 20_000  # Longest text of one sample on a page
+# Characters of all samples of a page: with many samples each gets an equal share, at least LEAST_CHARACTERS
 PAGE_CHARACTERS = 1_000_000
-"""Texts of all samples of a page together: with many samples each gets its share, at least 2,000 characters."""
 SAMPLES_SHOWN = 32  # Samples of a group that appear with their texts
 LEAST_TURN_CHARACTERS = 500  # Fewest characters shown of each turn
 PROMPT_CHARACTERS = 20_000
 MAP_GROUPS = 256  # Groups in the overview of rewards
 TABLE_ROWS = 1_000  # Trajectories in the table at the end of the page
 PARTS_SHOWN = 50  # Numbers of a reward beside each sample, and columns for them in the table
-LARGEST_INTEGER = 10**15  # Magnitude at which the integers of the attributes end; a script counts so far exactly
+LARGEST_INTEGER = 10**15  # Largest magnitude of integers in attributes, which JavaScript represents exactly
 _DIGITS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 
 _UNDECODED = re.compile("[\ud800-\udfff\ufffd]+")
 
+# Thoughts before an answer: between tags, or up to a closing tag whose opening tag was in the prompt
 THINKING = re.compile(r"<(think|thinking|reasoning)>.*?(?:</\1>\s*|\Z)|\A(?:(?!<think).)*?</think>\s*", re.DOTALL)
-"""Thoughts before an answer: between tags, or up to a closing tag whose opening stood in the prompt."""
 
 DISCARDED = {
     "zero_advantage": "all advantages are 0",
     "no_reward": "nothing could be graded",
     MAX_STALENESS: "too many steps behind the policy",
 }
-"""Reasons why a group did not train."""
 
 
 class Chip(NamedTuple):
-    """One word or number in the heading of a sample."""
-
     text: str
     css: str = ""
     hint: str = ""
@@ -65,7 +62,7 @@ class Chip(NamedTuple):
 
 
 def rollout_page(batch: Batch, num_groups: int) -> str:
-    """Return the page; the first ``num_groups`` appear with their texts, every group in the overview and table."""
+    """Return the page: the first ``num_groups`` with their texts, every group in the overview and the table."""
     groups = batch.groups
     chosen = groups[:num_groups]
     samples = sum(min(len(group.rollouts), SAMPLES_SHOWN) for group in chosen)
@@ -185,7 +182,6 @@ def _chips(rollout: CreditedRollout) -> Iterator[Chip]:
 
 
 def _turns(batch: Batch, rollout: CreditedRollout, limit: int) -> Iterator[dict[str, object]]:
-    """Yield what the policy said in each turn, and what it read since the turn before."""
     end = 0
     for index, turn in enumerate(rollout.turns):
         start, end = end, end + len(turn.action)
@@ -231,12 +227,11 @@ def _value(value: float | None) -> str:
 
 
 def _signed(value: float, digits: int) -> str:
-    """Format a number with its sign, a true minus; 0 as such."""
     return minus(f"{value:+.{digits}f}") if round(value, digits) else "0"
 
 
 def _pieces(text: str) -> Iterator[tuple[str, int | None]]:
-    """Yield the parts of a text: what is said (None) and what is thought, with its number of words."""
+    """Yield the parts of a text: (answer, None) and (thoughts, number of words)."""
     start = 0
     for match in THINKING.finditer(text):
         if match[0]:
@@ -249,8 +244,8 @@ def _pieces(text: str) -> Iterator[tuple[str, int | None]]:
 def _tokens(
     batch: Batch, rollout: CreditedRollout, turn: slice, recorded: str, limit: int
 ) -> tuple[str, dict[str, str]]:
-    """Return the text of an action, whose tokens are those of ``turn``, and the attributes with these tokens; no
-    attributes when they cannot be placed in the text."""
+    """Return the text of an action, the tokens ``turn`` of the rollout, and its token attributes; no attributes if the
+    tokens cannot be located in the text."""
     if batch.token_text is None:
         return recorded, {}
     text, offsets = batch.token_text(rollout.token_ids[turn])
@@ -285,7 +280,7 @@ def _vlq(value: int) -> str:
 
 
 def _scaled(values: np.ndarray, factor: float) -> np.ndarray:
-    """Return integers of ``values`` times ``factor``; what is not finite counts as 0."""
+    """Return ``values`` times ``factor`` as integers; values that are not finite count as 0."""
     finite = np.nan_to_num(np.asarray(values, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     return np.rint(np.clip(finite * factor, -LARGEST_INTEGER, LARGEST_INTEGER)).astype(np.int64)
 
@@ -297,7 +292,6 @@ def _runs(mask_T: np.ndarray) -> np.ndarray:
 
 
 def _table(groups: Sequence[CreditedGroup]) -> dict[str, object]:
-    """Return a row for every trajectory, as far as there is room."""
     rollouts = [(index, sample, rollout) for index, group in enumerate(groups)
                 for sample, rollout in enumerate(group.rollouts)]  # fmt: skip
     every = part_names(groups)

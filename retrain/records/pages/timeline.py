@@ -1,8 +1,8 @@
 """``timeline.html``: where the wall clock of a run went, from ``timing_spans.jsonl`` alone.
 
-A table of the phases stands in the HTML; bars of the steps and the spans of each are drawn by the page's components
-from the spans that the page carries. No step boundary is recorded: a step lasts from the end of the one before to its
-own last span, and what no span names is ``other``.
+A table of the phases is in the HTML; the page's components draw the bars and spans of the steps from data in it. The
+boundaries of steps are not recorded: a step lasts from the end of the previous step to the end of its own last span,
+and time without a span is ``other``.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from retrain.records.schema.layout import TIMELINE
 from retrain.util import text
 from retrain.util.text import percent
 
+# Phases of the training loop, in its order; others follow by name, ``other`` comes last
 PHASES = ("rollout", "score", "credit", "update", "eval", "checkpoint", "record", "cohort")
-"""Phases that the loop has, in its order; others follow by name, ``other`` comes last."""
-SPANS_SHOWN = 20_000  # Spans that the page carries: of a longer run those of the last steps
+SPANS_SHOWN = 20_000  # Most spans in the page; a longer run has only its last steps there
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step on the clock: ``seconds`` by phase, ``other`` included."""
+    """Wall-clock times of one step; ``seconds`` by phase, with ``other``."""
 
     number: int
     start: float
@@ -44,9 +44,9 @@ def write_timeline(directory: Path) -> None:
 def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
     """Return steps from the rows of ``timing_spans.jsonl``.
 
-    Spans of a row that begin before the step before has ended (its checkpoint and record, written down later) count
-    where they lie on the clock, and rollouts that were sampled beside earlier steps are shown, but are no part of the
-    step's time. A gap of a resumed run, in which no process worked, belongs to no step.
+    A row may have spans that began before the previous step ended (its checkpoint and record, which are recorded
+    later): they count at their own time. Rollouts sampled while earlier steps trained are shown, but are not part of
+    the step's time. The gap before a resume, in which no process worked, belongs to no step.
     """
     steps: list[StepTimes] = []
     for row in rows:
@@ -68,7 +68,7 @@ def steps_of(rows: Sequence[Row]) -> list[StepTimes]:
 
 
 def phases_of(steps: Sequence[StepTimes]) -> list[str]:
-    """Return the names of all phases that occur, in the order in which they are shown."""
+    """Return the names of all phases that occur, in the order of display."""
     names = {name for step in steps for name in step.seconds if name != "other"}
     order = [*PHASES, *sorted(names - set(PHASES))]
     return [*(name for name in order if name in names), "other"]
@@ -76,7 +76,7 @@ def phases_of(steps: Sequence[StepTimes]) -> list[str]:
 
 def spans_json(steps: Sequence[StepTimes], most: int) -> dict[str, object]:
     """Return the steps for the page's components: seconds by phase, and spans as [lane, begin, end] in seconds since
-    the first of them; ``cut`` where there are more than ``most`` spans, of which the last are left out."""
+    the first span. ``cut`` if there are more than ``most`` spans, of which the last are left out."""
     if not steps:
         return {"origin": None, "lanes": [], "phases": [], "shown": [], "cut": False}
     phases = phases_of(steps)
@@ -116,7 +116,7 @@ def timeline_page(steps: Sequence[StepTimes], run: str) -> str:
 
 
 def _phase_rows(steps: Sequence[StepTimes], total: float) -> list[list[str]]:
-    """Return a row for each phase: its time, its share of all steps, and the longest one."""
+    """Return for each phase: name, total time, share of all steps, mean per step, longest time and its step."""
     rows = []
     for name in phases_of(steps):
         seconds = [step.seconds.get(name, 0.0) for step in steps]
@@ -128,7 +128,7 @@ def _phase_rows(steps: Sequence[StepTimes], total: float) -> list[list[str]]:
 
 
 def duration(seconds: float) -> str:
-    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for what would be shown as nothing."""
+    """Return ``850 ms``, ``2.5 s``, ``3:05``, ``1:02:03``; ``<0.1 ms`` for positive values that would print as 0."""
     if 0 < seconds < 5e-5:
         return "<0.1 ms"
     if seconds < 0.9995:

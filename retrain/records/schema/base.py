@@ -1,4 +1,4 @@
-"""The base of all records that are declared: dataclasses whose fields are the keys of a JSON object, in order."""
+"""The base of all records with a declared type: dataclasses whose fields are the keys of a JSON object, in order."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -6,16 +6,16 @@ from typing import Any, ClassVar, Self
 
 from retrain.util.jsonl import Row as Row
 
+# A read-only ``Row``
 Values = Mapping[str, Any]
-"""A ``Row`` to be read."""
 
 
 @dataclass(frozen=True)
 class Record:
     """A row or an object of a file, as a dataclass. The text in a field's annotation is its meaning in the docs."""
 
+    # Fields that ``to_row`` leaves out if they are empty
     omitted_if_empty: ClassVar[tuple[str, ...]] = ()
-    """Fields that a row has only where they hold something."""
 
     @classmethod
     def field_names(cls) -> list[str]:
@@ -28,6 +28,6 @@ class Record:
 
     @classmethod
     def from_row(cls, row: Values) -> Self:
-        """Return the record of a row; keys that it does not declare are left out. Raises TypeError where a key is
-        missing that has no default."""
+        """Return the record of a row without undeclared keys. Raises TypeError if a key without a default is
+        missing."""
         return cls(**{name: row[name] for name in cls.field_names() if name in row})

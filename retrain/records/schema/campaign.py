@@ -13,7 +13,7 @@ ENDED = ("done", "failed", "stopped")  # Final states of a run
 
 @dataclass(frozen=True)
 class Seal(Record):
-    """Hashes of a run's evaluations. Each covers the hash of the row before and the row without its seconds."""
+    """Hashes of a run's evaluations. A row's hash covers the hash of the row before and the row without its seconds."""
 
     data: Annotated[str, "Hash of the problems, training and held-out."]
     evaluations: Annotated[int, "Rows of `evals.jsonl`."]
@@ -80,7 +80,7 @@ class CampaignDeclaration(Record):
 
 @dataclass(frozen=True)
 class CampaignManifest(Record):
-    """The runs of a directory, and what is known of all of them together."""
+    """The runs of a directory, and facts about all of them."""
 
     format: Annotated[int, "Version of the format: 1."]
     name: Annotated[str, "Name of the campaign."]

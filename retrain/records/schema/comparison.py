@@ -64,7 +64,7 @@ class ConditionSummary(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ConditionComparison(ConditionSummary):
-    """One condition under the measure that decides; what is about pairs is null for the baseline."""
+    """One condition under the primary metric; fields about pairs are null for the baseline."""
 
     seeds: Annotated[list[int], "Seeds planned."]
     iqm: Annotated[Bounds | None, "Interquartile mean of the values with its trimmed t interval, null below 4 seeds."]
@@ -115,8 +115,7 @@ class ConditionComparison(ConditionSummary):
 
 @dataclass(frozen=True)
 class SecondaryComparison(Record):
-    """A further measure: those of final value, area and last three that did not decide, the largest pass@k and maj@k,
-    every tag."""
+    """A secondary measure: a summary that did not decide, the largest pass@k or maj@k, or a tag's accuracy."""
 
     metric: Annotated[str, "Key of the metric."]
     summary: Annotated[str, "`final`, `last3` or `auc`."]

@@ -8,7 +8,7 @@ from retrain.records.schema.base import Record
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryLine(Record):
-    """Keys that the line of a declaration and that of a finished run have."""
+    """Keys that the lines of declarations and of finished runs have in common."""
 
     kind: Annotated[str, "`declaration` or `run`."]
     time: Annotated[str, "When it was written."]
@@ -33,7 +33,7 @@ class Declaration(RegistryLine):
 
     @property
     def comparison(self) -> frozenset[tuple[str, int]]:
-        """Return the conditions as (hash of settings, steps): the same for another name, metric and seeds."""
+        """Return the conditions as (hash of settings, steps), which do not depend on name, metric and seeds."""
         return frozenset((settings, self.max_steps[label]) for label, settings in self.conditions.items())
 
     def repeats(self, earlier: "Declaration") -> bool:

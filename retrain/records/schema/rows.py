@@ -57,7 +57,7 @@ class Completion(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation(Completion):
-    """One completion of a step's batch. What dynamic sampling dropped is not there."""
+    """One completion of a step's batch. Completions that dynamic sampling dropped are not included."""
 
     reference: Annotated[str, "The right answer; its first 200 characters."]
     group: Annotated[int, "Group of completions of the same prompt, from 0."]
@@ -145,7 +145,7 @@ class StepSpans(Record):
 
 @dataclass(frozen=True)
 class Note(Record):
-    """One remark about odd numbers, made the first time that they occur."""
+    """A note about unusual numbers, made the first time that they occur."""
 
     step: Annotated[int, "The step whose row it is about."]
     key: Annotated[str, "Its subject; faults of servers are noted each time, under `server`."]
@@ -198,5 +198,5 @@ class RecorderState(Record):
     sent: Annotated[dict[str, int], "First step that each tracker has not taken."] = field(default_factory=dict)
 
 
+# State of the records before the first step
 START = RecorderState(totals=asdict(Totals()), known_keys=[], known_tags=[], evaluations={})
-"""State of the records before the first step."""
