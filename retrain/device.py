@@ -107,7 +107,7 @@ def memory_share() -> float:
 
 
 def usable_gpu() -> str:
-    """Return the name of the first GPU; "" without a GPU, or if the installed torch is a CPU-only build."""
+    """Return the name of the first GPU; "" if there is none, or the installed torch is a CPU-only build."""
     gpus = nvidia_gpus()
     return gpus[0].name if gpus and not cpu_build() else ""
 
@@ -304,7 +304,6 @@ def described(device: torch.device) -> str:
 
 
 def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process's rank under torchrun; None without torchrun."""
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 

@@ -82,7 +82,7 @@ class CheckpointError(RetrainError):
 
 class RunFailed(RetrainError):
     """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
-    no run of the campaign can continue, none has failed, and all stop; ``advice`` says what to do before resuming."""
+    the cause stops all runs of the campaign, and none counts as failed. ``advice``: what to do before resuming."""
 
     shared = False
     advice = ""
@@ -93,7 +93,7 @@ OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, 
 
 
 class StorageError(RunFailed):
-    """A file of a run directory that cannot be written. ``shared``: disk full, quota, read-only, unmounted."""
+    """A file of a run directory that cannot be written. ``shared``: for a full, read-only or unmounted file system."""
 
     advice = "Make room, or make the directory writable"
 

@@ -83,7 +83,7 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 def is_whole(directory: Path, owner: Owner | None) -> bool:
-    """Return whether ``owner`` published ``directory`` as complete; always True for None, which has no marks."""
+    """Return whether ``owner`` published ``directory`` as complete; True for None, for directories without marks."""
     mark = None if directory.is_symlink() else mark_of(directory)
     return owner is None or (mark is not None and mark.files is not None and mark.owner == owner)
 
@@ -248,7 +248,7 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
 
 
 def machine() -> dict[str, str]:
-    """Return hostname and boot id of this machine; process ids are unique within both."""
+    """Return hostname and boot id: process ids identify processes only on the same machine since the same boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

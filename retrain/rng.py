@@ -28,5 +28,4 @@ def uniforms(count: int, *name: int | str) -> np.ndarray:
 
 
 def torch_seed(*name: int | str) -> int:
-    """Return a 63-bit seed for ``torch.Generator.manual_seed``."""
     return stream_key(*name) & (2**63 - 1)

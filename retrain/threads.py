@@ -39,7 +39,8 @@ class Workers:
         torch.set_num_threads(1)
 
     def map(self, task: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return ``[task(item) for item in items]``. Raises the first exception after all tasks have ended."""
+        """Return ``[task(item) for item in items]``. Raises the exception of the first failing item; others may still
+        run."""
         if self._pool is None or self.count == 1:
             return [task(item) for item in items]
         futures = [self._pool.submit(task, item) for item in items]

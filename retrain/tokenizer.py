@@ -20,8 +20,8 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls
 
 @dataclass(eq=False)
 class Tokenizer:
-    """Decodes tokens for training, algorithms and pages. ``source`` is a tokenizer of transformers or a similar object:
-    callable, with ``decode`` and possibly a chat template."""
+    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer with ``decode`` and possibly
+    a chat template, of transformers or similar."""
 
     source: Any
 

@@ -47,7 +47,7 @@ def close_hosted() -> None:
 
 def provided_data(config: Config, folder: Path) -> Dataset:
     """Return the problems of a provider: for training, up to ``max_examples``, and for each held-out set by its name.
-    Raises DataError if a held-out problem is also trained on, PluginMissing."""
+    Raises PluginMissing, and DataError if a held-out problem is also trained on."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -120,7 +120,7 @@ def context_length(config: Config) -> int:
 
 
 def tokenizer_of(config: Config) -> LightTokenizer:
-    """Return the model's tokenizer, without torch. Raises ModelError if it is not on this machine or the backend's."""
+    """Return the model's tokenizer, without torch. Raises ModelError if it is missing or the backend is not local."""
     if config.backend.backend != "local":
         raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
     return light_tokenizer(config.model.model, config.model.revision)
@@ -145,9 +145,9 @@ def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
 
 
 def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[PromptLimit, dict[str, PromptLimit]]:
-    """Return the prompt limits of training and of each held-out set: ``[data] max_prompt_tokens``, or less, so that the
-    longest completion fits into the model's ``context`` (0: unknown). Raises ModelError if completions leave no room
-    for a prompt."""
+    """Return the limits of prompt tokens in training and in each held-out set: ``[data] max_prompt_tokens``, or less,
+    so that the longest completion fits into the model's ``context`` (0: unknown). Raises ModelError if completions
+    leave no room for a prompt."""
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> PromptLimit:

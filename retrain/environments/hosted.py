@@ -72,7 +72,6 @@ class HostedEnvironment:
         return len(self.pools)
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of a split. Raises DataError if there are none."""
         if split not in self._problems:
             problems: list[Problem] = []
             while len(problems) % PAGE == 0:

@@ -86,5 +86,5 @@ class Environment(Protocol):
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the rewards of episodes, in order; called once, after the last step of each."""
+        """Return the rewards of episodes, in order. Called once per episode, after its last step."""
         ...

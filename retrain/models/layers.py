@@ -25,7 +25,7 @@ NF4_BLOCK = 64  # 4-bit weights that share a scale
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
 """Bytes per adapter weight: of training (fp32 weight, gradient, two AdamW moments); of a published version (fp32)."""
 LOGITS_COPIES = 5
-"""fp32 rows [V] per sampled token: logits, probability mass, its cumulative sum and two temporaries."""
+"""fp32 rows [V] in memory per sampled token: logits, probability mass, its cumulative sum and two temporaries."""
 
 GATHERED = 3
 """Copies of a sharded layer in memory while it is gathered: communication buffer, gathered weights, and fused weights
@@ -41,7 +41,7 @@ prefill and fragmentation), and for the activations that a micro-batch saves for
 GPU_MICRO_BATCH_TOKENS = (512, 32768)
 """Minimum and maximum number of tokens of a micro-batch on a GPU; more would not raise its utilisation."""
 GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
-"""Rows of a decode batch on a GPU beyond which decoding is compute-bound; tokens by which its KV cache grows."""
+"""Rows of a GPU's decode batch beyond which decoding is compute-bound; unit, in tokens, of its KV cache's length."""
 
 
 def targeted(layer: str, targets: str | Sequence[str]) -> bool:

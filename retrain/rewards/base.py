@@ -125,7 +125,7 @@ def _number(value: object) -> float | None:
 
 
 def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
-    """Return Σ weight · (value + offset) over ``parts``, (name, weight, offset, result), each recorded as a component.
+    """Return Σ weight · (value + offset) over ``parts``, (name, weight, offset, result); each becomes a component.
 
     A part with neither total nor error does not apply to this completion. There is no total if a part has failed, or if
     no part applies.

@@ -1,4 +1,4 @@
-"""``custom``: a user's reward functions, run in worker processes with the same limits as ``math``.
+"""``custom``: a user's reward functions, run in worker processes with limits of time and memory (8 GiB).
 
 The names of a function's parameters decide its form and its arguments:
 
@@ -129,7 +129,7 @@ def _is_path(module: str) -> bool:
 
 
 def _plain(problem: Problem) -> Problem:
-    """Return a problem that every worker can unpickle: metadata of other than JSON types become text."""
+    """Return a problem that every worker can unpickle: metadata that JSON cannot represent become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
     metadata = json.dumps(
         dict(problem.metadata), skipkeys=True, default=lambda v: dict(v) if isinstance(v, Mapping) else str(v)
@@ -144,7 +144,7 @@ def _plain(problem: Problem) -> Problem:
 class RewardFunction:
     """A user's function with the names of its arguments; without names it gets (completion, answer).
 
-    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns that it requires.
+    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the data must have.
     """
 
     name: str
@@ -230,7 +230,7 @@ def read_signature(name: str, function: Callable[..., object]) -> RewardFunction
 
 
 def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function in TRL's form; its ``arguments`` are all parameters that accept keywords."""
+    """Return ``function`` in TRL's form, with the columns it requires. Raises PluginError for an unknown parameter."""
     if absent := next((p.name for p in required if p.name in UNAVAILABLE), None):
         raise PluginError(f"parameter {absent!r} is TRL's trainer's and not available here: give it a default")
     for parameter in required:
@@ -242,7 +242,7 @@ def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter])
 
 
 def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function of one completion; its ``arguments`` are all parameters that accept keywords."""
+    """Return ``function`` with the ``ARGUMENTS`` it takes; () if it takes (completion, answer). Raises PluginError."""
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
@@ -359,7 +359,7 @@ def _results(
 
 
 def _batch_results(returned: Any, count: int) -> list[RewardResult]:
-    """Return the results of a function in TRL's form, one per completion; a None in ``returned`` does not apply."""
+    """Return the results of a function in TRL's form, one per completion. None in ``returned``: it does not apply."""
     values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         values = _tried(list, values)  # a generator may raise

@@ -141,7 +141,7 @@ class RewardModelWeights:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """Return the score of each row of token ids, padded on the right to the longest, from one forward pass."""
+        """Return the scores of rows of token ids, from one forward pass; shorter rows are padded on the right."""
         import torch
 
         with self.lock, torch.no_grad():

@@ -261,7 +261,7 @@ def flush() -> None:
 
 
 def execute(code: str, namespace: dict[str, object], name: str) -> int:
-    """Run ``code``, print the value of a last expression and any traceback, as Python's prompt does; return a
+    """Run ``code`` as Python's prompt does: print the value of a last expression, and errors. Return the exit
     status."""
     try:
         try:

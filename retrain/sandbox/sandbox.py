@@ -72,8 +72,6 @@ class SandboxOutcome:
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap."""
-
     bwrap: str  # Path of the program
     user: str  # ``root`` (dropped inside), ``nobody`` or ``self``, the present user
 

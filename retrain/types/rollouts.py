@@ -47,7 +47,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """Name of one version of a run's weights; ``version`` counts their changes."""
+    """Reference to one version of a run's weights; ``version`` counts the changes of the weights."""
 
     run_id: str
     version: int
@@ -219,7 +219,6 @@ class Rollout:
 
     @property
     def observation_tokens(self) -> int:
-        """Return the number of tokens that the policy read, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:

@@ -21,8 +21,9 @@ MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the al
 class Denominators:
     """Counts that normalise the loss, over *all* rollouts of an optimizer step with a reward, trained on or not.
 
-    Length of a sequence: the tokens of its loss mask; with ``all_tokens`` all action tokens; with ``kept_tokens`` only
-    those of the loss mask that were not rejected. ``action_tokens``: all action tokens, the divisor of a critic's loss.
+    The tokens of a sequence that count are those of its loss mask; with ``all_tokens``, all action tokens; with
+    ``kept_tokens``, those of the loss mask that were not rejected. ``action_tokens``: all action tokens, the divisor of
+    a critic's loss.
     """
 
     tokens: int
@@ -82,7 +83,7 @@ class CreditedGroup(Group):
 
     @classmethod
     def of(cls, group: Group, staleness: Sequence[int] | None = None, discarded: str | None = None) -> CreditedGroup:
-        """Return ``group``, not yet credited, with the staleness of each rollout (None: 0)."""
+        """Return ``group`` without credit. ``staleness``: versions that each rollout is behind; None for 0."""
         behind = staleness or [0] * len(group.rollouts)
         rollouts = [
             CreditedRollout(one.prompt, one.turns, one.reward, one.ended, staleness=versions)

@@ -130,7 +130,7 @@ def same_text(answer: str | None, reference: str) -> bool:
 
 
 def verdict_by_text(reference: str, answer: str) -> bool | None:
-    """Return whether two mathematical expressions are equal; None if their texts do not decide it (parse them then)."""
+    """Return whether two mathematical expressions are equal; None if only parsing them can decide."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):

@@ -148,8 +148,8 @@ def _fitting(patch: bytes) -> Iterator[str]:
 def _without_keys(part: str) -> str:
     """Return one file's patch without access keys.
 
-    A key in an added line is replaced. A patch with a key in another line would not apply without the key, so it is
-    commented out as a whole.
+    Keys in added lines are replaced. If another line has a key, the patch would not apply without it, so the whole
+    patch is commented out.
     """
     if "\nGIT binary patch\n" in part:
         return part
@@ -182,7 +182,6 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _text(output: bytes | None) -> str | None:
-    """Return the single line of a command's output; None if there is none."""
     return os.fsdecode(output).removesuffix("\n") or None if output is not None else None
 
 

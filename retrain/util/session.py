@@ -72,7 +72,6 @@ class DirectoryIdentity:
             )
 
     def _read_mark(self) -> object:
-        """Return the content of the directory's mark, which stays constant while this process may write here."""
         path = self.directory / MARK
         try:
             return None if path.is_symlink() else read_json_if_present(path)
@@ -328,8 +327,8 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops after the step, a second
-    urgent signal within seconds.
+    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops the run after its step;
+    a second signal, if urgent (``Ending``), stops it within seconds.
 
     Python handlers run only between bytecodes of the main thread, which may wait minutes inside a kernel or be in the
     middle of a write. So a thread also receives every signal (through the wakeup descriptor): it prints what will

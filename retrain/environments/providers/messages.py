@@ -10,7 +10,7 @@ from retrain.types import Message
 def text_of(content: object, placeholders: bool = False, separator: str = "\n") -> str:
     """Return the text of a message's content, its parts joined by ``separator``.
 
-    Raises PluginError for images, audio and files; ``placeholders`` puts their types in brackets instead.
+    Raises PluginError for images, audio and files; with ``placeholders``, returns their types in brackets instead.
     """
     if content is None or isinstance(content, str):
         return content or ""

@@ -36,8 +36,8 @@ class AdaptedEnvironment:
 
 
 def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range:
-    """Return the indices of a split's problems, of ``total``. Every split but ``train`` is the last ``heldout``
-    problems (None: a tenth, at most 200). Raises DataError if none is left to train on."""
+    """Return the indices, in range(``total``), of a split's problems: the last ``heldout`` (None: a tenth, at most
+    200), or for ``train`` the others. Raises DataError if none is left to train on."""
     held = min(200, max(1, total // 10)) if heldout is None else heldout
     if held >= total:
         raise DataError(f"{owner}: heldout = {held} leaves none of {total} problems to train on")

@@ -28,10 +28,10 @@ class Verifiers:
     ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` is the rest of a
     taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
-    Held-out problems are, in this order: those of a second instance, whose arguments are ``args`` with ``heldout_args``
-    (``{"split": "test"}``); those that the environment holds out, at most ``heldout``; ``heldout`` of the training
-    problems, the same in every run, 0 for none. ``train``: number of problems of an endless taskset, and the maximum
-    for any other.
+    Held-out problems come from the first source that exists: a second instance, made with ``heldout_args`` over
+    ``args`` (``{"split": "test"}``); the environment's own held-out problems, at most ``heldout``; ``heldout`` of the
+    training problems, the same in every run, 0 for none. ``train`` is the number of problems of an endless taskset, and
+    the maximum for any other.
 
     ``exact`` declares that an episode is a function of problem, seed and actions. It is False by default, because tools
     may do anything. Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.
@@ -62,7 +62,8 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for other names the held-out problems. Raises DataError without any."""
+        """Return the problems of ``train``; other names give the held-out problems. Raises DataError if there are
+        none."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"

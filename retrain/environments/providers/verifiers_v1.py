@@ -290,8 +290,8 @@ class _SilentAgent:
 
 
 async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
-    """Return how often agents run in one episode of ``task``. The agents answer nothing; an exception of the
-    environment about that, or the time limit, ends the rehearsal, and the runs so far are returned."""
+    """Return how often agents run in one episode of ``task`` if they answer nothing. An exception of the environment,
+    or the time limit, ends this rehearsal; the runs before that count."""
     counted: list[Any] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):

@@ -9,11 +9,10 @@
   ``[TOOL_CALLS]name[ARGS]{…}`` (``[CALL_ID]`` and ``[ARGS]`` may be missing)
 - a block fenced with ```` ```tool ````, with such JSON or with calls like ``name(x=1, other="text")``
 
-Special tokens may have been taken out of the text, so that a message which as a whole is JSON of calls counts without
-``<|python_tag|>`` and ``[TOOL_CALLS]``. An answer that only has JSON in it, or JSON that is no call, does not. Nor does
-what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``, unless that
-begins with a call).
-All work is linear in the length of the text, times ``MAX_CALLS``.
+Special tokens may be missing in the text. So a message that consists only of JSON calls counts without
+``<|python_tag|>`` and ``[TOOL_CALLS]``; JSON within an answer, or JSON that is no call, does not count. Calls inside
+``<think>…</think>`` do not count either. If the prompt has opened the thought, it is everything before the first
+``</think>``, unless the message begins with a call. The time is linear in the length of the text, times ``MAX_CALLS``.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
 
 
 def _after_thought(text: str) -> str:
-    """Return the text after a thought that the prompt has opened; the text itself if it begins with a call."""
+    """Return the text after a thought that the prompt opened; the whole text if there is none or a call comes first."""
     if _MARKER.match(text, _Cursor(text).skip().at):
         return text
     for opener, closer in _THOUGHTS.items():
@@ -378,7 +377,7 @@ def _nearly(text: str) -> list[Call | str]:
 
 
 def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:
-    """Return whether an object may be meant as a call. Other objects with a name usually have other keys too."""
+    """Return whether an object may be meant as a call: it has a name, arguments and no keys of other data."""
     function = item.get("function")
     if item.get("type") == "function" and isinstance(function, dict):
         item = function

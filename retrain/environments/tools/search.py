@@ -138,7 +138,6 @@ def _files(path: Path, corpus: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Yield the documents of a .jsonl file. Raises DataError at the first invalid line."""
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
