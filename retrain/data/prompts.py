@@ -144,8 +144,6 @@ class Continuation(NamedTuple):
 
 
 class Conversation:
-    """One rollout's conversation; ``messages`` are all its messages so far."""
-
     def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
         self.renderer, self.tools = renderer, tools
         self.messages: list[Message] = list(prompt.messages)

@@ -128,8 +128,6 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    """``max_tokens`` of completions, the largest of all runs of a plan: in training and in each held-out set."""
-
     training: int
     heldout: Mapping[str, int]
 

@@ -70,8 +70,6 @@ class Grader(AbstractContextManager["Grader"]):
 
 @dataclass(frozen=True)
 class Component:
-    """A summand ``weight · (reward + offset)``; the reward is recorded before weighting, under its name."""
-
     reward: Reward
     weight: float = 1.0
     offset: float = 0.0
