@@ -30,7 +30,6 @@ _HOMES = {
     "Step": "retrain.environments.protocol",
     "load": "retrain.config",
 }
-"""Public name → the module that defines it."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,7 +1,6 @@
-"""The machine under a process: its GPUs, which device a setting means, memory, and a steady clock.
+"""Facts about the machine: its GPUs, the torch device that a setting selects, memory, and a steady clock.
 
-torch is imported where it is used: which GPUs there are, and whether torch was built for them, is also asked where
-importing it would take seconds for nothing.
+Functions that need torch import it themselves, which takes seconds; finding GPUs and torch's build does not need it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 OWN_GPU = "RETRAIN_OWN_GPU"
-"""Environment variable of a worker that sees only the GPUs assigned to it (CUDA_VISIBLE_DEVICES)."""
+"""Environment variable, set for a worker whose CUDA_VISIBLE_DEVICES has only the GPUs assigned to it."""
 MEMORY_SHARE = "RETRAIN_MEMORY_SHARE"
-"""Environment variable of a process that shares its device: the share of its memory that it may use, in (0, 1]."""
+"""Environment variable of a process that shares its device: share of the device's memory it may use, in (0, 1]."""
 TOOL_SECONDS = 20.0
 LOST = (
     "device-side assert",
@@ -50,10 +49,10 @@ LOST = (
 )
 """Parts of the messages of sticky CUDA errors (from the CUDA driver's list of results): after one of them, every later
 call on the context fails and its memory may be corrupt."""
-GAIN_TRIES = 9  # Products in each dtype that are timed for `bfloat16_gain`
-NOTABLE_GAIN = 1.5  # From this speed-up of matrix products a whole training step is faster in bfloat16
+GAIN_TRIES = 9  # Matrix products that `bfloat16_gain` times per dtype
+NOTABLE_GAIN = 1.5  # Speed-up of matrix products from which a training step is faster in bfloat16
 ALLOCATOR = "expandable_segments:True"
-"""Growing segments: compacting and refilling decode batches fragments segments of fixed size."""
+"""PYTORCH_ALLOC_CONF: segments that grow, because compacting and refilling decode batches fragments fixed segments."""
 
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -63,7 +62,7 @@ OUT_OF_MEMORY = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
-"""Parts of the messages of allocators, drivers and libraries in a plain RuntimeError."""
+"""Parts of the messages of plain RuntimeErrors, of allocators, drivers and libraries, that mean out of memory."""
 _BEGIN = time.time() - time.monotonic()
 
 
@@ -95,7 +94,6 @@ def usable_cpus() -> int | None:
 
 
 def processor() -> str:
-    """Return the CPU's name; on Linux /proc is more precise than ``platform``."""
     info = Path("/proc/cpuinfo")
     if info.is_file():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -109,7 +107,7 @@ def memory_share() -> float:
 
 
 def usable_gpu() -> str:
-    """Return the name of the first GPU; "" without one that the installed torch can use."""
+    """Return the name of the first GPU; "" if there is none, or the installed torch is a CPU-only build."""
     gpus = nvidia_gpus()
     return gpus[0].name if gpus and not cpu_build() else ""
 
@@ -157,7 +155,7 @@ def lost(error: BaseException | None) -> DeviceLost | None:
 
 
 def visible_gpus() -> list[tuple[str, str]]:
-    """Return all GPUs that this process sees, each with what ``CUDA_VISIBLE_DEVICES`` calls it."""
+    """Return (``gpu:<index>``, name in ``CUDA_VISIBLE_DEVICES``) of every GPU that this process sees."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -166,8 +164,9 @@ def visible_gpus() -> list[tuple[str, str]]:
 
 
 def gpus_of(devices: str | Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the GPUs of [backend] ``devices`` (``names``: those it lists) in the form of ``visible_gpus``; [] for a
-    CPU. A worker with assigned GPUs sees only these and uses all of them. Raises UsageError for one that is missing."""
+    """Return the GPUs of [backend] ``devices``, as ``visible_gpus`` does; [] for a CPU. ``names``: the GPUs that
+    ``devices`` lists. A worker with assigned GPUs uses exactly the assigned ones. Raises UsageError for a missing
+    GPU."""
     is_assigned = bool(os.environ.get(OWN_GPU))
     if devices == "cpu":
         return []
@@ -236,8 +235,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 @functools.cache
 def bfloat16_gain() -> float:
-    """Measure the speed of the CPU's bfloat16 products relative to float32: well above 1 with units for it, below 1
-    without. The fastest of a few tries counts, because other programs only slow them."""
+    """Return the speed of the CPU's bfloat16 matrix products relative to float32, measured: well above 1 with bfloat16
+    units, below 1 without. The fastest of a few tries counts, because other programs only slow them."""
     import torch
 
     seconds = {}
@@ -253,7 +252,7 @@ def bfloat16_gain() -> float:
 
 
 def bfloat16_advice(dtype: str) -> str | None:
-    """Return advice on ``[inference] dtype`` for training a larger model on a CPU."""
+    """Return advice on ``[inference] dtype`` for training a larger model on a CPU; None if the setting is good."""
     if dtype == "auto" and (gain := bfloat16_gain()) >= NOTABLE_GAIN:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32: [inference] dtype = "
@@ -268,7 +267,7 @@ def bfloat16_advice(dtype: str) -> str | None:
 
 
 def update_advice(update_dtype: str) -> str | None:
-    """Return advice on ``[training] update_dtype`` for training on a CPU."""
+    """Return advice on ``[training] update_dtype`` for training on a CPU; None if the setting is good."""
     if update_dtype == "bfloat16" and (gain := bfloat16_gain()) < NOTABLE_GAIN:
         return (
             f"this processor multiplies in bfloat16 {gain:.1f} times as fast as in float32, which makes no update "
@@ -278,10 +277,10 @@ def update_advice(update_dtype: str) -> str | None:
 
 
 def set_up(device: torch.device) -> None:
-    """Make a GPU the current device of this thread, before anything is allocated on it.
+    """Make a GPU the current device of this thread; call it before anything is allocated there. No-op for a CPU.
 
-    Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894).
-    A process that shares the GPU is limited to its share of the memory.
+    Streams, graphs and their memory pools belong to the current device, not to that of the tensors (pytorch#87894). A
+    process that shares the GPU is limited to its share of the memory.
     """
     import torch
 
@@ -305,7 +304,6 @@ def described(device: torch.device) -> str:
 
 
 def torchrun_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return this process's rank under torchrun; None without torchrun."""
     return int(environment["RANK"]) if "TORCHELASTIC_RUN_ID" in environment else None
 
 
@@ -321,7 +319,6 @@ def gpu_facts(device: torch.device) -> dict[str, dict[str, object]]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory of the device or the host ran out."""
     import torch
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -330,8 +327,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def available_memory(device: torch.device | None = None) -> int:
-    """Return the bytes that can still be allocated: on a GPU what is free or cached by torch, else the machine's
-    memory, within this process's share."""
+    """Return the bytes that can still be allocated, within this process's share: on a GPU the memory that is free or
+    cached by torch, else the machine's available memory."""
     import torch
 
     if device is not None and device.type == "cuda":
@@ -347,7 +344,7 @@ def available_memory(device: torch.device | None = None) -> int:
 
 
 def peak_memory_gib() -> float:
-    """Return the peak memory of the GPU's allocator, or of the process on a CPU."""
+    """Return the peak GiB that torch allocated on any GPU; if CUDA is unused, the peak GiB of the process."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -358,8 +355,8 @@ def peak_memory_gib() -> float:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return the reason of a run's failure for its manifest. Out of memory becomes one line with the function that
-    allocated and the settings to lower."""
+    """Return the reason of a run's failure for its manifest. An out-of-memory error becomes one line with the function
+    that allocated and the settings to lower."""
     if isinstance(error, RetrainError):
         return str(error)
     if not is_out_of_memory(error):
@@ -372,6 +369,6 @@ def failure_text(error: BaseException) -> str:
 
 
 def timestamp() -> float:
-    """Return seconds since the epoch: the wall clock at the start of the process, continued by the monotonic clock, so
-    that differences are durations whatever happens to the machine's clock."""
+    """Return seconds since the epoch: the wall clock at the start of the process, continued by the monotonic clock. So
+    differences are durations even if the machine's clock is set."""
     return _BEGIN + time.monotonic()

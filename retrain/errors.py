@@ -1,4 +1,4 @@
-"""Define the exception tree, and format errors and lists in messages."""
+"""The exception tree, and functions that format errors and lists in messages."""
 
 import errno
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class NotOurs(UsageError):
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One mistake in a configuration file. ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path,
+    """A mistake in a configuration file. ``where`` is ``file.toml:line`` (or ``--set``), ``key`` the dotted key path,
     ``message`` the value and why it is invalid, ``fix`` the line to type instead."""
 
     where: str
@@ -63,8 +63,6 @@ class ModelError(RetrainError):
 
 
 class DataError(RetrainError):
-    """A missing, empty or malformed data source."""
-
     exit_status = 2
 
 
@@ -84,18 +82,18 @@ class CheckpointError(RetrainError):
 
 class RunFailed(RetrainError):
     """A run that cannot continue (non-finite loss, every reward failed); the run's log has the traceback. ``shared``:
-    no run of the campaign can continue, none has failed, and all stop; ``advice`` says what to do before resuming."""
+    the cause stops all runs of the campaign, and none counts as failed. ``advice``: what to do before resuming."""
 
     shared = False
     advice = ""
 
 
 OWN_FAULTS = frozenset({errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTEMPTY})
-"""Errors of one path, such as a file where a directory should be; the rest of the file system is usable."""
+"""errno values that concern a single path, such as a file where a directory should be; other files can be written."""
 
 
 class StorageError(RunFailed):
-    """A file of a run directory that cannot be written. ``shared``: disk full, quota, read-only, unmounted."""
+    """A file of a run directory that cannot be written. ``shared``: for a full, read-only or unmounted file system."""
 
     advice = "Make room, or make the directory writable"
 
@@ -107,8 +105,8 @@ class StorageError(RunFailed):
 
 
 class LeaseLost(RunFailed):
-    """The directory that this process wrote belongs to another process, or another directory has replaced it. Nothing
-    more is written."""
+    """Another process owns the directory that this process wrote, or another directory has replaced it. Nothing more is
+    written."""
 
     shared = True
 
@@ -122,23 +120,18 @@ class DeviceLost(RunFailed):
 
 
 class RankLost(DeviceLost):
-    """A rank died or does not respond."""
-
     advice = "See what ended it"
 
 
 class ServerFailed(RunFailed):
-    """Sampling servers do not answer, or repeatedly return wrong results. The step is abandoned before its update and
-    everything finished before it is saved; in an evaluation, which follows an update, only the last checkpoint
-    remains."""
+    """Sampling servers do not answer, or repeatedly return wrong results. The step is abandoned before its update, and
+    earlier steps are saved. In an evaluation, which follows an update, only the last checkpoint remains."""
 
     shared = True
     advice = "See what the server's log says"
 
 
 class WorkersLost(RunFailed):
-    """No worker is left and none can be started."""
-
     shared = True
     advice = "See what ended them"
 
@@ -169,5 +162,5 @@ def plural(number: int, word: str) -> str:
 
 
 def listed(texts: Sequence[str], most: int) -> str:
-    """Return the first ``most`` texts, and the number of the others."""
+    """Return the first ``most`` texts, joined by commas, and the number of the others."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

@@ -9,7 +9,7 @@ from retrain.errors import MissingExtra
 
 
 class Extra(NamedTuple):
-    """Purpose, and packages by the module that each is imported as, the main one first."""
+    """``packages``: package name by the module that is imported, the main package first."""
 
     packages: Mapping[str, str]
     purpose: str
@@ -37,7 +37,7 @@ EXTRAS = {
 """Extras by their name in ``pip install '.[name]'``. Of these, wandb is always installed."""
 
 EXTRA_OF = {module: name for name, extra in EXTRAS.items() for module in extra.packages}
-"""Module → the extra that installs it, the last one where several do."""
+"""Extra that installs a module, by module; if several extras do, the last."""
 
 
 def is_installed(module: str) -> bool:
@@ -51,10 +51,9 @@ def package_of(module: str) -> str:
 
 
 def install_line(module: str, extra: str | None = None) -> str:
-    """Return the command that installs the package with this module; ``extra`` selects one of several."""
+    """Return the command that installs the package of ``module``; ``extra`` selects the extra if several have it."""
     return f"pip install '.[{extra or EXTRA_OF[module]}]'"
 
 
 def missing(feature: str, module: str, extra: str | None = None) -> MissingExtra:
-    """Return the error to raise when ``feature`` needs a module that is not installed."""
     return MissingExtra(f"{feature} needs the package {package_of(module)}: {install_line(module, extra)}")

@@ -20,7 +20,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 _OBEYED = (*range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPED = {code: f"\\u{code:04x}" for code in _OBEYED}
 """Characters that JSON allows unescaped, but that some readers treat as line ends and terminals as commands."""
-ASIDE = ".retrain-tmp"  # Suffix of temporaries; incomplete until they are renamed
+ASIDE = ".retrain-tmp"  # Suffix of temporary files and directories, incomplete until they are renamed
 
 
 def jsonable(value: Any) -> Any:
@@ -82,7 +82,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, durable: bool = True) -> None:
-    """Replace ``path`` atomically: a reader sees the old text or the new one, also after a power cut.
+    """Replace ``path`` atomically: a reader sees the old text or the new text, also after a power cut.
 
     ``durable = False`` does not wait for the disk: after a power cut the file may be missing, but never half-written.
     Use it within a directory that ``publish_directory`` makes durable. Raises StorageError on failure and leaves
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
 
 def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
-    """Replace ``path`` atomically with bytes, as ``write_text``."""
+    """Replace ``path`` atomically with ``data``, as ``write_text`` does."""
     aside = aside_of(path)
     durable = durable and not _is_aside(path.parent.name)
     with writing(path):
@@ -121,7 +121,7 @@ def _is_aside(name: str) -> bool:
 
 
 def is_aside(name: str) -> bool:
-    """Return whether this name is a temporary of another process that was killed while writing."""
+    """Return whether ``name`` is a temporary file or directory that another process left when it was killed."""
     return _is_aside(name) and not name.endswith(f".{os.getpid()}{ASIDE}")  # of a thread of this process
 
 
@@ -150,7 +150,7 @@ def append_jsonl(path: Path, rows: Iterable[object]) -> tuple[int, int]:
 
 
 def append_bytes(path: Path, data: bytes) -> int:
-    """Append unbuffered; return the offset of the data. Raises OSError and restores the file on failure."""
+    """Append unbuffered; return the offset of the data. On failure, raises OSError and restores the file."""
     with open(path, "ab", buffering=0) as file:
         begin, rest = file.tell(), memoryview(data)
         try:
@@ -171,8 +171,8 @@ class GrowingFile:
         self.path, self._offset = path, 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call. An incomplete line is read later, and so is one whose bytes
-        have not arrived, which NFS shows as zeros."""
+        """Return the complete lines since the last call. A line that is incomplete, or whose bytes NFS still shows as
+        zeros, is returned by a later call."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
@@ -204,7 +204,7 @@ def read_jsonl(path: Path) -> list[Any]:
 
 
 def keep_rows(path: Path, keep: Callable[[Any], bool]) -> int:
-    """Keep the rows for which ``keep`` is true, atomically, without a torn last line; return their number."""
+    """Remove the rows for which ``keep`` is false, and a torn last line, atomically; return the number of rows kept."""
     if not path.exists():
         return 0
     rows = [row for row in read_jsonl(path) if keep(row)]

@@ -1,14 +1,14 @@
 """Mark directories with their owner: a run never removes or overwrites files that it did not write.
 
-Every directory that retrain writes carries a mark, ``retrain.json``: who wrote it (a random id, made at the first start
-of a campaign or run) and as what (its place below that start's directory). Two kinds of directories have one:
+Every directory that retrain writes has a mark, ``retrain.json``. It names the writer (a random id, made at the first
+start of a campaign or run) and the directory's path below the directory of that start. There are two kinds of marks:
 
-- one that grows (a campaign, a run) is claimed before anything else is written there, which is refused where one of
-  the names that will be written is taken. From then on these names are the owner's, also after a kill.
-- one that is complete when it appears (a checkpoint, an adapter) has in its mark the files that were written. They
-  alone are replaced or removed, and only by the owner; what somebody has put beside them stays.
+- A directory that grows (a campaign, a run) is claimed before anything else is written. The claim is refused if a file
+  with one of the names to be written exists. Then these names belong to the owner, also after a kill.
+- A directory that is complete when it appears (a checkpoint, an adapter) lists its files in the mark. Only the owner
+  replaces or removes them, and only them; files of others in the directory stay.
 
-A name proves nothing: ``checkpoints/step_000002`` without the run's mark is somebody else's.
+A name proves nothing: ``checkpoints/step_000002`` without the run's mark belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ LAYOUT = (
     "checkpoints", "final", "iterations.jsonl", "workers", "tokens_*", "train_iteration_*", "eval_*_iteration_*",
     "tensorboard", "wandb",
 )  # fmt: skip
-"""Names (patterns) that a campaign or run writes directly in its directory."""
+"""Patterns of the names that a campaign or run writes directly in its directory."""
 NAMED_FILES = 4
 ELSEWHERE = "give another directory with --out"
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Writer of a directory: ``id`` of the first start, and ``place``, the path below that start's directory."""
+    """Writer of a directory. ``id``: random id of the first start; ``place``: path below that start's directory."""
 
     id: str
     place: str = "."
 
     def at(self, path: str) -> Owner:
-        """Return the owner of the directory ``path`` below this one; "." is this one."""
+        """Return the owner of the directory ``path`` below this owner's directory; "." is the same directory."""
         return Owner(self.id, (PurePosixPath(self.place) / path).as_posix())
 
 
@@ -83,7 +83,7 @@ def owner_of(directory: Path) -> Owner | None:
 
 
 def is_whole(directory: Path, owner: Owner | None) -> bool:
-    """Return whether this owner published ``directory``; for None, whether anybody did, marked or not."""
+    """Return whether ``owner`` published ``directory`` as complete; True for None, for directories without marks."""
     mark = None if directory.is_symlink() else mark_of(directory)
     return owner is None or (mark is not None and mark.files is not None and mark.owner == owner)
 
@@ -121,7 +121,7 @@ def claim(directory: Path, owner: Owner | None = None) -> Owner:
 
 
 def check_publish(target: Path, names: Iterable[str], owner: Owner | None, advice: str = ELSEWHERE) -> None:
-    """Raise NotOurs if files with these ``names`` would replace others' files in ``target``."""
+    """Raise NotOurs if ``target`` is a file, or files with these ``names`` would replace others' files in it."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -154,7 +154,7 @@ def publish(aside: Path, target: Path, owner: Owner | None) -> None:
 
 
 def install(source: Path, target: Path, owner: Owner | None) -> None:
-    """Write every file below ``source`` into ``target``, beside others' files. Raises as ``publish``."""
+    """Write every file below ``source`` into ``target``, and leave others' files there. Raises as ``publish``."""
     names = files_in(source)
     check_publish(target, names, owner)
     mark = mark_of(target)
@@ -170,8 +170,8 @@ def install(source: Path, target: Path, owner: Owner | None) -> None:
 
 
 def remove(directory: Path, owner: Owner | None) -> bool:
-    """Remove what the owner published as ``directory``, the mark last; return False, without changes, for other
-    directories. Others' files in it stay."""
+    """Remove the files that the owner published in ``directory``, the mark last. Others' files in it stay. Returns
+    False, without changes, for other directories."""
     mark = None if directory.is_symlink() else mark_of(directory)
     if mark is None or owner is None or mark.files is None or mark.owner != owner:
         return False
@@ -248,7 +248,7 @@ def not_readable(path: Path, error: Exception, advice: str) -> UsageError:
 
 
 def machine() -> dict[str, str]:
-    """Return hostname and boot of this machine, within which process ids identify processes."""
+    """Return hostname and boot id: process ids identify processes only on the same machine since the same boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -257,8 +257,8 @@ def machine() -> dict[str, str]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of a process of this machine in the kernel's units, for comparison with later calls; None
-    if it has ended."""
+    """Return the start time of a process of this machine in the kernel's units, to compare with later calls; None if it
+    has ended, "" if it runs on a machine without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -276,7 +276,7 @@ def process_start(pid: int) -> str | None:
 
 
 def this_process() -> dict[str, object]:
-    """Return the record by which other processes of this machine can tell whether this process still runs."""
+    """Return a record of this process, by which ``has_ended`` tells in other processes whether it still runs."""
     pid = os.getpid()
     return {**machine(), "numbers": _numbers(), "pid": pid, "process_start": process_start(pid)}
 
@@ -292,7 +292,7 @@ def has_ended(process: Any) -> bool:
 
 
 def _numbers() -> str:
-    """Return the process-id namespace: a container has its own."""
+    """Return the process-id namespace, which a container has of its own; "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

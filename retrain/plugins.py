@@ -1,7 +1,7 @@
 """Load the user's own code, named as ``module:function`` or as a file.
 
-Modules are searched in the TOML's folder, the current directory, and the installed modules; only what the configuration
-names is loaded.
+Modules are searched in the TOML's folder, then in the current directory, then among the installed modules. Only the
+modules that the configuration names are loaded.
 """
 
 import importlib
@@ -19,10 +19,10 @@ from retrain.files import search_folders
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """Load a ``.py`` file as module ``name``; modules beside the file can be imported, as from a script.
+    """Load a ``.py`` file as module ``name``; it can import modules from its folder, as a script can.
 
-    Another module with this name keeps it. Raises PluginMissing if this is not a Python file; exceptions of the module
-    itself pass through.
+    A module already loaded under this name stays in ``sys.modules``. Raises PluginMissing if this is not a Python file;
+    exceptions of the module itself pass through.
     """
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -62,7 +62,6 @@ def load_function(plugin: str, base_dir: Path | None, label: str) -> Callable[..
 
 
 def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, Callable[..., Any]]:
-    """Return the module and function of ``module:function``; raises as ``load_function``."""
     module, _, name = plugin.partition(":")
     folders = search_folders(base_dir)
     subject = f"{label} {plugin!r}"
@@ -83,7 +82,7 @@ def _load(plugin: str, base_dir: Path | None, label: str) -> tuple[ModuleType, C
 def plugin_ranges(plugin: str, base_dir: Path | None, label: str) -> dict[str, dict[str, Any]]:
     """Return the ranges of metrics that ``module:function`` declares, on the function (or class) or on its module.
 
-    Raises PluginError, whose text begins with ``label`` and the name, also for an invalid range.
+    Raises PluginError, whose text begins with ``label`` and the name, if it cannot be loaded or a range is invalid.
     """
     loaded, function = _load(plugin, base_dir, label)
     try:
@@ -148,8 +147,8 @@ BACKEND_CAPABILITIES = ("reports_sync_loss", "preserves_token_advantages")
 
 
 def check_backend_class(backend: object, name: str) -> None:
-    """Raise PluginError, which begins with ``name``, unless the class has every method that a backend needs, as far as
-    the class alone shows. See ``retrain.policy.plugin.Backend``."""
+    """Raise PluginError, which begins with ``name``, unless the class has the methods and flags of
+    ``retrain.policy.plugin.Backend``. Attributes that only instances have are not seen."""
     missing = [method for method in BACKEND_METHODS if not callable(getattr(backend, method, None))]
     if missing:
         raise PluginError(f"{name} has no {missing[0]}(): a backend has {', '.join(BACKEND_METHODS)}")

@@ -28,7 +28,7 @@ IDLE_SECONDS = 7 * 86400.0
 """Timeout of an exchange: graders, servers or a person may take long in between. The death of a rank closes its
 connections, which ends the wait at once."""
 DEVICE_SECONDS = 1800.0  # Timeout of GPU collectives, which ranks reach at about the same time
-END = "end"  # The point at which rank 0 tells the others to end
+END = "end"  # Point at which rank 0 tells the other ranks to end
 
 
 class RanksEnded(RankLost):
@@ -37,7 +37,7 @@ class RanksEnded(RankLost):
 
 @dataclass(frozen=True)
 class _Share:
-    """Contribution of one rank to an exchange: its point in the program, and the pickled result or its error."""
+    """Contribution of one rank to an exchange: its point in the program, and the pickled result or the error."""
 
     point: str
     result: bytes
@@ -48,10 +48,10 @@ class _Share:
 class RankGroup:
     """The connection of this rank to the others; not thread-safe.
 
-    ``device_group`` moves gradients and shards, ``needs_group`` exchanges which shards are needed. ``in_use()`` is the
-    context in which sharded weights may be read. ``blame`` returns a sentence about a rank whose process has ended, or
-    "". ``is_lost``: a collective has failed; ``is_broken``: an exchange was interrupted. After either, no exchange is
-    possible.
+    ``device_group``: process group for gradients and shards. ``needs_group``: process group in which ranks exchange
+    which shards they need. ``in_use()``: context in which sharded weights may be read. ``blame``: returns a sentence
+    about a rank whose process has ended, or "". ``is_lost``: a collective has failed; ``is_broken``: an exchange was
+    interrupted. After either, no exchange is possible.
     """
 
     def __init__(self, rank: int, count: int, store: dist.Store | None = None, blame: Callable[[], str] = str):
@@ -79,9 +79,10 @@ class RankGroup:
         self.device_group = dist.new_group(timeout=timedelta(seconds=DEVICE_SECONDS), backend="nccl")
 
     def gather(self, point: str, compute: Callable[[], T]) -> list[T]:
-        """Return the results of ``compute`` on every rank, copied by pickling. Raises the error of the lowest rank.
+        """Return the results of ``compute`` on all ranks, by rank, copied by pickling. Raises the error of the lowest
+        rank.
 
-        ``point`` names the place in the program; raises RankLost when another rank is at another point, or gone.
+        ``point`` names the place in the program; raises RankLost if another rank is at another point, or gone.
         """
         return [pickle.loads(share.result) for share in self._meet(point, compute, pickle.dumps)]
 
@@ -96,8 +97,8 @@ class RankGroup:
         return pickle.loads(self._meet(point, lambda: compute() if self.is_first else None, pickle.dumps)[0].result)
 
     def share(self, point: str, sizes: Sequence[int], compute: Callable[[list[int]], Sequence[T]]) -> list[T]:
-        """Distribute items of these sizes over the ranks and return the results of all; ``compute`` gets indices and
-        returns one result for each, in order."""
+        """Distribute items of these sizes over the ranks; return the results of all items, on every rank. ``compute``
+        gets the indices of this rank's items and returns one result per index."""
         shares = deal(sizes, self.count)
         parts = self.gather(point, lambda: list(compute(shares[self.rank])))
         pairs = (zip(indices, part, strict=True) for indices, part in zip(shares, parts, strict=True))
@@ -105,7 +106,7 @@ class RankGroup:
         return [results[i] for i in range(len(sizes))]
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum the tensors over all ranks, in place."""
+        """Sum the tensors over all ranks, in place. Raises RankLost."""
         self.is_broken = True
         try:
             for tensor in tensors:
@@ -115,7 +116,7 @@ class RankGroup:
         self.is_broken = False
 
     def end(self) -> None:
-        """End the other ranks from rank 0, if they can still be reached."""
+        """Tell the other ranks to end, unless an exchange was interrupted; rank 0 calls this."""
         if not self.is_broken:
             with suppress(RankLost):
                 self._exchange(_Share(END, b""))
@@ -126,7 +127,7 @@ class RankGroup:
             dist.destroy_process_group()
 
     def lost(self, error: Exception) -> RankLost:
-        """Mark the connection as lost and return the error to raise after a failed collective."""
+        """Mark the connection as lost; return the error to raise after a failed collective."""
         self.is_broken = self.is_lost = True
         return RankLost(self.blame() or f"another rank is gone ({first_line(error)})")
 

@@ -1,8 +1,8 @@
-"""Makes random numbers that depend only on the name of their stream.
+"""Random numbers that depend only on the name of their stream.
 
-Every stream is named by (campaign seed, run seed, stream name, step, prompt, sample). No generator object lives
-longer than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two
-conditions with the same seed have common random numbers.
+A stream's name has the campaign seed, run seed, stream name, step, prompt and sample. No generator object lives longer
+than the call that uses it, so there is no state to save, batching cannot change what is sampled, and two conditions
+with the same seed have common random numbers.
 """
 
 import hashlib
@@ -22,11 +22,10 @@ def generator(*name: int | str) -> np.random.Generator:
 
 
 def uniforms(count: int, *name: int | str) -> np.ndarray:
-    """Return the first ``count`` uniforms in [0, 1) of the named stream, float64 [count]; a larger count extends
-    them."""
+    """Return the first ``count`` uniforms in [0, 1) of the named stream, float64 [count]. A larger count appends
+    numbers and does not change these."""
     return generator(*name).random(count)
 
 
 def torch_seed(*name: int | str) -> int:
-    """Return a 63-bit seed for ``torch.Generator.manual_seed``."""
     return stream_key(*name) & (2**63 - 1)

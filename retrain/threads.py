@@ -1,4 +1,4 @@
-"""Work in threads: in parallel, or in order behind the thread that hands it over.
+"""Threads for tasks: in parallel (``Workers``), or in order in the background (``Thread``).
 
 Operations of a model whose weights fit a core's cache are too short to split over the cores. Such models run one task
 (a part of the decode batch, one run's update) per core; larger models keep torch's split of every operation. Tasks
@@ -20,7 +20,8 @@ Work = Callable[[], object]
 
 
 class Workers:
-    """Threads that run independent tasks in parallel; inside a worker ``count`` is 1."""
+    """Threads that run independent tasks in parallel; inside a task ``count`` is 1. ``threads_after``: torch's number
+    of threads after ``close``."""
 
     def __init__(self, count: int = 1, threads_after: int | None = None):
         self._count, self._threads_after = count, threads_after
@@ -38,7 +39,8 @@ class Workers:
         torch.set_num_threads(1)
 
     def map(self, task: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return ``[task(item) for item in items]``. Raises the first exception after all tasks have ended."""
+        """Return ``[task(item) for item in items]``. Raises the exception of the first failing item; others may still
+        run."""
         if self._pool is None or self.count == 1:
             return [task(item) for item in items]
         futures = [self._pool.submit(task, item) for item in items]
@@ -56,7 +58,7 @@ class Workers:
 
 @contextmanager
 def thread_values(state: threading.local, **values: object) -> Iterator[None]:
-    """Set attributes of a thread's state, and restore them at the end of the block."""
+    """Set attributes of ``state`` within the context, and restore them afterwards."""
     before = {name: getattr(state, name) for name in values}
     vars(state).update(values)
     try:

@@ -1,4 +1,4 @@
-"""Tokenizers without a model: the text of tokens, each token's place in it, and chat templates."""
+"""Tokenizers without a model: decoding, the position of each token in the text, and chat templates."""
 
 import json
 from collections.abc import Sequence
@@ -13,22 +13,21 @@ from retrain.errors import ModelError
 from retrain.maths.arrays import OffsetArray
 from retrain.models.directory import find_file
 
-Offsets = np.ndarray | list[tuple[int, int]]  # For each token the characters [start, end) that it stands for
+Offsets = np.ndarray | list[tuple[int, int]]  # Character range [start, end) of each token
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(eq=False)
 class Tokenizer:
-    """A tokenizer for the loop, algorithms and pages; ``source`` is transformers' or a similar one: callable, with
-    ``decode`` and possibly a chat template."""
+    """Decodes tokens for training, algorithms and pages. ``source``: a callable tokenizer with ``decode`` and possibly
+    a chat template, of transformers or similar."""
 
     source: Any
 
     @cached_property
     def token_bytes(self) -> list[bytes] | None:
-        """Return the UTF-8 bytes of every token id (b"" for special tokens); None unless the tokenizer is
-        byte-level."""
+        """Return the bytes of every token id, b"" for special tokens; None if the tokenizer is not byte-level."""
         return byte_table(self.source)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -39,8 +38,8 @@ class Tokenizer:
         """Return the text of sampled tokens and each token's character range [start, end).
 
         Encoding the text again may split it differently, so the sampled tokens themselves are decoded: by their bytes
-        if the tokenizer is byte-level, else as a stream, in which a character of several tokens belongs to the last
-        one. Special tokens have empty ranges.
+        if the tokenizer is byte-level, else as a stream, in which a character of several tokens belongs to the last of
+        them. Special tokens have empty ranges.
         """
         table = self.token_bytes
         if table is not None:
@@ -66,7 +65,7 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """Text as its UTF-8 bytes, for backends without a tokenizer of their own."""
+    """Tokenizer whose tokens are UTF-8 bytes, for backends without a tokenizer of their own."""
 
     chat_template = None
 
@@ -94,7 +93,6 @@ class LightTokenizer:
     def apply_chat_template(
         self, messages: Any, tokenize: bool = False, add_generation_prompt: bool = True, **extra: object
     ) -> str:
-        """Return the conversation as text; ``tokenize`` must be false."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         assert not tokenize
@@ -166,8 +164,8 @@ def byte_table(tokenizer: Any) -> list[bytes] | None:
 def text_and_offsets(pieces: Sequence[bytes]) -> tuple[str, OffsetArray]:
     """Return the text of tokens, given as bytes, and each token's character range, int64 [T, 2].
 
-    Exact for the tokens as sampled, where encoding the decoded text again may split it differently. A character
-    split over several tokens belongs to all of them; a byte that is not UTF-8 becomes one lone surrogate.
+    Exact for the sampled tokens; encoding the decoded text again may split it differently. A character split over
+    several tokens belongs to all of them; a byte that is not UTF-8 becomes one lone surrogate.
     """
     text = b"".join(pieces).decode("utf-8", errors="surrogateescape")
     lengths_T = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))

@@ -27,7 +27,7 @@ Operation = tuple[str, int]
 
 ARITHMETIC_LEVELS = ("easy", "medium", "hard")
 HELDOUT_EXPRESSIONS = 1 / 8
-# Most problems of a level per call; slightly fewer than there are
+# Maximum number of problems of a level per call; slightly fewer than exist
 LARGEST_COUNTS = {
     "train": {"easy": 24_000, "medium": 400_000, "hard": 400_000},
     "heldout": {"easy": 3_200, "medium": 50_000, "hard": 50_000},
@@ -39,13 +39,13 @@ _TERM = re.compile(r"([-+*]?)(\d+)")
 
 
 def split_of_expression(expression: str) -> Split:
-    """Return ``heldout`` for one expression in eight, decided by a keyed hash of its text."""
+    """Return ``heldout`` for one expression in eight, else ``train``: decided by a keyed hash of the text."""
     digest = hashlib.blake2b(expression.encode(), digest_size=8, key=_SIDE_KEY).digest()
     return "heldout" if int.from_bytes(digest, "little") < HELDOUT_EXPRESSIONS * 2**64 else "train"
 
 
 def parse_expression(expression: str) -> tuple[int, list[Operation]]:
-    """Return the first number and the operations of an expression: ``"7*46-58"`` → ``(7, [("*", 46), ("-", 58)])``."""
+    """Return first number and operations of an expression, as ``(7, [("*", 46), ("-", 58)])`` for ``"7*46-58"``."""
     terms = _TERM.findall(expression)
     if not terms or "".join(op + number for op, number in terms) != expression or terms[0][0]:
         raise DataError(f"{expression!r} is not an arithmetic expression of this source, such as 47+38-19")
@@ -125,7 +125,7 @@ def _expressions(level: str, numbers: np.random.Generator) -> list[str]:
 
 
 def _chain(sign: int, factor: int, a: int, b: int, c: int) -> str:
-    """Return ``factor*a-b+c`` or ``factor*a+b-c``, a factor of 1 left out; "" if an intermediate result is negative."""
+    """Return ``factor*a-b+c`` if ``sign``, else ``factor*a+b-c`` (no factor 1); "" if a partial sum is negative."""
     start, value = (str(a), a) if factor == 1 else (f"{factor}*{a}", factor * a)
     if sign:
         return f"{start}-{b}+{c}" if value >= b else ""

@@ -1,6 +1,6 @@
 """Loads the training problems and held-out sets of an experiment.
 
-A keyed hash of their texts decides which problems are held out, independent of seeds, order and counts: all runs of a
+A keyed hash of the prompts decides which problems are held out, independent of seeds, order and counts: all runs of a
 campaign, and all campaigns on the same data, are evaluated on the same problems.
 """
 
@@ -22,10 +22,10 @@ from retrain.errors import DataError
 from retrain.types import Problem
 
 DEFAULT_EVAL_SPLIT = "test"
-# Prompts with most characters that are rendered to find the longest in tokens: rendering all of a large data set takes
-# minutes
+# Number of prompts, those with most characters, that are rendered to find the one with most tokens: rendering all of a
+# large data set takes minutes
 LONGEST_BY_CHARACTERS = 8
-SPARE_TOKENS = 16  # Room for beginning tokens and whatever else a tokenizer adds to a text
+SPARE_TOKENS = 16  # Allowance for the tokens that a tokenizer adds to a text, such as a beginning token
 
 
 class HeldOutRequest(NamedTuple):
@@ -40,8 +40,8 @@ class HeldOutRequest(NamedTuple):
 class Dataset:
     """Problems to train on, and held-out sets by name, disjoint from them by prompt.
 
-    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order; ``notes`` are for the user, such as the
-    number of training problems removed because they are held out. ``skipped`` counts problems with too long prompts.
+    ``content_hash`` is the SHA-256 of all prompts, answers and tags in order. ``notes``: lines for the user, such as
+    how many training problems were removed because they are held out. ``skipped``: number of too long prompts.
     """
 
     name: str
@@ -65,9 +65,9 @@ def load_data(
 ) -> Dataset:
     """Return the data set of a ``[data]`` section.
 
-    ``heldout`` are the held-out sets to load, or the number of problems of a single one (0: none). ``max_examples``
-    limits the training problems. ``seed`` decides which problems are generated and which ``max_examples`` keeps.
-    Relative paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises DataError,
+    ``heldout``: the held-out sets to load, or the number of problems of a single set (0: none). ``max_examples`` limits
+    the training problems. ``seed`` decides which problems are generated and which ``max_examples`` keeps. Relative
+    paths are looked up in ``base_dir`` (the TOML's folder), then in the current directory. Raises DataError,
     MissingExtra or PluginError.
     """
     held_out = [HeldOutRequest(HELDOUT, heldout, data)] if isinstance(heldout, int) else heldout
@@ -92,9 +92,9 @@ def load_data(
 def _hold_out(
     held_out: HeldOutRequest, source: list[Problem], train: list[Problem], pool: list[Problem] | None, notes: list[str]
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return a held-out set and ``train`` without the problems that the set was chosen from.
+    """Return a held-out set, and ``train`` without the problems that the set was chosen from.
 
-    It is chosen from ``pool``, or without one from a fraction of ``source``, which several sets may share.
+    The set is chosen from ``pool``; if that is None, from a fraction of ``source`` that several sets may share.
     """
     where = "" if held_out.name == HELDOUT else f" in the set {held_out.name}"
     chosen_from = _fraction(source, held_out.data) if pool is None else pool
@@ -121,8 +121,8 @@ def content_hash(*parts: Sequence[Problem]) -> str:
 
 
 def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str]:
-    """Return the SHA-256 (hex) of these columns of all problems, in order; [] without columns. Grading uses them, so a
-    change of their values makes another task, unlike a change of other metadata."""
+    """Return [the SHA-256 (hex) of these columns over all problems, in order]; [] without columns. Grading reads these
+    columns, so a change of their values makes another task, unlike a change of other metadata."""
     if not columns:
         return []
     digest = hashlib.sha256()
@@ -133,7 +133,7 @@ def column_values(columns: Sequence[str], *parts: Sequence[Problem]) -> list[str
 
 
 def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: list[str]) -> list[Problem] | None:
-    """Return all problems of a held-out set's source or split; None if it is a part of the training source."""
+    """Return the problems from which a held-out set is chosen; None if it is a fraction of the training source."""
     data = held_out.data
     eval_source = data.eval_source
     source = eval_source or data.source
@@ -154,8 +154,8 @@ def _pool(held_out: HeldOutRequest, seed: int, base_dir: Path | None, notes: lis
 
 
 def _fraction(problems: list[Problem], data: Data) -> list[Problem]:
-    """Return the share ``eval_fraction`` of the problems with the smallest prompt hashes: that share of the distinct
-    prompts, rounded, at least one and not all."""
+    """Return the problems whose prompt hashes are smallest: the share ``eval_fraction`` of the distinct prompts,
+    rounded, at least one prompt and not all. Raises DataError if there is only one prompt."""
     positions = sorted({_position(_key(problem)) for problem in problems})
     if len(positions) < 2:
         raise DataError(
@@ -192,8 +192,8 @@ def _position(key: str) -> float:
 
 
 class PromptLimit(NamedTuple):
-    """Prompt settings of problems: the [data] ``section`` with prompt keys, the most tokens of a prompt (None: no
-    limit), and ``why``, the source of that limit."""
+    """Prompt settings of problems: ``section``, the [data] with prompt keys; ``limit``, the maximum number of tokens of
+    a prompt (None: no limit); ``why``, the source of that limit for messages."""
 
     section: Data
     limit: int | None
@@ -203,11 +203,11 @@ class PromptLimit(NamedTuple):
 def without_long_prompts(
     data: Dataset, tokenizer: object, training: PromptLimit, heldout: Mapping[str, PromptLimit]
 ) -> Dataset:
-    """Return ``data`` without prompts over the token limit, after rendering one problem of every form; ``training`` and
-    ``heldout`` have the limits of each part.
+    """Return ``data`` without prompts over the token limits of ``training`` and, by name, of the ``heldout`` sets.
+    Renders at least one problem per sequence of roles.
 
-    With ``[data] long_prompts = "skip"`` longer ones are left out, counted and noted; otherwise DataError names the
-    first. Raises DataError too when all of a part are left out; else as ``render``.
+    With ``[data] long_prompts = "skip"`` longer prompts are left out, counted and noted; otherwise DataError names the
+    first. Raises DataError too if a set loses all its problems; else as ``render``.
     """
     too_long = _too_long(data.train, tokenizer, training)
     parts = [_Part("training problems", "", data.train, training, too_long)]
@@ -238,8 +238,8 @@ def without_long_prompts(
 
 
 class _Part(NamedTuple):
-    """Problems with the same prompt settings: their name in messages with counts, the ``suffix`` of a single one, and
-    the lengths of prompts over the limit by the problem's ``id()``."""
+    """Problems with the same prompt settings. ``name``: used after counts in messages; ``suffix``: used for a single
+    problem; ``longer``: number of tokens of every prompt over the limit, by the problem's ``id()``."""
 
     name: str
     suffix: str
@@ -296,8 +296,8 @@ def _bytes(problem: Problem, section: Data) -> int:
 
 
 def longest_prompt(problems: Iterable[Problem], tokenizer: object, data: Data) -> int:
-    """Return the tokens of the longest prompt among the ``LONGEST_BY_CHARACTERS``; 0 when there are no problems. Raises
-    as ``render``."""
+    """Return the most tokens of a prompt, among the ``LONGEST_BY_CHARACTERS`` prompts with most characters; 0 without
+    problems. Raises as ``render``."""
 
     def characters(problem: Problem) -> int:
         return sum(len(message["content"]) for message in conversation(problem, data))

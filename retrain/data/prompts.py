@@ -16,7 +16,7 @@ from retrain.config.tasks import Data
 from retrain.errors import DataError, ModelError
 from retrain.types import Action, Message, Problem, Prompt
 
-SIMPLE_TYPES = {"string", "integer", "number", "boolean"}  # Types of JSON schemas whose name says what a value is
+SIMPLE_TYPES = {"string", "integer", "number", "boolean"}  # JSON types that need no further description
 CALL_ID = "call00000"  # Nine letters and digits, as Mistral's templates want them
 THINK_END = "</think>"
 
@@ -24,7 +24,7 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions, as chat templa
 
 
 def conversation(problem: Problem, data: Data) -> list[Message]:
-    """Return the chat messages: the system prompt, if set, then the problem, with the template in its last message."""
+    """Return the chat messages: system prompt, if set, then the problem, whose last message fills the template."""
     messages: list[Message]
     if isinstance(problem.prompt, str):
         messages = [{"role": "user", "content": problem.prompt}]
@@ -46,8 +46,7 @@ def render(problem: Problem, tokenizer: Any, data: Data) -> Prompt:
 class Renderer:
     """Renders conversations with a tokenizer's chat template and the keys of ``[data]``.
 
-    ``tools_prompt`` describes the tools if the template cannot: None is a list of them with the form of a call, "" is
-    nothing.
+    ``tools_prompt``: description of tools for templates that cannot show tools; None for ``tools_text``, "" for none.
     """
 
     def __init__(self, tokenizer: Any, data: Data, tools_prompt: str | None = None):
@@ -66,9 +65,9 @@ class Renderer:
     def prompt(self, problem: Problem, messages: Sequence[Message], tools: Tools = ()) -> Prompt:
         """Return the first prompt of a conversation.
 
-        Without a chat template the messages are joined by blank lines and the tokenizer adds its own beginning token.
-        Raises ModelError when the template rejects the conversation (some have no system role), DataError for an
-        empty prompt.
+        Without a chat template, the messages are joined by blank lines and the tokenizer adds its beginning token.
+        Raises ModelError if the template rejects the conversation (some have no system role), DataError for an empty
+        prompt.
         """
         if tools:
             messages = self._with_tools(messages, tools)
@@ -89,7 +88,7 @@ class Renderer:
         return Prompt(problem, text, tuple(int(token) for token in token_ids), tuple(messages))
 
     def text(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> str:
-        """Return the rendered conversation up to the model's answer. Raises ModelError when the template rejects it."""
+        """Return the rendered conversation up to the model's answer. Raises ModelError if the template rejects it."""
         extra: dict[str, object] = dict(self.data.chat_template_kwargs)
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
@@ -101,7 +100,7 @@ class Renderer:
             raise ModelError(f"the tokenizer's chat template refuses the conversation: {error}") from error
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text without special tokens that the tokenizer would add."""
+        """Return the tokens of a text, without special tokens that the tokenizer would add."""
         return tuple(int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> Sequence[Message]:
@@ -122,8 +121,8 @@ def _type_of(about: object) -> str | None:
 
 
 def tools_text(tools: Tools) -> str:
-    """Describe the tools and the form of a call. Arguments other than texts, numbers and booleans are described by
-    their full JSON schema with its definitions."""
+    """Return a description of the tools and of the form of a call. If a tool has arguments other than texts, numbers
+    and booleans, it contains the full JSON schema of its arguments."""
     lines = ["You can call these tools:"]
     for tool in tools:
         function = tool["function"]
@@ -141,12 +140,10 @@ def tools_text(tools: Tools) -> str:
 
 class Continuation(NamedTuple):
     token_ids: tuple[int, ...]
-    fresh: bool  # Whether they are the full conversation, not only its new part
+    fresh: bool  # ``token_ids`` are the full conversation, not only its new part
 
 
 class Conversation:
-    """One rollout's conversation; ``messages`` are all its messages so far."""
-
     def __init__(self, renderer: Renderer, prompt: Prompt, tools: Tools = ()):
         self.renderer, self.tools = renderer, tools
         self.messages: list[Message] = list(prompt.messages)
@@ -157,8 +154,8 @@ class Conversation:
         self._action_indices: list[int] = []  # indices of the sequence's actions among the messages
 
     def reply(self, action: Action, messages: Sequence[Message]) -> Continuation:
-        """Add ``action`` and the messages that answer it; return what the policy reads next, without an end token that
-        the action already has. Raises ModelError when the chat template rejects the conversation."""
+        """Add ``action`` and the ``messages`` that reply to it; return the tokens that the policy reads next, without
+        an end token that the action already has. Raises ModelError if the chat template rejects the conversation."""
         self._action_indices.append(len(self.messages))
         self.messages += [{"role": "assistant", "content": action.text}, *messages]
         if not self.renderer.has_template:
@@ -178,7 +175,7 @@ class Conversation:
         return Continuation(token_ids, False)
 
     def replace(self, messages: Sequence[Message]) -> Continuation:
-        """Replace the conversation by these messages; return the new sequence that the policy reads."""
+        """Replace the conversation by ``messages``; return all of it as the next sequence to read."""
         self.messages = list(messages)
         return self._new_sequence()
 
@@ -188,7 +185,7 @@ class Conversation:
         return Continuation(self.renderer.ids(text), True)
 
     def _rest(self) -> str | None:
-        """Return the template's text after the last action; None if its text before differs from what was read."""
+        """Return the template's text after the last action; None if the text before is not what the policy has read."""
         # Random, so that no completion can contain a mark.
         salt = secrets.token_hex(6)
         marks = [f"@said{index}x{salt}@" for index in range(len(self._action_indices))]
@@ -222,7 +219,8 @@ def _thought(mark: str) -> str:
 
 
 def _as_calls(messages: Sequence[Message], action_indices: Sequence[int]) -> list[Mapping[str, object]]:
-    """Return the messages with each action that a tool answers replaced by a call of a tool with that text as name."""
+    """Return the messages with actions that tools answer as structured calls, one per answer. The mark is the tool's
+    name."""
     rewritten: list[Mapping[str, object]] = [dict(message) for message in messages]
     for index in action_indices:
         answers = index + 1

@@ -1,7 +1,7 @@
 r"""Reads problems from a local file or directory, a hub data set, or a user's function.
 
-Reference answers may be whole solutions: GSM8K's ``#### 1,234`` and MATH's ``\boxed{…}`` are found in any of the
-sources (``answers.reference_answer``); the full text stays in ``metadata["solution"]``.
+Reference answers may be whole solutions: the answer after GSM8K's ``#### 1,234`` or in MATH's ``\boxed{…}`` is
+extracted, whatever the source (``answers.reference_answer``). The full text stays in ``metadata["solution"]``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ ANSWER_COLUMNS = ("answer", "solution")
 
 @dataclass(frozen=True)
 class ProblemColumns:
-    """Column names of a data set; None: the first of PROMPT_COLUMNS or ANSWER_COLUMNS that exists; several tags are
-    joined."""
+    """Column names of a data set. ``prompt`` and ``answer``: None for the first of PROMPT_COLUMNS or ANSWER_COLUMNS
+    that exists. ``tags``: columns whose values all become tags."""
 
     prompt: str | None
     answer: str | None
     tags: tuple[str, ...] = ()
 
     def of(self, row: Mapping[str, object]) -> ProblemColumns:
-        """Return the columns with None replaced by the row's names."""
+        """Return these columns, with an unset prompt or answer column set to the first default in ``row``, if any."""
         prompt = self.prompt or next((name for name in PROMPT_COLUMNS if name in row), None)
         answer = self.answer or next((name for name in ANSWER_COLUMNS if name in row), None)
         return replace(self, prompt=prompt, answer=answer)
@@ -71,8 +71,8 @@ class NoSplit(DataError):
 
 
 def read_problems(source: str, split: str, data: Data, base_dir: Path | None) -> list[Problem]:
-    """Return all problems of one split of a source, with the columns of ``data``. Raises DataError, MissingExtra,
-    PluginError, or NoSplit when the source has only other splits."""
+    """Return all problems of one split of a source, with the column names of ``data``. Raises DataError, MissingExtra,
+    PluginError, or NoSplit if the source has only other splits."""
     columns = ProblemColumns(data.prompt_column, data.answer_column, (data.tags_column,) if data.tags_column else ())
     if source.endswith(FILE_ENDINGS):
         return file_problems(source, columns, base_dir)
@@ -108,7 +108,7 @@ def file_problems(source: str, columns: ProblemColumns, base_dir: Path | None = 
 
 
 def jsonl_rows(path: Path, label: str) -> Iterator[Row]:
-    """Yield the rows of a JSON Lines file without its blank lines. Raises DataError at a line that is not a JSON
+    """Yield the rows of a JSON Lines file; blank lines are skipped. Raises DataError at a line that is not a JSON
     object.
 
     ``label`` is the path as the user wrote it: the same in errors and ids on every machine.
@@ -177,7 +177,7 @@ def parquet_rows(path: Path, label: str) -> Iterator[Row]:
 
 
 def hub_problems(name: str, split: str) -> list[Problem]:
-    """Return the problems of ``gsm8k`` or ``math`` through ``datasets``: from its cache, else downloaded. Raises as
+    """Return the problems of ``gsm8k`` or ``math``, from the cache of ``datasets`` or downloaded. Raises as
     ``table_problems``."""
     hub, problems = HUB[name], list[Problem]()
     for configuration in hub.configurations:
@@ -209,11 +209,11 @@ def table_problems(
     name: str = "",
     directory: Path | None = None,
 ) -> list[Problem]:
-    """Return the problems of one split, read by ``datasets``: a hub repository (cached or downloaded), or a local
-    ``directory`` in the hub's layout or that of ``save_to_disk``.
+    """Return the problems of one split, read by ``datasets``: from a hub repository (cached or downloaded), or from a
+    local ``directory`` with the layout of the hub or of ``save_to_disk``.
 
-    ``subset`` is the configuration, ``name`` the prefix of problem ids. Raises MissingExtra without ``datasets``,
-    NoSplit with the existing splits, DataError when it cannot be read or downloaded.
+    ``subset``: the configuration; ``name``: prefix of problem ids. Raises MissingExtra without ``datasets``, NoSplit
+    with the existing splits, DataError if the data cannot be read or downloaded.
     """
     name = name or (directory.name if directory else source)
     try:
@@ -283,8 +283,8 @@ def takes_split(source: str, base_dir: Path | None = None) -> bool:
 def function_problems(source: str, split: str, columns: ProblemColumns, base_dir: Path | None = None) -> list[Problem]:
     """Return the problems of ``module:function``, called with the split if it takes a parameter.
 
-    It returns Problems, or mappings with the configured columns. Raises PluginError when it cannot be loaded or
-    returns something else, DataError for more than MAX_PROBLEMS; its own exceptions propagate.
+    The function returns Problems, or mappings with the configured columns. Raises PluginError if it cannot be loaded or
+    returns something else, DataError for no problems or more than MAX_PROBLEMS; its own exceptions propagate.
     """
     function = load_function(source, base_dir, "data source")
     items = function(split) if takes_split(source, base_dir) else function()
@@ -312,8 +312,8 @@ def function_problems(source: str, split: str, columns: ProblemColumns, base_dir
 
 
 def problems_of_rows(rows: Iterable[Row], columns: ProblemColumns, source: str) -> list[Problem]:
-    """Return rows as problems. Raises DataError without rows, when only some have an answer, or when no row has a
-    column of tags."""
+    """Return rows as problems. Raises DataError if there are none, if only some have an answer, or if no row has a tags
+    column."""
     problems, seen = [], dict[str, None]()
     for where, row in rows:
         columns = columns.of(row)  # the first row decides source is not named
@@ -387,7 +387,7 @@ def _tags(where: str, column: str, value: object) -> list[str]:
 
 
 def _encodable(where: str, column: str, text: str) -> str:
-    """Return ``text``. Raises DataError when it has half a surrogate pair (``"\\ud800"``), which cannot be encoded."""
+    """Return ``text``. Raises DataError if it has a lone surrogate (``"\\ud800"``), which cannot be encoded."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError(f'{where}  column "{column}" holds an unpaired surrogate, which is not text')
     return text

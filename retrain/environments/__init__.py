@@ -1,1 +1,1 @@
-"""Environments of the policy, their providers, and tools."""
+"""Environments in which the policy acts, adapters for environments of other libraries, and tools."""

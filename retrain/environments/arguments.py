@@ -1,4 +1,4 @@
-"""Validation of the arguments of environments and tools, with one-line errors."""
+"""Validate the arguments of environments and tools; errors are one line."""
 
 import difflib
 import importlib
@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def imported(module: str, feature: str) -> ModuleType:
-    """Import a module of an optional package. Raises MissingExtra, which begins with ``feature``, if it is missing."""
+    """Return a module of an optional package. Raises MissingExtra, which begins with ``feature``, if it is missing."""
     top = module.partition(".")[0]
     if not is_installed(top):
         raise missing(feature, top)
@@ -23,7 +23,7 @@ def imported(module: str, feature: str) -> ModuleType:
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:
-    """Return `` (did you mean …?)`` for the most similar candidate, or "" if none is similar."""
+    """Return " (did you mean …?)" with the most similar candidate; "" if none is similar."""
     close = difflib.get_close_matches(str(name)[:100], list(candidates), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -1,4 +1,4 @@
-"""Build problems and environments of a configuration, for training and held-out sets, without torch."""
+"""Build the problems and environments of a configuration, for training and held-out sets, without torch."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 def hosted(config: Config, folder: Path) -> HostedEnvironment:
-    """Return the processes that host the configuration's environment or tools, started once in this process. Raises
+    """Return the processes that host the configuration's environment or tools; the first call starts them. Raises
     PluginMissing if they cannot be started."""
     key = (config.environment.model_dump_json(), folder)
     with _lock:
@@ -46,8 +46,8 @@ def close_hosted() -> None:
 
 
 def provided_data(config: Config, folder: Path) -> Dataset:
-    """Return the problems of a provider: ``train``, up to ``max_examples``, and each held-out set by its name. Raises
-    DataError or PluginMissing."""
+    """Return the problems of a provider: for training, up to ``max_examples``, and for each held-out set by its name.
+    Raises PluginMissing, and DataError if a held-out problem is also trained on."""
     host, most = hosted(config, folder), config.training.max_examples
     train = list(host.problems(TRAIN))[:most]
     sets = {each.name: list(host.problems(each.name))[: each.problems] for each in config.held_out}
@@ -76,7 +76,7 @@ def data_of(config: Config, folder: Path) -> Dataset:
 
 
 def check_rubrics(data: Dataset, config: Config) -> None:
-    """Raise DataError for the first problem whose criteria, which a grader reads, are missing or malformed."""
+    """Raise DataError for the first problem whose criteria for a rubric are missing or malformed."""
     for table, grader in config.graders:
         if grader.rubric_column is None:
             continue
@@ -92,8 +92,8 @@ def check_rubrics(data: Dataset, config: Config) -> None:
 
 
 def missing_column(columns: Sequence[str], data: Dataset, config: Config) -> str:
-    """Return the fault that problems of some split lack a column that a reward takes by name, with the existing
-    columns; "" when nothing is missing."""
+    """Return a message if the training problems or a held-out set lack a column that a reward takes by name; else
+    ""."""
     parts = {"the training problems": data.train}
     parts |= {f"the held-out set {each.name}": data.sets[each.name] for each in config.held_out}
     for part, problems in parts.items() if columns else ():
@@ -108,7 +108,7 @@ def parts_of(data: Dataset, config: Config) -> list[tuple[Sequence[Problem], Dat
 
 
 def context_length(config: Config) -> int:
-    """Return the model's context length in tokens from its local files; 0 if unknown, also for a damaged config.json,
+    """Return the model's context length in tokens from its local files; 0 if unknown, or if config.json is damaged,
     which ``model_fault`` reports."""
     local, model = config.backend.backend == "local", config.model
     path = find_file(model.model, "config.json", model.revision) if local else None
@@ -120,7 +120,7 @@ def context_length(config: Config) -> int:
 
 
 def tokenizer_of(config: Config) -> LightTokenizer:
-    """Return the tokenizer that training uses for counting. Raises ModelError if it is not on this machine."""
+    """Return the model's tokenizer, without torch. Raises ModelError if it is missing or the backend is not local."""
     if config.backend.backend != "local":
         raise ModelError(f"the backend {config.backend.backend} has its own tokenizer")
     return light_tokenizer(config.model.model, config.model.revision)
@@ -128,14 +128,12 @@ def tokenizer_of(config: Config) -> LightTokenizer:
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    """Longest completion, in tokens, of any run of a plan: in training and in each held-out set."""
-
     training: int
     heldout: Mapping[str, int]
 
 
 def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
-    """Return the longest completions over all runs of a plan, so that all get the same problems."""
+    """Return the largest ``max_tokens`` over all runs of a plan, so that all runs get the same problems."""
     training, heldout = 0, dict[str, int]()
     for config in configs:
         training = max(training, config.training.max_tokens)
@@ -145,9 +143,9 @@ def longest_completions(configs: Iterable[Config]) -> CompletionLengths:
 
 
 def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[PromptLimit, dict[str, PromptLimit]]:
-    """Return the longest prompts, in training and in each held-out set: at most ``[data] max_prompt_tokens``, and short
-    enough for the longest completion in the model's ``context`` (0: unknown). Raises ModelError if completions leave no
-    space."""
+    """Return the limits of prompt tokens in training and in each held-out set: ``[data] max_prompt_tokens``, or less,
+    so that the longest completion fits into the model's ``context`` (0: unknown). Raises ModelError if completions
+    leave no room for a prompt."""
     model = f"{config.model.model} has a context of {context} tokens"
 
     def room(section: Data, completion: int, key: str) -> PromptLimit:
@@ -168,8 +166,8 @@ def rooms(config: Config, longest: CompletionLengths, context: int) -> tuple[Pro
 
 
 def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer: Any, context: int) -> Dataset:
-    """Return ``data`` without prompts that exceed the ``rooms``. Prompts of a provider's environment are known and
-    measured only when an episode begins. Raises as ``rooms`` and ``without_long_prompts``."""
+    """Return ``data`` without prompts over the limits of ``rooms``. Prompts of a provider's environment are not
+    checked: they are known only when an episode begins. Raises as ``rooms`` and ``without_long_prompts``."""
     if config.environment.provider is not None:
         return data
     return without_long_prompts(data, tokenizer, *rooms(config, longest, context))
@@ -177,7 +175,7 @@ def askable(data: Dataset, config: Config, longest: CompletionLengths, tokenizer
 
 def environments_of(config: Config, data: Dataset, grader: Grader | None, folder: Path) -> Mapping[str, Environment]:
     """Return the environments of training, as ``train``, and of each held-out set by name. ``grader`` is unused if the
-    environment brings its own rewards. Raises PluginMissing."""
+    provider's environment has its own rewards. Raises PluginMissing."""
     sections = {TRAIN: config.data} | {each.name: each.data for each in config.held_out}
     splits = {TRAIN: data.train, **data.sets}
     host = hosted(config, folder) if config.environment.hosted else None
@@ -193,9 +191,9 @@ def episode_limits(config: Config, context: int | None) -> EpisodeLimits:
 
 
 class SplitEnvironment:
-    """Problems of one split. The policy answers in one turn, in turns with the tools of ``host`` up to the first answer
-    without a call, or in the environment of ``host``. ``grader`` grades the last answer; if None, ``host`` grades, and
-    ``correct_above`` is the threshold of ``with_correctness``."""
+    """Problems of one split. The policy answers in one turn (``host`` None), calls the tools of ``host`` until its
+    first answer without a call, or acts in the environment of ``host``. ``grader`` grades the last answer; if None,
+    ``host`` grades, and ``correct_above`` is the threshold of ``with_correctness``."""
 
     def __init__(
         self,
@@ -216,7 +214,6 @@ class SplitEnvironment:
         return self._problems
 
     def start(self, problem: Problem, seed: int) -> Episode:
-        """Begin an episode. Raises EpisodeFailed where the host cannot."""
         return SplitEpisode(problem, self.data, None if self.host is None else self.host.start(problem, seed))
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
@@ -249,7 +246,7 @@ class SplitEpisode:
         return Observation(tuple(conversation(problem, data)), first.tools)
 
     def step(self, action: Action) -> Step:
-        """Pass an action to the host; without one, a completion ends the episode. Raises EpisodeFailed."""
+        """Pass an action to the host; without a host, the action ends the episode. Raises EpisodeFailed."""
         self.answer = CompletionText(action.text, action.token_ids)
         return Step() if self.hosted is None else self.hosted.step(action)
 

@@ -1,6 +1,6 @@
-"""Run environments in worker processes: an episode that raises, hangs, floods or crashes fails alone, never the run.
+"""Run environments in worker processes: only the episode that raises, hangs, floods or crashes fails, never the run.
 
-Episodes are assigned to processes by number. When a process dies, its other episodes restart in the next process and
+Episodes are assigned to processes by number. If a process dies, its other episodes restart in the next process and
 repeat their actions if the environment is exact; else they fail too.
 """
 
@@ -34,7 +34,7 @@ TOOLS = "retrain.environments.tool_use:ToolUse"
 
 
 class HostedEnvironment:
-    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing on failure."""
+    """Environment of ``[environment]`` in ``workers`` processes. Raises PluginMissing if the first cannot start."""
 
     def __init__(self, section: EnvironmentSection, folder: Path | None):
         self.section = section
@@ -72,7 +72,6 @@ class HostedEnvironment:
         return len(self.pools)
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of a split. Raises DataError when there are none."""
         if split not in self._problems:
             problems: list[Problem] = []
             while len(problems) % PAGE == 0:
@@ -106,8 +105,8 @@ class HostedEnvironment:
         return failed(fault) if fault else result
 
     def examine(self, problem: Problem) -> None:
-        """Run an episode with empty actions. Raises DataError if it cannot begin or its reward is outside the declared
-        range; later failures may be caused by the empty actions."""
+        """Run an episode with empty actions. Raises DataError if it cannot begin, its reward is outside the declared
+        range, or ``correct_metric`` is missing. Ignores later failures, which the empty actions may cause."""
         owner = f"[environment] provider = {self.name!r}"
         try:
             episode = self.start(problem, 0)
@@ -150,7 +149,7 @@ class HostedEnvironment:
 
 
 class HostedEpisode:
-    """Episode in a worker process. ``first`` is its first observation, ``actions`` are the actions so far."""
+    """Episode in a worker process. ``first`` is the first observation, ``actions`` are the actions so far."""
 
     def __init__(self, environment: HostedEnvironment, number: int, problem: Problem, seed: int):
         self.environment, self.number, self.problem, self.seed = environment, number, problem, seed
@@ -159,13 +158,12 @@ class HostedEpisode:
         self.first = Observation(tuple(begun["messages"]), tuple(begun["tools"]))
 
     def step(self, action: Action) -> Step:
-        """Take an action. Raises EpisodeFailed."""
         value = self._repeatable("step", self.number, action)
         self.actions.append(action)
         return Step(**{**value, "messages": tuple(value["messages"])})
 
     def result(self) -> RewardResult:
-        """Return the reward; the process then drops the episode. Raises EpisodeFailed."""
+        """Return the reward; the process then forgets the episode. Raises EpisodeFailed."""
         value = self._repeatable("result", self.number)
         return RewardResult(**{**value, "tags": tuple(value["tags"])})
 
@@ -177,7 +175,7 @@ class HostedEpisode:
         return self._value(("start", self.number, self.problem, self.seed), limit)
 
     def _repeatable(self, *job: object) -> Any:
-        """Run a job; if another episode crashed the process, first restart this one and repeat its actions."""
+        """Run a job. If the episode was lost with its process, first restart it and repeat its actions."""
         value = self._value(job)
         if value != LOST:
             return value

@@ -1,6 +1,6 @@
 """Run inside a worker process that hosts an environment, and answer the jobs of ``environments.hosted``.
 
-Imports neither torch nor anything that the environment does not need: another Python may run it.
+Imports neither torch nor anything that the environment does not need, because another Python may run it.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from retrain.rewards.base import checked
 from retrain.types import MAX_PROBLEMS, Action, Message, Problem, RewardResult
 
 MESSAGE_CHARACTERS = 1_000_000
-"""Most characters of all messages of one step; models read a fraction of that."""
-LOST = "lost"  # Value for an episode that began before this process was started
+"""Maximum number of characters in all messages of one step; models read a fraction of that."""
+LOST = "lost"  # Reply for an episode that began before this process was started
 
 
 class MessagesTooLong(Exception):
@@ -36,7 +36,7 @@ def serve(target: str, arguments: Mapping[str, object], folders: Sequence[str]) 
 
 
 class Host:
-    """Environment and its episodes by number. Methods may be async; all run on one event loop."""
+    """An environment and, by number, its episodes. Their methods may be async; all run on one event loop."""
 
     def __init__(self, written: Callable[..., object], arguments: Mapping[str, object]):
         self._runner = asyncio.Runner()
@@ -127,7 +127,7 @@ class Host:
 
 
 def _plain(messages: Sequence[object]) -> list[Message]:
-    """Return messages as JSON values. Raises PluginError for other types, MessagesTooLong when they are too long."""
+    """Return messages as JSON values. Raises PluginError for other types, MessagesTooLong if they are too long."""
     made = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -1,7 +1,7 @@
 """Define the protocol of environments: problems, and episodes in which the policy acts on them.
 
-A user's environment has ``problems`` and ``start``, and its episodes ``result()``, which returns the reward, instead of
-``results``; ``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` serves [data].
+A user's environment has ``problems`` and ``start``, and its episodes have ``result()``, which returns the reward;
+``environments.hosted`` adds the rest. ``environments.build.SplitEnvironment`` uses the problems of [data].
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 from retrain.environments.tools import ToolSchema
 from retrain.types import Action, Ended, Message, Problem, RewardResult
 
-Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` where known, for charts
+Range = Mapping[str, float | bool]  # `{"min", "max", "invert"}` for charts; unknown keys are missing
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Beginning of an episode: the whole prompt as a conversation, and the tools that the policy may call."""
+    """Beginning of an episode: the prompt as a conversation, and the tools that the policy may call."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSchema] = ()
@@ -28,9 +28,9 @@ class Observation:
 class Step:
     """Reply to an action.
 
-    ``messages`` are the reply; ``done`` ends the episode. ``reward`` is the reward of this turn, None if the
-    environment rewards whole episodes. ``metrics`` are numbers of the turn, ``logs`` texts about it. If the environment
-    rewrites earlier messages, ``conversation`` is everything that the policy reads next, and ``messages`` are ignored.
+    ``messages``: the reply. ``done``: the episode has ended. ``reward``: the reward of this turn, None if the
+    environment rewards whole episodes. ``metrics`` and ``logs``: numbers and texts about the turn. ``conversation``: if
+    the environment rewrites earlier messages, everything that the policy reads next; ``messages`` are then ignored.
     """
 
     messages: Sequence[Message] = ()
@@ -42,7 +42,7 @@ class Step:
 
 
 class EpisodeFailed(Exception):
-    """An episode that cannot continue. ``ended`` gives the reason in one word, the text in a sentence."""
+    """An episode that cannot continue. ``ended``: the reason in one word; ``text``: the reason in a sentence."""
 
     def __init__(self, ended: Ended, text: str):
         super().__init__(text)
@@ -51,7 +51,7 @@ class EpisodeFailed(Exception):
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """Limits of an episode on turns and on tokens, read and sampled. None: no limit."""
+    """Maximum number of turns of an episode, and of its tokens, read and sampled. None: no limit."""
 
     turns: int | None = None
     tokens: int | None = None
@@ -61,10 +61,10 @@ ONE_TURN = EpisodeLimits(1)
 
 
 class Episode(Protocol):
-    """One rollout's side of the conversation. If it has a method ``close``, that is called at the end."""
+    """The environment's side of one rollout. If it has a method ``close``, that is called at the end."""
 
     def observe(self) -> Observation:
-        """Return the prompt. All episodes of a group begin alike, because they start with the same seed."""
+        """Return the prompt. It is the same for all episodes of a group, because they start with the same seed."""
         ...
 
     def step(self, action: Action) -> Step: ...
@@ -86,5 +86,5 @@ class Environment(Protocol):
         ...
 
     def results(self, episodes: Sequence[Episode]) -> list[RewardResult]:
-        """Return the rewards of episodes, in order; called once, after the last step of each."""
+        """Return the rewards of episodes, in order. Called once per episode, after its last step."""
         ...

@@ -1,8 +1,8 @@
 """Run episodes with tools: calls are answered, and the first message without a call ends the episode.
 
-Metrics of an episode have the names of ``get_tool_metrics`` in other tools, under ``tools/``: ``total_tool_calls``
-(malformed calls and unknown tools included), ``tool_errors``, ``tool_success_rate``, ``calls/<name>`` per tool and
-``tool_time`` in seconds, the only one that differs between two otherwise equal runs.
+Metrics of an episode are named as in ``get_tool_metrics`` of other trainers, with the prefix ``tools/``:
+``total_tool_calls`` (malformed calls and unknown tools included), ``tool_errors``, ``tool_success_rate``,
+``calls/<name>`` per tool, and ``tool_time`` in seconds, the only metric that differs between two otherwise equal runs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OURS = {
 
 
 class ToolUse:
-    """Environment with tools for the policy.
+    """Environment with tools for the policy. ``exact``: all tools are exact.
 
-    Raises PluginError for a tool that cannot be loaded or described. ``exact`` as the tools say of themselves.
+    Raises PluginError for a tool that cannot be loaded or described.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ToolEpisode:
         return Observation((), self.environment.schemas)
 
     def step(self, action: Action) -> Step:
-        """Return one message for each call, in order; the episode is done if there is none."""
+        """Return one message for each call, in order; the episode is done if there are no calls."""
         calls = parse(action.text).items
         before = self.errors
         messages = tuple(self._answer(call) for call in calls)

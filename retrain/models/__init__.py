@@ -1,1 +1,1 @@
-"""Models on this machine: bundled ones, and files of others."""
+"""Models on this machine: bundled ones, checks of model directories, and sizes of models in memory."""

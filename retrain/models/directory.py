@@ -17,7 +17,7 @@ from typing import Any, Literal
 from retrain.errors import ModelError
 
 BUNDLED = {"tiny-reasoner": "tiny_reasoner", "tiny-tool-user": "tiny_tool_user"}
-"""Directories of bundled models, next to this file, by name."""
+"""Directory of each bundled model, next to this file, by model name."""
 CONFIG = "config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -29,12 +29,12 @@ VOCABULARIES = (
 WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}")
 Task = Literal["CAUSAL_LM", "SEQUENCE_CLASSIFICATION"]
-"""The task of a model, as in the names of transformers' tables of model types."""
+"""Task of a model, as in ``MODEL_FOR_<task>_MAPPING_NAMES`` of transformers."""
 TASK_WORDS: dict[Task, str] = {"CAUSAL_LM": "language model", "SEQUENCE_CLASSIFICATION": "sequence classifier"}
 CLASSIFIER = "ForSequenceClassification"
 DIGESTED = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-"""Endings of the files that affect a model's results."""
-BLOCK, BLOCKS = 1 << 16, 256  # Bytes and number of the blocks that stand for a large file in a digest
+"""Suffixes of the files that affect a model's outputs; ``files_digest`` hashes them."""
+BLOCK, BLOCKS = 1 << 16, 256  # Size (bytes) and number of the blocks that are hashed of a large file
 
 
 def bundled_model_path(name: str) -> Path | None:
@@ -66,15 +66,15 @@ def find_file(model: str, name: str, revision: str | None = None) -> Path | None
 
 
 def local_directory(name: str, *folders: Path) -> Path | None:
-    """Return the directory of a bundled model, or an existing path, relative to ``folders`` first; else None."""
+    """Return the directory of a bundled model or a path, looked up in ``folders`` first; None if there is none."""
     path = Path(os.path.expanduser(name))
     places = [bundled_model_path(name)] if name in BUNDLED else [*(folder / path for folder in folders), path]
     return next((place for place in places if place is not None and place.is_dir()), None)
 
 
 def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
-    """Return why no model of this name can be loaded, or "". Hub names are only checked for their form, because they
-    may be downloaded."""
+    """Return why ``name`` (a directory, bundled model or hub name) is no loadable model, or "". Hub names are only
+    checked for their form and for misspelt bundled names, because they may be downloaded."""
     directory = local_directory(name)
     if directory is not None:
         return directory_fault(directory, trust_remote_code=trust_remote_code)
@@ -89,8 +89,8 @@ def model_fault(name: str, *, trust_remote_code: bool = False) -> str:
 
 
 def reward_model_fault(name: str, *folders: Path) -> str:
-    """Return why no reward model can be loaded by this name, looked for in ``folders`` first, or "". Of a hub name only
-    the form is checked, and the configuration where it is in the local cache."""
+    """Return why ``name`` is no reward model, or "". It is a directory, looked up in ``folders`` first, or a hub name.
+    For a hub name, the configuration is checked only if it is in the local cache."""
     directory = local_directory(name, *folders)
     fault = model_fault(name) if directory is None else directory_fault(directory, task="SEQUENCE_CLASSIFICATION")
     cached = find_file(name, CONFIG) if directory is None else directory / CONFIG
@@ -109,8 +109,8 @@ def reward_model_fault(name: str, *folders: Path) -> str:
 
 
 def files_digest(directory: Path) -> str:
-    """Return the hash of the files that affect a model's results; large files enter by their size and by blocks spread
-    over the file."""
+    """Return the SHA-256 (hex) of the files with the suffixes ``DIGESTED``. Of a file over 16 MiB, only the size and
+    256 evenly spread blocks are hashed."""
     files = sorted(path for path in directory.iterdir() if path.suffix in DIGESTED and path.is_file())
     return _digest(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in files))
 
@@ -229,7 +229,7 @@ def _check_tokenizer(directory: Path, trust_remote_code: bool) -> None:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file. Raises ModelError."""
+    """Return the object in a JSON file. Raises ModelError if it holds anything else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):

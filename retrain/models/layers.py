@@ -1,5 +1,5 @@
-"""Linear layers that get an adapter; sizes in memory that both the estimate of a run and the run itself use, and those
-of a model from its ``config.json`` alone."""
+"""Names of the linear layers that get an adapter, and memory sizes computed from a model's ``config.json``. The
+estimate of a run and the run itself both use them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retrain.files import read_json
 from retrain.models.directory import find_file
 
 DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the decoders whose blocks have the layers below under these names."""
+"""``model_type`` of the dense decoders whose blocks have the layers ``BLOCK_LAYERS``."""
 BLOCK_LAYERS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
     f"mlp.{name}_proj" for name in ("gate", "up", "down")
 )
@@ -20,47 +20,46 @@ BLOCK_LAYERS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
 SMALL_MODEL_BYTES = 32 << 20
 """Weights up to this size count as small on a CPU: a few MiB of cache per core hold most of them."""
 COPY_SHARE = 0.25
-"""Largest share of memory for copied weights of decoding: merged with an adapter, or packed."""
-NF4_BLOCK = 64  # Numbers in 4 bits that share a scale
+"""Largest share of memory for the copies of weights that decoding makes: merged with an adapter, or packed."""
+NF4_BLOCK = 64  # 4-bit weights that share a scale
 TRAINED_BYTES, PUBLISHED_BYTES = 16, 4
-"""Bytes per adapter weight: fp32 master, gradient and two moments of AdamW; and a version published to the engine."""
+"""Bytes per adapter weight: of training (fp32 weight, gradient, two AdamW moments); of a published version (fp32)."""
 LOGITS_COPIES = 5
-"""fp32 rows [V] per sampled token: logits, their mass, its cumulative sum and two temporaries."""
+"""fp32 rows [V] in memory per sampled token: logits, probability mass, its cumulative sum and two temporaries."""
 
 GATHERED = 3
-"""Memory of gathering a sharded layer, in layers: the communication buffer, its weights, and the fused weights of
-decoding. Embedding and output layer are not fused."""
+"""Copies of a sharded layer in memory while it is gathered: communication buffer, gathered weights, and fused weights
+for decoding. Embedding and output layer have two, because they are not fused."""
 
 USABLE_SHARE = 0.85
-"""Share of the free memory after loading the base that is planned with; the rest allows for fragmentation."""
+"""Share of the memory free after loading the base that a plan may use; the rest allows for fragmentation."""
 LEAST_ROWS = 8
-"""Least sequences of a lane whose cache must fit: with fewer, decoding would be bound by reading the weights."""
+"""Minimum number of sequences per lane whose cache must fit: with fewer, decoding is bound by reading the weights."""
 GPU_SAMPLING_SHARE, GPU_TRAINING_SHARE = 0.8, 0.4
-"""Shares of a GPU's memory that base and lanes leave: for keys, values and logits of a decode batch (the rest is for
-prefill and fragmentation); for the activations that a micro-batch keeps for its backward pass."""
+"""Shares of the GPU memory left free by base and lanes: for the KV cache and logits of a decode batch (the rest is for
+prefill and fragmentation), and for the activations that a micro-batch saves for its backward pass."""
 GPU_MICRO_BATCH_TOKENS = (512, 32768)
-"""Least and most tokens of a micro-batch on a GPU; more tokens do not use it better."""
+"""Minimum and maximum number of tokens of a micro-batch on a GPU; more would not raise its utilisation."""
 GPU_MOST_ROWS, GPU_COLUMNS = 4096, 128
-"""Most rows of a GPU's decode batch, beyond which decoding is compute-bound; and the tokens by which its cache is
-sized."""
+"""Rows of a GPU's decode batch beyond which decoding is compute-bound; unit, in tokens, of its KV cache's length."""
 
 
 def targeted(layer: str, targets: str | Sequence[str]) -> bool:
-    """Return whether the layer with this module path gets an adapter: with ``"all-linear"`` every one, else those whose
-    path is one of the targets or ends with one, after a dot."""
+    """Return whether the linear layer with the module path ``layer`` gets an adapter: always for ``"all-linear"``, else
+    if its path is a target or ends with a dot and a target."""
     return targets == "all-linear" or any(layer == target or layer.endswith("." + target) for target in targets)
 
 
 def dense_layers(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the module paths of the linear layers, without the output layer, of the model with this config.json; None
-    where only the loaded model shows them."""
+    """Return the module paths of a dense decoder's linear layers, without the output layer; None for a ``model_type``
+    outside ``DENSE_FAMILIES``, whose layers are only known after loading."""
     if config.get("model_type") not in DENSE_FAMILIES:
         return None
     return [f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in BLOCK_LAYERS]
 
 
 def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: str) -> list[tuple[str, str]]:
-    """Return, for each target that matches none of the ``layers``, the fault and the corrected line. ``head``: path of
+    """Return (fault, corrected configuration line) of each target that matches none of ``layers``. ``head``: path of
     the output layer, which gets no adapter."""
     if targets == "all-linear":
         return []
@@ -77,16 +76,16 @@ def target_mistakes(targets: str | Sequence[str], layers: Sequence[str], head: s
 
 
 def gpu_token_budget(free_bytes: int, token_bytes: int) -> int:
-    """Return the tokens of a micro-batch on a GPU, of which base and lanes leave ``free_bytes`` and a token keeps
-    ``token_bytes`` for its backward pass."""
+    """Return the number of tokens per micro-batch on a GPU. ``free_bytes``: memory left by base and lanes;
+    ``token_bytes``: activations that a token saves for the backward pass."""
     least, most = GPU_MICRO_BATCH_TOKENS
     return min(most, max(least, int(GPU_TRAINING_SHARE * free_bytes) // token_bytes))
 
 
 def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int, int]]) -> int:
-    """Return how many of the first lanes fit into ``usable`` bytes. A lane is given by its resident bytes (adapter,
-    critic, optimizers) and its least cache; all share one ``copy`` of the weights. Resident bytes come with either all
-    caches or one ``update``, whichever is larger."""
+    """Return how many of ``lanes``, taken in order, fit into ``usable`` bytes. A lane is (bytes always resident:
+    adapter, critic, optimizers; bytes of its minimal KV cache). All share one ``copy`` of the weights. The caches and
+    one ``update`` are never in memory at once, so the larger counts."""
     resident, caches, fitting = copy, 0, 0
     for lane_resident, cache in lanes:
         resident, caches = resident + lane_resident, caches + cache
@@ -95,36 +94,36 @@ def fitting_lanes(usable: int, copy: int, update: int, lanes: Iterable[tuple[int
 
 
 def cpu_token_budget(weight_bytes: int) -> int:
-    """Return the tokens of a micro-batch on a CPU: the fewest, to save memory, that reach full speed.
+    """Return the number of tokens per micro-batch on a CPU: the smallest power of two at full speed, to save memory.
 
-    Measured with ``benchmarks/update.py --micro``: at hidden 256 (a micro-batch on every core) 768 to 2,048 tokens take
-    the same time and 512 16 % more; at hidden 512 (one micro-batch on all cores) 1,536 and 2,048 take the same and
-    1,024 10 % more.
+    Measured with ``benchmarks/update.py --micro``. At hidden size 256 (one micro-batch per core), 768 to 2,048 tokens
+    are equally fast, and 512 tokens are 16 % slower. At hidden size 512 (one micro-batch over all cores), 1,536 and
+    2,048 tokens are equally fast, and 1,024 tokens are 10 % slower.
     """
     return 1024 if weight_bytes <= SMALL_MODEL_BYTES else 2048
 
 
 def adapter_bytes(weights: int, itemsize: int, versions: int = 1) -> int:
-    """Return the bytes of one lane with this many adapter weights: training state, published versions, and decoding's
-    copy at ``itemsize`` bytes, the precision of the base."""
+    """Return the bytes of one lane's adapter with ``weights`` parameters: training state, published ``versions``, and a
+    copy for decoding in the base's precision (``itemsize`` bytes)."""
     return weights * (TRAINED_BYTES + versions * PUBLISHED_BYTES + itemsize)
 
 
 def held_weights(shard: int, ends: int, layer: int) -> int:
-    """Return the peak bytes of a sharded base's weights on a device: its ``shard``, and the gathered ``ends``
-    (embedding and output layer) with one gathered decoder ``layer`` at a time."""
+    """Return the peak bytes of a sharded base's weights on a device: its ``shard``, the gathered ``ends`` (embedding
+    and output layer), and one gathered decoder ``layer`` at a time."""
     return shard + max(2 * ends, ends + GATHERED * layer)
 
 
 def update_copy(weights: int, itemsize: int, update_dtype: str) -> int:
-    """Return the bytes of the bfloat16 copy of ``weights`` numbers that ``update_dtype = "bfloat16"`` makes of an fp32
-    base (``policy.arithmetic``); 0 without one."""
+    """Return the bytes of the bfloat16 copy of ``weights`` parameters that ``update_dtype = "bfloat16"`` makes of an
+    fp32 base (``policy.arithmetic``); 0 for other settings."""
     return 2 * weights if update_dtype == "bfloat16" and itemsize == 4 else 0
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of a decoder-only transformer, as far as its costs depend on them."""
+    """Sizes of a decoder-only transformer that determine its memory and compute."""
 
     layers: int
     hidden: int
@@ -138,11 +137,11 @@ class Architecture:
     experts: int = 1
     active_experts: int = 1
     head_norms: bool = False
-    dense: bool = True  # Whether it decodes as plain matrix products, which on a CPU may read copies of the weights
+    dense: bool = True  # Decodes with plain matrix products, which on a CPU may read copied weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Architecture | None:
-        """Read a ``transformers`` config.json; None when it is no decoder whose sizes we can read."""
+        """Return the sizes in a ``transformers`` config.json; None if it lacks layers, heads, width or vocabulary."""
         config = config.get("text_config", config)
 
         def first(*names: str) -> Any:
@@ -174,7 +173,7 @@ class Architecture:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of the linear layers of a block, of one expert's in the MLP, by their usual paths."""
+        """Return (inputs, outputs) of a block's linear layers by path; of one expert in a mixture of experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         gate = {"mlp.gate_proj": (self.hidden, self.intermediate)} if self.mlp_matrices == 3 else {}
         return {
@@ -194,12 +193,12 @@ class Architecture:
         return self.linear_parameters(self.experts) + self.layers * (router + norms) + embeddings + self.hidden
 
     def linear_parameters(self, experts: int) -> int:
-        """Numbers in the linear layers of all blocks, with so many experts."""
+        """Return the number of parameters in the linear layers of all blocks, with ``experts`` experts per block."""
         shapes = self.linear_shapes.items()
         return self.layers * sum(a * b * (experts if name.startswith("mlp.") else 1) for name, (a, b) in shapes)
 
     def adapter_parameters(self, rank: int, target_modules: str | Sequence[str]) -> int:
-        """LoRA parameters at ``rank``: rank·(inputs + outputs) of every adapted linear layer."""
+        """Return the number of LoRA parameters: rank·(inputs + outputs) of every adapted linear layer."""
         return rank * sum(
             (inputs + outputs) * (self.experts if name.startswith("mlp.") else 1)
             for layer in range(self.layers)
@@ -208,14 +207,13 @@ class Architecture:
         )
 
     def cache_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token occupies."""
+        """Return the bytes of the KV cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def kept_bytes(self, itemsize: int) -> int:
-        """Bytes that one token's forward pass keeps for the backward pass of the update.
+        """Return the bytes per token that a forward pass saves for the backward pass of the update.
 
-        Norms, linear layers and attention keep their inputs, attention also its output, the MLP its gate and its other
-        half.
+        Saved are the inputs of norms, linear layers and attention, the output of attention, and both halves of the MLP.
         """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         wide = self.active_experts * self.intermediate  # of all experts that a token meets
@@ -233,12 +231,12 @@ QWEN3 = {
     "14B": (40, 5120, 40, 17408, False),
     "32B": (64, 5120, 64, 25600, False),
 }
-"""Layers, hidden, heads, intermediate, tied of the published dense models, so that the shipped GPU campaigns can be
-explained on a machine that has never met a hub."""
+"""(layers, hidden size, heads, MLP size, tied embeddings) of the published dense models, so that the shipped GPU
+campaigns can be explained on a machine without the hub."""
 
 
 def model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return the config.json of ``model``, or its published sizes; None when neither is on this machine."""
+    """Return the config.json of ``model`` on this machine, else its published sizes (``QWEN3``), else None."""
     path = find_file(model, "config.json", revision)
     if path is not None:
         return read_json(path)
@@ -254,6 +252,6 @@ def model_config(model: str, revision: str | None = None) -> dict[str, Any] | No
 
 
 def architecture_of(model: str, revision: str | None = None) -> Architecture | None:
-    """Return the sizes of ``model``, or None when they are unknown or of an unknown form."""
+    """Return the sizes of ``model``; None if its config.json is not on this machine or is not a decoder's."""
     config = model_config(model, revision)
     return None if config is None else Architecture.from_config(config)

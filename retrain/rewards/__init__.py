@@ -1,4 +1,4 @@
-"""Graders turn a problem and a completion into a RewardResult; no reward can end a run.
+"""Graders turn a problem and a completion into a RewardResult; an error of a reward never ends a run.
 
 A user's reward is a function named in the TOML (``[reward] type = "custom"``, see ``custom``) or, from Python, a
 subclass of ``Reward`` passed to ``Grader``.

@@ -21,7 +21,7 @@ Item = tuple[Problem, str]  # A problem and the text of one completion
 
 
 class CompletionText(str):
-    """Text of a completion that knows the tokens it was decoded from."""
+    """Text of a completion with the ids of the tokens that it was decoded from."""
 
     token_ids: Sequence[int]
 
@@ -32,7 +32,6 @@ class CompletionText(str):
 
 
 def marked_answer(problem: Problem, completion: str, strict: bool = True) -> str | None:
-    """Return the answer in ``completion`` to ``problem``; ``strict`` as in ``answer_text``."""
     return answer_text(completion, problem.answer, str(problem.metadata.get("solution", "")), strict)
 
 
@@ -43,21 +42,21 @@ def prompt_text(problem: Problem) -> str:
     return "\n\n".join(message["content"] for message in problem.prompt)
 
 
-# Larger rewards are mistakes: the square of this one fits in a float64, its advantage in a float32
+# Larger rewards count as errors: up to here, a square fits in a float64 and an advantage in a float32
 LARGEST_REWARD = 1e30
 
 
 class Reward:
-    """Base of all rewards: override ``grade``, or ``grade_all`` where a batch is cheaper than its parts."""
+    """Base of all rewards: override ``grade``, or ``grade_all`` if grading many completions at once is cheaper."""
 
     name: str = "reward"
-    names: tuple[str, ...] = ()  # Components that every result has; empty where ``name`` is the only one
-    # For charts: ``{"min", "max", "invert"}`` of the total (as ``reward``), of components and of sample metrics
+    names: tuple[str, ...] = ()  # Components that every result has; () if ``name`` is the only component
+    # Ranges for charts, ``{"min", "max", "invert"}``: of the total (as ``reward``), of components and sample metrics
     ranges: Mapping[str, Mapping[str, float | bool]] = {}
     columns: tuple[str, ...] = ()  # Columns that the data must have
 
     def grade(self, problem: Problem, completion: str) -> float | RewardResult:
-        """Return the reward of one completion, a number or a RewardResult. An exception is recorded as null."""
+        """Return the reward of one completion, a number or a RewardResult. After an exception, its reward is null."""
         raise TypeError(f"{type(self).__name__} defines neither grade nor grade_all")
 
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
@@ -80,9 +79,9 @@ def failed(error: str) -> RewardResult:
 def checked(value: object) -> RewardResult:
     """Return the result of a reward as a RewardResult with a finite total.
 
-    Numbers are anything with ``__float__`` that is not text (bool, numpy and torch scalars too). NaN, infinities,
-    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason. A sample metric or component
-    may be None.
+    Numbers are anything with ``__float__`` that is not text (also bool, numpy and torch scalars). NaN, infinities,
+    numbers beyond ±1e30, None and other types give ``total_reward=None`` with the reason in ``error``. A sample metric
+    or component may be None.
     """
     result = value if isinstance(value, RewardResult) else RewardResult(value)  # type: ignore[arg-type]
     if fault := _faulty_numbers(result):
@@ -102,7 +101,7 @@ def checked(value: object) -> RewardResult:
 
 
 def _faulty_numbers(result: RewardResult) -> str:
-    """Convert sample metrics and components to floats or None; return the fault of one that is neither, or ""."""
+    """Convert sample metrics and components to floats or None in place; return the first fault, or ""."""
     for key, label in (("sample_metrics", "sample metric"), ("components", "component")):
         values = getattr(result, key)
         if not isinstance(values, Mapping):
@@ -126,9 +125,9 @@ def _number(value: object) -> float | None:
 
 
 def weighted_sum(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardResult:
-    """Return Σ weight · (value + offset) of parts (name, weight, offset, result), each a component.
+    """Return Σ weight · (value + offset) over ``parts``, (name, weight, offset, result); each becomes a component.
 
-    A part without total and error does not apply to this completion. There is no total when a part has failed, or when
+    A part with neither total nor error does not apply to this completion. There is no total if a part has failed, or if
     no part applies.
     """
     results = [part for *_, part in parts]
@@ -152,7 +151,7 @@ def _total(parts: Sequence[tuple[str, float, float, RewardResult]]) -> RewardRes
 
 
 def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
-    """Add a part's components and sample metrics; a key that is taken gets the part's name as prefix."""
+    """Add a part's components and sample metrics to ``total``; prefix a name that exists there with the part's name."""
     inner = {key: value for key, value in part.components.items() if key != name}
     for numbers, into in ((inner, total.components), (part.sample_metrics, total.sample_metrics)):
         for key, value in numbers.items():
@@ -162,7 +161,7 @@ def _add_numbers(total: RewardResult, name: str, part: RewardResult) -> None:
 
 @dataclass(eq=False)
 class MatchReward(Reward):
-    """Grades 1 when the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
+    """Grades 1 if the answer's text equals the reference after normalisation (42.0 = 42, $1,450 = 1450), else 0.
 
     ``strict``: only a marked answer counts (``answer_text``).
     """
@@ -177,10 +176,10 @@ class MatchReward(Reward):
 
 
 class FormatReward(Reward):
-    r"""Grades 1 when the completion marks a non-empty answer by a closed ``\boxed{…}`` (or the data set's ``####``),
-    else 0.
+    r"""Grades 1 if the completion marks a non-empty answer by a closed ``\boxed{…}`` (or the data set's ``####``), else
+    0.
 
-    It does not grade correctness (``correct`` stays None) and is meant as one of several components.
+    It does not grade correctness (``correct`` stays None) and is meant as a component of a weighted reward.
     """
 
     name = "format"

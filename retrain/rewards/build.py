@@ -1,4 +1,4 @@
-"""The grader that the trainer calls, built from the ``[reward]`` section."""
+"""Build the grader that the trainer calls from the ``[reward]`` section."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from retrain.types import CORRECT_ABOVE, RewardResult, with_correctness
 class Grader(AbstractContextManager["Grader"]):
     """Grades the completions of a step with one reward.
 
-    ``names`` are the components of every result, in configured order; ``columns`` are those that the data must have.
-    ``correct_above`` is the threshold of ``with_correctness``. The score of ``audit``, another reward, goes into the
-    sample metrics, which do not affect advantages.
+    ``names``: components of every result, in configured order. ``columns``: columns that the data must have.
+    ``correct_above``: threshold of ``with_correctness``. ``audit``: a second reward, whose score goes into the sample
+    metrics and does not affect advantages.
     """
 
     def __init__(self, reward: Reward, correct_above: float = CORRECT_ABOVE, audit: Reward | None = None):
@@ -70,8 +70,6 @@ class Grader(AbstractContextManager["Grader"]):
 
 @dataclass(frozen=True)
 class Component:
-    """A summand ``weight · (reward + offset)``, recorded before weighting under the reward's name."""
-
     reward: Reward
     weight: float = 1.0
     offset: float = 0.0
@@ -80,8 +78,8 @@ class Component:
 class WeightedReward(Reward):
     """Adds several rewards, each recorded under its name: total = Σ weight · (value + offset).
 
-    The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, weight 1) and (format, weight 0.1,
-    offset −1): 1 for a correct marked answer, 0 for a wrong one, −0.1 for none at all.
+    The GSM8K recipe ``correct + 0.1·(format − 1)`` has the components (math, weight 1) and (format, weight 0.1, offset
+    −1): it gives 1 for a correct marked answer, 0 for a wrong answer, −0.1 for no answer.
     """
 
     name = "weighted"

@@ -1,4 +1,4 @@
-"""``custom``: a user's reward functions, run in worker processes with the same limits as ``math``.
+"""``custom``: a user's reward functions, run in worker processes with limits of time and memory (8 GiB).
 
 The names of a function's parameters decide its form and its arguments:
 
@@ -6,10 +6,10 @@ The names of a function's parameters decide its form and its arguments:
     def score(problem, completion, tags, metadata):         # any of ``ARGUMENTS``
     def score(prompts, completions, solution, **kwargs):    # all completions of a prompt at once, as in TRL
 
-The first form returns a number or a ``RewardResult``; two parameters with other names get (completion, answer). The
-second gets lists: ``prompts``, ``completions``, ``completion_ids`` and the columns of the data, and returns a list of
-numbers, results, and None where the reward does not apply. Prompts and completions are lists of messages where the
-data's prompts are. Either may be a coroutine function, or a class with ``__call__`` that is made without arguments.
+A function of one completion returns a number or a ``RewardResult``; two parameters with other names get (completion,
+answer). TRL's form gets lists: ``prompts``, ``completions``, ``completion_ids`` and the columns of the data. It returns
+a list of numbers, results, and None where the reward does not apply. Prompts and completions are lists of messages if
+the data's prompts are. Any form may be a coroutine function, or a class with ``__call__``, made without arguments.
 
 For charts, a function or its module may declare the ranges of its numbers (``reward_min``, ``reward_max``,
 ``metrics_ranges = {"steps": {"min": 0, "max": 20, "invert": True}}``); nothing else depends on it.
@@ -47,7 +47,7 @@ ARGUMENTS: Mapping[str, Callable[[Problem, str], object]] = {
 BATCH_ARGUMENTS = ("prompts", "completions", "completion_ids")
 LOGGERS = ("log_extra", "log_metric")
 UNAVAILABLE = ("trainer_state", "environments")  # Arguments of TRL's trainer that do not exist here
-NO_COLUMNS = ("prompt", "completion", "completion_ids")  # Columns that TRL does not pass on
+NO_COLUMNS = ("prompt", "completion", "completion_ids")  # Columns that TRL does not pass to a reward
 KNOWN = (
     f"a reward takes any of: {', '.join(ARGUMENTS)}; or, as in TRL, {', '.join(BATCH_ARGUMENTS)} and columns of the "
     "data by name"
@@ -55,12 +55,10 @@ KNOWN = (
 
 
 class CustomReward(Reward):
-    """Calls ``function`` of ``module`` (the path of a ``.py`` file or a module name) and adds up a list of functions.
-
-    Modules are looked up in ``base_dir`` (the TOML's folder), then in the current directory, and imported in the
-    workers only. Raises PluginMissing when the file, module or function is missing, importing it fails, or a required
-    parameter has an unknown name. Its ``name`` is the function's.
-    """
+    """Calls ``function`` of ``module`` (the path of a ``.py`` file or a module name); the rewards of a list of
+    functions are added. Modules are looked up in ``base_dir`` (the TOML's folder), then in the current directory, and
+    imported in the workers only. Raises PluginMissing if the file, module or function is missing, importing fails, or a
+    required parameter has an unknown name. ``name`` is the function's name, or "custom" for a list."""
 
     def __init__(
         self,
@@ -94,7 +92,7 @@ class CustomReward(Reward):
     def grade_all(self, items: Sequence[Item]) -> list[RewardResult]:
         """Return results in order; ``error`` is the exception of a function or the fault of its return value.
 
-        A function in TRL's form is called once for all completions of a problem, with the sum of their time limits.
+        A function in TRL's form is called once for all completions of a problem; its time limit is the sum of theirs.
         """
         plain = {id(problem): _plain(problem) for problem, _ in items}
         graded = [(plain[id(problem)], str(text), list(getattr(text, "token_ids", ()))) for problem, text in items]
@@ -131,7 +129,7 @@ def _is_path(module: str) -> bool:
 
 
 def _plain(problem: Problem) -> Problem:
-    """Return a problem that every worker can unpickle: metadata other than JSON types become text."""
+    """Return a problem that every worker can unpickle: metadata that JSON cannot represent become text."""
     prompt = problem.prompt if isinstance(problem.prompt, str) else tuple(dict(message) for message in problem.prompt)
     metadata = json.dumps(
         dict(problem.metadata), skipkeys=True, default=lambda v: dict(v) if isinstance(v, Mapping) else str(v)
@@ -146,7 +144,7 @@ def _plain(problem: Problem) -> Problem:
 class RewardFunction:
     """A user's function with the names of its arguments; without names it gets (completion, answer).
 
-    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns`` are the columns that it requires.
+    ``by_batch``: it gets lists. ``takes_any``: it has ``**kwargs``. ``columns``: columns that the data must have.
     """
 
     name: str
@@ -158,9 +156,9 @@ class RewardFunction:
 
 
 class Scorer:
-    """Grades a job, one or more completions of a problem, with the user's functions, in a worker.
+    """Grades a job, the completions of a problem, with the user's functions, in a worker.
 
-    Raises PluginError when a function is missing or has parameters that cannot be filled.
+    Raises PluginError if a function is missing or has parameters that cannot be filled.
     """
 
     def __init__(self, module: str, functions: str | Sequence[str], folders: Sequence[str] = ()):
@@ -232,7 +230,7 @@ def read_signature(name: str, function: Callable[..., object]) -> RewardFunction
 
 
 def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function in TRL's form; its ``arguments`` are all parameters that accept keywords."""
+    """Return ``function`` in TRL's form, with the columns it requires. Raises PluginError for an unknown parameter."""
     if absent := next((p.name for p in required if p.name in UNAVAILABLE), None):
         raise PluginError(f"parameter {absent!r} is TRL's trainer's and not available here: give it a default")
     for parameter in required:
@@ -244,7 +242,7 @@ def _batch_form(function: RewardFunction, required: Sequence[inspect.Parameter])
 
 
 def _completion_form(function: RewardFunction, required: Sequence[inspect.Parameter]) -> RewardFunction:
-    """Return a function of one completion; its ``arguments`` are all parameters that accept keywords."""
+    """Return ``function`` with the ``ARGUMENTS`` it takes; () if it takes (completion, answer). Raises PluginError."""
     unknown = [p.name for p in required if p.name not in ARGUMENTS or p.name not in function.arguments]
     arguments = [argument for argument in ARGUMENTS if function.takes_any or argument in function.arguments]
     if arguments and not unknown:
@@ -282,13 +280,13 @@ class LoggedValues:
         self.extra.setdefault(str(column), []).extend(values)
 
     def numbers(self, index: int) -> dict[str, float | None]:
-        """Return the numbers of one completion; texts are not recorded."""
+        """Return the logged numbers of the completion at ``index``; texts are not recorded."""
         values = {name: column[index] for name, column in self.extra.items() if index < len(column)}
         return {**self.metrics, **{name: float(v) for name, v in values.items() if isinstance(v, bool | int | float)}}
 
 
 def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletion]) -> list[RewardResult]:
-    """Return one result per completion; several functions are added up, each a component with its name."""
+    """Return one result per completion. With several functions, it is their sum, with a component per function."""
     logs = [LoggedValues() for _ in functions]
     # No event loop runs while functions are called: one may start a loop itself.
     returned = [_call(function, job, logged) for function, logged in zip(functions, logs, strict=True)]
@@ -307,7 +305,7 @@ def grade_job(functions: Sequence[RewardFunction], job: Sequence[GradedCompletio
 
 
 def _call(function: RewardFunction, job: Sequence[GradedCompletion], logged: LoggedValues) -> list[object]:
-    """Return values, awaitables or raised exceptions, one per completion or one for all of them."""
+    """Return values, awaitables or raised exceptions: one per completion, or a single value if ``by_batch``."""
     if function.by_batch:
         return [_tried(function.call, **_batch_arguments(function, job, logged))]
     values = []
@@ -361,7 +359,7 @@ def _results(
 
 
 def _batch_results(returned: Any, count: int) -> list[RewardResult]:
-    """Return the results of a function in TRL's form, one per completion; None means that it does not apply."""
+    """Return the results of a function in TRL's form, one per completion. None in ``returned``: it does not apply."""
     values: Any = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
         values = _tried(list, values)  # a generator may raise

@@ -42,11 +42,11 @@ class JudgeUnavailable(Exception):
 
 
 class JudgeEndpoint:
-    """``model`` at ``url`` (the part before ``/chat/completions``).
+    """The judge ``model`` behind ``url`` (the part before ``/chat/completions``; OpenAI's by default).
 
     The key is read once, from the environment variable ``api_key_env``, and never written anywhere. ``timeout_s``
-    limits one request; there are at most ``attempts`` with pauses of ``pause_s`` seconds, doubled each time. ``table``
-    is the TOML section, for messages. Raises UsageError when the variable is not set.
+    limits one request; there are at most ``attempts`` with pauses of ``pause_s`` seconds, doubled each time. ``table``:
+    TOML section, for messages. Raises UsageError if the variable is not set.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class JudgeEndpoint:
             raise UsageError(f"[{table}] judge_api_key_env: ${api_key_env} is not set: export {api_key_env}=…")
 
     def ask_all(self, questions: Sequence[Messages]) -> list[JudgeAnswer]:
-        """Return the answers in order, without the API key, which some servers echo."""
+        """Return the answers in order, each a text or a fault, without the API key, which some servers echo."""
         with ThreadPoolExecutor(1, "judge") as pool:  # the caller may run in an event loop (a notebook)
             return pool.submit(asyncio.run, self._ask_all(questions)).result()
 

@@ -70,7 +70,7 @@ def score_of(answer: JudgeAnswer) -> RewardResult:
 
 
 def question(problem: Problem, completion: str, instruction: str = INSTRUCTION, criteria: str = "") -> Messages:
-    """Return the chat messages that ask for a verdict on ``completion``; ``criteria`` are shown before it."""
+    """Return the chat messages that ask for a verdict on ``completion``; ``criteria`` is text to put before it."""
     parts = [f"Task:\n{prompt_text(problem)}"]
     if problem.answer:
         parts.append(f"Reference answer:\n{problem.answer}")
@@ -99,8 +99,8 @@ class Criterion:
 
 
 class RubricReward(Reward):
-    """Asks the model of ``endpoint`` about ``criteria`` and a problem's criteria in ``column``. ``explicit``: grade
-    each criterion, recorded as ``rubric/<name>``."""
+    """Asks the judge about ``criteria`` and a problem's own criteria in ``column``. ``explicit``: the judge grades
+    every criterion, recorded as ``rubric/<name>``; else it gives one score."""
 
     name = "rubric"
 
@@ -139,7 +139,8 @@ class RubricReward(Reward):
 
 
 def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | None) -> tuple[Criterion, ...]:
-    """Return the common and the problem's criteria. Raises ValueError without criteria, or for an invalid one."""
+    """Return the ``common`` criteria and those in the problem's ``column``. Raises ValueError if the column is missing
+    or invalid, or all weights are 0."""
     if column is not None and column not in problem.metadata:
         raise ValueError(f"the problem has no column {column!r}")
     own = problem.metadata.get(column) if column else None
@@ -151,13 +152,13 @@ def criteria_of(problem: Problem, common: Sequence[Criterion], column: str | Non
 
 
 def share_met(weights: Sequence[float], met: Sequence[float]) -> float:
-    """Return Σ w·c / Σ |w|, in [−1, 1]; ``met`` are the c, in [0, 1], and not all weights are 0."""
+    """Return Σ w·c / Σ |w|, in [−1, 1]. ``met`` are the c, in [0, 1]; at least one weight is not 0."""
     return sum(weight * grade for weight, grade in zip(weights, met, strict=True)) / sum(map(abs, weights))
 
 
 def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
-    """Return the grade in [0, 1] of every criterion from a reply: one JSON object with keys from 1, optionally fenced.
-    Raises ValueError for any other text, because the judge might quote the response."""
+    """Return the grade in [0, 1] of every criterion. The reply must be one JSON object with the keys "1", "2", …,
+    optionally fenced. Raises ValueError for any other text, because the judge might quote the response."""
     reply = without_thinking(text)
     fenced = _FENCED.fullmatch(reply)
     try:
@@ -177,8 +178,8 @@ def parse_met(text: str, criteria: Sequence[Criterion]) -> list[float]:
 
 
 def read_criteria(value: object) -> list[Criterion]:
-    """Read a problem's criteria: a list (or its JSON) of texts or of tables with a text, an optional name (default
-    ``own_1``, ``own_2``, …) and an optional weight (a number or a word). Raises ValueError."""
+    """Return a problem's criteria from a list (or its JSON) of texts or of tables with a text, an optional name
+    (default ``own_1``, ``own_2``, …) and an optional weight (a number or a word). Raises ValueError."""
     rows = json.loads(value) if isinstance(value, str) else value
     if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
         raise ValueError(f"the problem's criteria are {type(rows).__name__}, not a list")

@@ -1,6 +1,6 @@
 """DAPO's soft penalty for answers near the length limit (arXiv 2503.14476).
 
-Differences from published code: the penalty is at most 1, and correctness is decided before it.
+Differences from published code: the penalty is at most 1, and correctness is decided on the reward without it.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ METRIC = "overlong_penalty"
 
 
 def overlong_penalty(tokens: int, longest: int, soft: int) -> float:
-    """Return the penalty of an answer: 0 up to ``longest`` − ``soft`` tokens, then 1 / ``soft`` more with every token,
+    """Return the penalty of an answer: 0 up to ``longest`` − ``soft`` tokens, then −1 / ``soft`` per further token,
     down to −1."""
     return max(-1.0, min(0.0, (longest - soft - tokens) / soft))
 
 
 def punish_overlong(groups: Sequence[Group], longest: int, soft: int) -> list[Group]:
-    """Return the groups with the penalty taken from every reward and noted beside it; no reward stays no reward."""
+    """Return the groups with the penalty added to every reward, and recorded; missing rewards stay missing."""
 
     def punished(rollout: Rollout) -> Rollout:
         reward = rollout.reward

@@ -1,9 +1,9 @@
 """``reward_model``: the score that a sequence-classification model with one label gives to a whole conversation.
 
-The conversation is the problem's messages and the completion, written by the reward model's own chat template (without
-one: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
+The conversation is the problem's messages and the completion, in the reward model's own chat template (without a
+template: the problem, a blank line, the completion). The score is read at its last token, as transformers does.
 
-The rows of a batch affect the last bits of each other's scores. So that scores do not depend on which groups arrive
+The last bits of a score depend on the other rows of the batch. So that scores do not depend on which groups arrive
 together, a batch holds answers to one problem only.
 """
 
@@ -28,8 +28,8 @@ HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
 
 
 class RewardModelReward(Reward):
-    """Scores with the model in the directory, or of the hub's name, ``model``; looked up in ``base_dir`` (the TOML's
-    folder), then in the current directory.
+    """Scores with ``model``: a directory, looked up in ``base_dir`` (the TOML's folder), then in the current directory,
+    or a hub name.
 
     ``batch`` rows are scored at once on the torch ``device``. Files, number of labels and tokenizer are checked at
     construction; the weights are loaded when the first completion is graded. Raises ModelError.
@@ -70,13 +70,12 @@ class RewardModelReward(Reward):
         return [results[index] for index in range(len(items))]
 
     def close(self) -> None:
-        """Release the weights. They stay cached until another model is loaded, because the next cohort may need
-        them."""
+        """Release the weights. They stay cached until another model is loaded: the next cohort may need them."""
         self._weights = None
 
     def token_ids(self, problem: Problem, completion: str) -> list[int]:
-        """Return the conversation's tokens for the reward model. Raises ModelError when they exceed its context or its
-        vocabulary, and errors of the chat template."""
+        """Return the conversation's tokens for the reward model. Raises ModelError if there are none, or they exceed
+        its context or its vocabulary; errors of the chat template pass through."""
         text, has_template = _encodable(f"{prompt_text(problem)}\n\n{completion}"), bool(self.tokenizer.chat_template)
         if has_template:
             messages = conversation(problem, completion)
@@ -134,15 +133,15 @@ def find_reward_model(model: str, base_dir: Path | None) -> Path:
 
 @dataclass(eq=False)
 class RewardModelWeights:
-    """A model in memory, shared by all graders of this process that name it. ``pad`` is its own padding token, or
-    None."""
+    """A model in memory, shared by all graders of this process that use it. ``pad``: id of the model's padding token,
+    None if it has none."""
 
     model: Any
     pad: int | None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def scores(self, rows: Sequence[list[int]]) -> list[float]:
-        """Return the score of each row of token ids, padded on the right to the longest, from one forward pass."""
+        """Return the scores of rows of token ids, from one forward pass; shorter rows are padded on the right."""
         import torch
 
         with self.lock, torch.no_grad():
@@ -166,7 +165,7 @@ _LOCK = threading.Lock()
 
 
 def cached_weights(directory: Path, device: str) -> RewardModelWeights:
-    """Return the weights of these files, cached in this process. Raises ModelError and errors of transformers."""
+    """Return the weights in ``directory``, cached in this process. Raises ModelError and errors of transformers."""
     with _LOCK:
         key = (str(directory), device, files_digest(directory))
         weights = _LOADED.get(key)
@@ -209,5 +208,5 @@ def _refused(model: str, fault: str) -> ModelError:
 
 
 def _encodable(text: str) -> str:
-    """Return ``text`` with half surrogate pairs, which no tokenizer takes, as U+FFFD."""
+    """Return ``text`` with lone surrogates, which tokenizers reject, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

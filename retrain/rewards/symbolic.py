@@ -22,10 +22,10 @@ MEMORY_BYTES = 2 << 30
 
 
 class MathReward(Reward):
-    r"""1 when the answer is mathematically equal to the reference, else 0; ``strict`` as in ``answers.answer_text``.
+    r"""Grades 1 if the answer is mathematically equal to the reference, else 0; ``strict`` as in ``answer_text``.
 
-    Raises MissingExtra when math-verify is not installed. No marked answer, or a box never closed, scores 0; an
-    expression that exceeds ``timeout_s`` seconds or 2 GiB gets null.
+    Raises MissingExtra if math-verify is not installed. No marked answer, or a box never closed, scores 0; an
+    expression that exceeds ``timeout_s`` seconds or 2 GiB has the reward null.
     """
 
     name = "math"
@@ -57,7 +57,7 @@ def _result(verdict: bool | str | None, format_ok: bool) -> RewardResult:
 
 
 def verifier() -> Callable[[Sequence[str]], bool]:
-    """Return the worker's function of (reference, answer): whether they are equal."""
+    """Return the function that a worker calls with (reference, answer); it returns whether they are equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     logging.disable(logging.WARNING)  # math-verify warns that its own, cooperative time limits are off

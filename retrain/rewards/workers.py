@@ -36,7 +36,7 @@ from retrain.plugins import described
 LENGTH = struct.Struct("!i")  # Header of a frame: its length in bytes
 LIMIT = struct.Struct(">d")  # Header of a job: its time limit in seconds
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-START_SECONDS = 60.0  # imports of a worker on a slow or busy machine
+START_SECONDS = 60.0  # time limit for a worker's imports on a slow or busy machine
 MAX_REPLY_BYTES = 16 << 20
 BAD_LENGTH = "bad message length"
 MAX_FAILED_STARTS = 3
@@ -49,8 +49,8 @@ _BOOT = (
 
 @dataclass
 class Reply:
-    value: Any = None  # What the job returned
-    error: str | None = None  # Why it did not
+    value: Any = None  # Return value of the job
+    error: str | None = None  # Why the job returned nothing
     kind: Literal["raised", "timeout", "died", "flooded"] | None = None
 
 
@@ -72,7 +72,7 @@ class _Worker:
 
     def ask(self, payload: bytes, limit_s: float) -> dict[str, object]:
         """Return the reply to a frame. Raises TimeoutError after ``limit_s`` seconds, EOFError if the process has
-        ended, OSError or ValueError for anything else than one reply."""
+        ended, OSError or ValueError for anything but a single reply."""
         deadline = time.monotonic() + limit_s
         try:
             self.socket.settimeout(limit_s)
@@ -115,8 +115,8 @@ class _Worker:
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """Limits of a worker process: wall-clock seconds of a job; private memory (RLIMIT_DATA, because libraries such as
-    torch map far more address space than they use); seconds until it is ready."""
+    """Limits of a worker process: wall-clock seconds per job; private memory (RLIMIT_DATA, because libraries such as
+    torch map far more address space than they use); seconds until the worker is ready."""
 
     timeout_s: float
     memory_bytes: int
@@ -127,8 +127,8 @@ class WorkerPool:
     """Runs jobs in up to ``workers`` processes, with one waiting thread per process.
 
     ``entry`` is ``module:function``: called in the worker with ``arguments``, it returns the function that takes a job
-    and returns a JSON value. ``subject`` names the work in messages. ``python`` is another interpreter, which can
-    import only this package and ``folders`` besides its own packages.
+    and returns a JSON value. ``subject`` names what runs in messages. ``python``: another interpreter for the workers,
+    which then can import, besides its own packages, only this package and ``folders``.
     """
 
     def __init__(
@@ -164,7 +164,8 @@ class WorkerPool:
             self._idle.append(self._ready_worker())
 
     def map(self, jobs: Sequence[object], timeout_s: float | None = None) -> list[Reply]:
-        """Return one reply per job, in order; each job may take ``timeout_s``. Never raises for a fault of a job."""
+        """Return one reply per job, in order; faults of a job do not raise. ``timeout_s``: a limit other than the
+        pool's."""
         limit_s = timeout_s or self.timeout_s
         with self._lock:
             self._failed_starts, self._timeouts, self._fatal = 0, 0, None
@@ -243,7 +244,7 @@ class WorkerPool:
                 self._fatal = f"{self.subject}'s worker process cannot start: {reason}"
 
     def _ending(self, worker: _Worker, error: Exception) -> str:
-        """Discard a worker after a fault; return the fault with the process's exit status, if it has ended."""
+        """Discard a worker after a fault; return the fault, with the exit status of the process if it has ended."""
         fault = "ended" if isinstance(error, EOFError) else f"sent an invalid reply ({error})"
         with contextlib.suppress(subprocess.TimeoutExpired):  # let it finish dying, to learn how
             worker.process.wait(0.1)
@@ -263,11 +264,11 @@ def _close_all(workers: list[_Worker]) -> None:
 
 
 def serve(descriptor: int) -> None:
-    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, limits.
+    """Serve jobs on the socket ``descriptor``. The first frame is the set-up: entry, arguments, subject, memory limit.
 
-    The entry ``module:function`` is called once with the arguments and returns the function that grades a job.
-    Replies: ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON), then
-    ``{"value": …}`` or ``{"error": text}`` for each job; ``"retire"`` asks to be replaced (memory ran out).
+    The entry ``module:function`` is called once with the arguments and returns the function that runs a job. Replies:
+    ``{"ready": true, "facts": …}`` once (the function's attribute ``facts``, JSON) or ``{"fatal": text}``, then
+    ``{"value": …}`` or ``{"error": text}`` per job; ``"retire"`` asks to be replaced (memory ran out).
     """
     _ignore_termination_signals()
     connection = Connection(descriptor)

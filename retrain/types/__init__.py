@@ -1,7 +1,7 @@
 """Data that flows through a run: Problem → Rollout → Group → CreditedBatch → Sample → metrics row.
 
-Each type is frozen: the next stage adds what it knows in a type of its own. ``MicroBatch``, which holds tensors, stands
-in ``retrain.policy``.
+Most types are frozen: a stage returns a new object with what it adds. ``MicroBatch``, which holds tensors, is in
+``retrain.policy``.
 """
 
 from retrain.types.rollouts import CORRECT_ABOVE as CORRECT_ABOVE

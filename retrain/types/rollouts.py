@@ -1,8 +1,9 @@
-"""Sampled data: Problem → Prompt → SampleRequest → Rollout (Turn, Turn, …) → Group. None of it changes after sampling
-and grading.
+"""Results of sampling and grading, never changed afterwards: Problem → Prompt → SampleRequest → Rollout (turns) →
+Group.
 
-``advantages_BT`` is [rows of a batch, tokens]: ``retrain.maths.shapes.DIMENSIONS`` has the letters of names and shapes.
-Arrays are numpy on the host; tensors live only in ``policy``, ``engines``, ``algorithms`` and ``maths``.
+The end of an array's name is its shape: ``advantages_BT`` is [rows of a batch, tokens], see
+``retrain.maths.shapes.DIMENSIONS``. Arrays are numpy on the host; tensors live only in ``policy``, ``engines``,
+``algorithms`` and ``maths``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 Message = Mapping[str, str]  # One chat turn: `{"role": "user", "content": "…"}`
 StopReason = Literal["stop", "length"]
 
-# Reason for an episode's end: by the environment; at the limit of turns or tokens; or the environment raised an error,
+# Reason for an episode's end: the environment ended it; the limit of turns or tokens; the environment raised an error,
 # timed out, ended its process, or sent too long an answer
 Ended = Literal["done", "max_turns", "max_tokens", "raised", "timeout", "died", "flooded"]
 
-# Most problems of one split of a user's function or environment, whose generator may be endless
+# Maximum number of problems in a split of a user's function or environment, whose generator may be endless
 MAX_PROBLEMS = 1_000_000
 
 
@@ -41,12 +42,12 @@ class Prompt:
     problem: Problem
     text: str
     token_ids: tuple[int, ...]
-    messages: tuple[Message, ...] = ()  # What ``text`` was rendered from, system prompt and template included
+    messages: tuple[Message, ...] = ()  # Chat messages of ``text``, system prompt and template included
 
 
 @dataclass(frozen=True)
 class PolicyRef:
-    """The name of a run's weights; ``version`` counts their changes."""
+    """Reference to one version of a run's weights; ``version`` counts the changes of the weights."""
 
     run_id: str
     version: int
@@ -54,11 +55,11 @@ class PolicyRef:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for ``samples`` actions after one prompt, by the weights that ``policy`` names.
+    """Request to sample ``samples`` completions of one prompt with the weights that ``policy`` names.
 
-    ``stream`` names the random stream of the group (see ``retrain.rng``); sample k uses ``(*stream, k)``, so that no
-    sample depends on the rest of the batch. ``top_p``, ``top_k`` and ``min_p`` truncate the distribution (see
-    ``engines.step``).
+    ``stream`` names the random stream of the group (``retrain.rng``). Sample k uses the stream ``(*stream, k)``, so
+    that it does not depend on the rest of the batch. ``top_p``, ``top_k`` and ``min_p`` truncate the distribution
+    (``engines.step``).
     """
 
     policy: PolicyRef
@@ -70,19 +71,19 @@ class SampleRequest:
     top_p: float = 1.0
     top_k: int = 0  # 0 for no limit
     min_p: float = 0.0
-    # A name for each sample whose sequence may continue in a later request of the same name: the engine may cache it
+    # One name per sample. A later request with this name may continue the sequence, so that the engine may cache it
     # until ``forget_sequences``
     sequences: tuple[tuple[int | str, ...], ...] = ()
-    streams: tuple[tuple[int | str, ...], ...] = ()  # Full name of each sample's stream, where not ``(*stream, k)``
-    drawn: int = 0  # Numbers of those streams used before, by tokens of the completion that end ``prompt_ids``
+    streams: tuple[tuple[int | str, ...], ...] = ()  # Stream of each sample, if not ``(*stream, k)``
+    drawn: int = 0  # Random numbers of each stream to skip: completion tokens at the end of ``prompt_ids``
 
 
 @dataclass(frozen=True)
 class Support:
-    """The tokens that each token was sampled from when sampling is truncated (top-p, top-k, min-p).
+    """Candidate tokens of every sampled token under truncated sampling (top-p, top-k, min-p).
 
-    Token t was sampled from ``ids[offsets[t] : offsets[t + 1]]`` (int32), itself one of them; ``offsets`` is int64
-    [T + 1].
+    Token t was sampled from ``ids[offsets[t] : offsets[t + 1]]`` (int32), which contains it; ``offsets`` is int64 [T +
+    1].
     """
 
     ids: np.ndarray
@@ -93,10 +94,10 @@ class Support:
 class Action:
     """The tokens that the policy sampled in one turn.
 
-    ``token_ids`` includes the end token when ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` (nats) are of
-    the distribution that was sampled from: temperature applied, over ``support`` or else the full vocabulary.
-    ``entropy_T`` is None from engines that do not return it, ``support`` when sampling was not truncated.
-    ``policy_version`` is that of the weights that sampled it.
+    ``token_ids`` includes the end token if ``stop_reason == "stop"``. ``logprobs_T`` and ``entropy_T`` (nats) are those
+    of the sampled distribution: after temperature, over ``support`` or else the full vocabulary. ``entropy_T`` is None
+    if the engine does not return it, ``support`` if sampling was not truncated. ``policy_version`` is the version of
+    the weights that sampled.
     """
 
     token_ids: list[int]
@@ -113,12 +114,10 @@ class Action:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn: ``observation_ids`` are the tokens read before the ``action`` (in the first turn the prompt),
-    ``messages`` the observation as chat messages.
-
-    ``fresh``: the conversation was rewritten, and ``observation_ids`` are all of it. ``reward`` is the environment's
-    reward of this turn, None if it rewards only episodes; ``metrics`` and ``logs`` are its data about the turn.
-    """
+    """One turn. ``observation_ids``: tokens read before the ``action``, in the first turn the prompt. ``messages``: the
+    observation as chat messages. ``fresh``: the conversation was rewritten, and ``observation_ids`` is all of it.
+    ``reward``: the environment's reward for this turn, None if it rewards only episodes. ``metrics`` and ``logs``: the
+    environment's numbers and texts about it."""
 
     observation_ids: tuple[int, ...]
     action: Action
@@ -133,10 +132,10 @@ class Turn:
 class RewardResult:
     """The grade of one rollout.
 
-    ``total_reward`` is None when grading failed (``error`` holds the reason). ``components`` holds each weighted part
-    by name before weighting, ``sample_metrics`` any further numbers that a reward wants recorded, None where this
-    completion has none. ``correct`` and ``format_ok``: None leaves them to ``with_correctness``. ``audit_error`` is why
-    an audit gave no score.
+    ``total_reward`` is None if grading failed, for the reason in ``error``. ``components``: parts of the reward by
+    name, before weighting. ``sample_metrics``: other numbers to record, None if this completion has no value.
+    ``correct`` and ``format_ok``: if None, ``with_correctness`` decides them. ``audit_error``: why an audit gave no
+    score.
     """
 
     total_reward: float | None
@@ -150,7 +149,7 @@ class RewardResult:
 
     @property
     def is_correct(self) -> bool:
-        """Return whether it counts as correct, by the default threshold where nothing has decided yet."""
+        """Return ``correct``; if it is None, what ``with_correctness`` decides with the default threshold."""
         return bool(with_correctness(self).correct)
 
 
@@ -160,11 +159,11 @@ CORRECT_ABOVE = 0.5  # Default of `[reward] correct_above`
 def with_correctness(
     reward: RewardResult, correct_above: float = CORRECT_ABOVE, correct_metric: str | None = None
 ) -> RewardResult:
-    """Return the reward with ``correct`` and ``format_ok`` decided; nothing else decides them.
+    """Return the reward with ``correct`` and ``format_ok`` decided; no other function decides them.
 
-    ``correct`` is what the reward has set, else whether its component or metric ``correct_metric`` (default
-    ``correct``) is above 0.5, else whether its total is above ``correct_above``. ``format_ok`` is what the reward has
-    set, else whether its component or metric ``format`` is above 0.5, else None.
+    ``correct``: as the reward set it, else whether the component or metric ``correct_metric`` (default ``correct``) is
+    above 0.5, else whether the total is above ``correct_above``. ``format_ok``: as the reward set it, else whether the
+    component or metric ``format`` is above 0.5, else None.
     """
     values = {**reward.sample_metrics, **reward.components}
 
@@ -183,8 +182,8 @@ def with_correctness(
 class Rollout:
     """One trajectory: its turns and its reward.
 
-    A completion of a one-turn problem is a rollout with one turn; an episode that could not begin has none. Arrays over
-    ``_T`` run over the tokens of all actions, one after the other.
+    A completion of a one-turn problem is a rollout with one turn; an episode that could not begin has no turns. Arrays
+    ``_T`` have one entry per token of all actions, in order.
     """
 
     prompt: Prompt
@@ -215,12 +214,11 @@ class Rollout:
 
     @property
     def sequences(self) -> int:
-        """Return the number of its samples: one, and one more per rewrite of the conversation."""
+        """Return the number of samples to train on: one, and one more per rewrite of the conversation."""
         return len(split_sequences(self.turns))
 
     @property
     def observation_tokens(self) -> int:
-        """Return the number of tokens that the policy read, the prompt included."""
         return sum(len(turn.observation_ids) for turn in self.turns)
 
     def __len__(self) -> int:
@@ -228,7 +226,7 @@ class Rollout:
 
 
 def split_sequences(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Return the turns, cut where the policy read the whole conversation anew."""
+    """Split the turns before every turn in which the policy read a rewritten conversation (``fresh``)."""
     sequences: list[list[Turn]] = []
     for turn in turns:
         if turn.fresh or not sequences:
@@ -244,7 +242,7 @@ class Group:
 
     @property
     def rewards_N(self) -> np.ndarray:
-        """Total rewards, float64 [N], NaN where grading failed."""
+        """Return the total rewards, float64 [N], NaN where grading failed."""
         totals = (rollout.reward.total_reward for rollout in self.rollouts)
         return np.array([math.nan if total is None else total for total in totals], dtype=np.float64)
 

@@ -1,5 +1,5 @@
-"""Credit and samples: what scoring, credit assignment and masking add to sampled groups, the flat sequences of tokens
-that train, and what the recorder is given of a step."""
+"""Results of scoring, credit assignment and masking, the token sequences to train on, and the records of steps and
+evaluations from which metrics are computed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MAX_STALENESS = "max_async"  # Reason for discarding a group that exceeds the al
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over *all* rollouts of an optimizer step that have a reward, trained on or not.
+    """Counts that normalise the loss, over *all* rollouts of an optimizer step with a reward, trained on or not.
 
-    ``all_tokens``: sequence lengths count every action token, not only those of the loss mask; ``kept_tokens``: only
-    those of it that were not rejected. ``action_tokens``: all action tokens, which a critic's loss is divided by.
+    The tokens of a sequence that count are those of its loss mask; with ``all_tokens``, all action tokens; with
+    ``kept_tokens``, those of the loss mask that were not rejected. ``action_tokens``: all action tokens, the divisor of
+    a critic's loss.
     """
 
     tokens: int
@@ -41,24 +42,24 @@ class CreditedRollout(Rollout):
     credit, ``turn_advantages`` (1.0, -0.25) and ``token_advantages_T`` [1.0, 1.0, 1.0, -0.25, -0.25].
     """
 
-    staleness: int = 0  # Of its oldest token, in policy versions
-    # Prompt that its teacher reads; () for the rollout's own, None without teacher
+    staleness: int = 0  # Policy versions that its oldest token is behind
+    # Token ids of the teacher's prompt; () for the rollout's own prompt, None without teacher
     teacher_prompt: tuple[int, ...] | None = None
     advantage: float = math.nan  # NaN without a reward, and before credit assignment
     turn_advantages: tuple[float, ...] | None = None  # One per turn, with turn credit
     planning_T: np.ndarray | None = None  # bool [T]: planning tokens
     uncertainty_T: np.ndarray | None = None  # float64 [T], nats (predictive variance: no unit)
-    pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: the same after SEPA pooling
+    pooled_uncertainty_T: np.ndarray | None = None  # float64 [T]: after SEPA pooling
     token_advantages_T: np.ndarray | None = None  # float64 [T]; None without a reward
     loss_mask_T: np.ndarray | None = None  # bool [T]: tokens that train; None for all of them
-    policy_weights_T: np.ndarray | None = None  # float64 [T]: factor of the policy loss, 0 if rejected; None: 1
+    policy_weights_T: np.ndarray | None = None  # float64 [T]: factor of policy loss, 0: rejected; None: 1
     values_T: np.ndarray | None = None  # float64 [T]: the critic's value before each token
     value_targets_T: np.ndarray | None = None  # float64 [T]
     # Trainer's log-probabilities [T]: before the first of several updates (float64), or, after a single update, those
     # of its forward pass (float32)
     old_logprobs_T: np.ndarray | None = None
-    counted_tokens: int | None = None  # Tokens that count in the loss's denominator; None is all of them
-    counted_sequences: int | None = None  # Sequences that count in it; None is all of them
+    counted_tokens: int | None = None  # Tokens in the loss's denominator; None for all of them
+    counted_sequences: int | None = None  # Sequences in the loss's denominator; None for all
 
     @property
     def has_reward(self) -> bool:
@@ -71,7 +72,7 @@ class CreditedRollout(Rollout):
 
 @dataclass(frozen=True, eq=False)
 class CreditedGroup(Group):
-    """A group with its rollouts' credit.
+    """A group whose rollouts have credit.
 
     ``discarded`` is None for a group that trains, else the reason: ``zero_advantage``, ``no_reward`` or
     ``MAX_STALENESS``.
@@ -82,7 +83,7 @@ class CreditedGroup(Group):
 
     @classmethod
     def of(cls, group: Group, staleness: Sequence[int] | None = None, discarded: str | None = None) -> CreditedGroup:
-        """Return the group without credit, with the staleness of each rollout (0 if None)."""
+        """Return ``group`` without credit. ``staleness``: versions that each rollout is behind; None for 0."""
         behind = staleness or [0] * len(group.rollouts)
         rollouts = [
             CreditedRollout(one.prompt, one.turns, one.reward, one.ended, staleness=versions)
@@ -118,7 +119,6 @@ class CreditedBatch:
         return [rollout for group in kept for rollout in group.rollouts if rollout.is_credited]
 
     def with_rollouts(self, rollouts: Iterable[CreditedRollout]) -> CreditedBatch:
-        """Return the batch with all of its rollouts replaced, in order."""
         parts = iter(rollouts)
         groups = [replace(group, rollouts=tuple(islice(parts, len(group.rollouts)))) for group in self.groups]
         return replace(self, groups=tuple(groups))
@@ -126,7 +126,7 @@ class CreditedBatch:
     def with_fields(
         self, rollouts: Sequence[CreditedRollout], changes: Iterable[Mapping[str, object]]
     ) -> CreditedBatch:
-        """Return the batch with fields of ``rollouts`` replaced by the mapping (name to value) of each."""
+        """Return the batch with changed ``rollouts``: for each, a mapping from field names to new values."""
         # Rollouts hash by identity (eq=False): two with equal tokens are different keys.
         changed = {rollout: replace(rollout, **change) for rollout, change in zip(rollouts, changes, strict=True)}
         return self.with_rollouts(changed.get(rollout, rollout) for rollout in self.rollouts)
@@ -143,8 +143,9 @@ class CreditedBatch:
 class EvalRecord:
     """One held-out evaluation: every group with its rollouts, none of which has an advantage.
 
-    ``step`` counts the updates done; ``temperature``, ``samples`` per problem, ``max_tokens``, ``top_p``, ``top_k`` and
-    ``min_p`` are how it sampled. With ``error``, what environment or grader raised, groups are missing.
+    ``step``: number of updates done. ``samples``: per problem. ``temperature``, ``max_tokens``, ``top_p``, ``top_k``
+    and ``min_p``: sampling settings. ``error``: exception of the environment or grader, because of which groups are
+    missing.
     """
 
     name: str
@@ -162,12 +163,12 @@ class EvalRecord:
 
 @dataclass
 class StepRecord:
-    """One optimizer step of one run; the recorder makes all metrics from it.
+    """One optimizer step of one run, from which the recorder computes all metrics.
 
-    ``groups`` are all groups of the batch before filtering; ``dropped`` were replaced by dynamic sampling and count
-    only as sampled. ``update`` holds the policy's numbers of this step under their catalogue keys (loss,
-    optim/grad_norm, val/ratio, …), ``state`` the controllers' (sepa_lambda, …), ``spans`` the wall-clock parts: (name,
-    start, end) in seconds since the epoch, names as in ``time/<name>``.
+    ``groups``: all groups of the batch before filtering. ``dropped``: groups that dynamic sampling replaced, which
+    count only as sampled. ``update``: metrics of the update by catalogue key (loss, optim/grad_norm, val/ratio, …).
+    ``state``: metrics of controllers (sepa_lambda, …). ``spans``: (name, start, end) of the step's parts, in seconds
+    since the epoch; names as in ``time/<name>``.
     """
 
     step: int
@@ -182,21 +183,20 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A sequence of tokens to train on, one entry per token of what was read and what was sampled [L].
+    """A sequence of tokens to train on, with one entry [L] per token read or sampled.
 
     A rollout of two turns that read (1, 2), sampled (10, 11), read (5) and sampled (12), with an advantage of 0.5:
 
     - ``token_ids`` 1 2 10 11 5 12 (int64)
-    - ``action_mask`` 0 0 1 1 0 1 (bool): the sampled tokens; in all float arrays the others are 0
-    - ``loss_mask`` 0 0 1 1 0 1 (bool): those of them that train
-    - ``logprobs`` 0 0 −1.2 −0.3 0 −2.0 (float64, nats): of the distribution that each was sampled from
-    - ``versions`` −1 −1 3 3 −1 3 (int64): of the weights that sampled it; −1 where none did
+    - ``action_mask`` 0 0 1 1 0 1 (bool): the sampled tokens; all float arrays are 0 elsewhere
+    - ``loss_mask`` 0 0 1 1 0 1 (bool): the sampled tokens that train
+    - ``logprobs`` 0 0 −1.2 −0.3 0 −2.0 (float64, nats): in the distribution that the token was sampled from
+    - ``versions`` −1 −1 3 3 −1 3 (int64): of the weights that sampled the token; −1 if it was read
     - ``advantages`` 0 0 0.5 0.5 0 0.5 (float64)
 
-    ``support`` is that of the sampled tokens, one after the other; None when sampling was not truncated.
-    ``old_logprobs`` are the trainer's before the first of several updates, ``values`` and ``value_targets`` the
-    critic's, ``policy_weights`` factors of the policy loss (0: rejected); each is None if unused. ``teacher_prompt`` is
-    as in ``CreditedRollout``.
+    ``support``: candidates of the sampled tokens, in order; None if sampling was not truncated. ``old_logprobs``: the
+    trainer's, before the first of several updates. ``values`` and ``value_targets``: the critic's. ``policy_weights``:
+    factors of the policy loss (0: rejected). ``teacher_prompt``: as in ``CreditedRollout``. Each is None if unused.
     """
 
     token_ids: np.ndarray
@@ -217,7 +217,7 @@ class Sample:
 
     @property
     def prefix(self) -> int:
-        """Return the number of tokens before the first action, which a group's samples have in common."""
+        """Return the number of tokens before the first action: the prompt, which samples of a group share."""
         return int(self.action_mask.argmax())
 
     @classmethod
@@ -244,7 +244,7 @@ class Sample:
 
 
 class Want(StrEnum):
-    """Kinds of scores of sampled tokens; a policy gives all but ``TEACHER``."""
+    """Scores of sampled tokens that can be requested; a policy computes all but ``TEACHER``."""
 
     LOGPROBS = "logprobs"
     ENTROPY = "entropy"
@@ -255,10 +255,10 @@ class Want(StrEnum):
 
 @dataclass(frozen=True)
 class Scores:
-    """Arrays over the action tokens [T], one per sample or per rollout; None for kinds that were not requested.
+    """Arrays over the action tokens [T], one per sample or per rollout; None for scores that were not requested.
 
     ``logprobs`` and ``entropy`` (nats) are the policy's, ``reference`` the frozen base's log-probabilities, ``teacher``
-    a teacher's, empty for a rollout that it does not score.
+    a teacher's, an empty array for a rollout that it does not score.
     """
 
     logprobs: list[np.ndarray] | None = None
@@ -270,11 +270,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples with signal of one optimizer step; ``denominators`` also count groups without signal.
+    """The samples of one optimizer step that train; ``denominators`` also count rollouts that do not train.
 
-    ``step`` counts from 0, as does ``update`` within it; ``stream`` is the prefix of the run's random streams. Where
-    nothing trains, sampler and trainer are compared on ``probe``, a few rollouts without advantages. ``keep_logprobs``
-    requests the trainer's log-probabilities of the sampled tokens.
+    ``step`` and ``update`` (within the step) count from 0. ``stream``: prefix of the run's random streams. ``probe``:
+    if no sample trains, a few rollouts without advantages, on which sampler and trainer are compared.
+    ``keep_logprobs``: return the trainer's log-probabilities of the sampled tokens.
     """
 
     samples: Sequence[Sample]
@@ -288,8 +288,8 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """Metrics of one optimizer step, and for a batch with ``keep_logprobs`` the trainer's log-probabilities [T] of each
-    sample's sampled tokens before the step, None for a sample that needed no forward pass."""
+    """Metrics of one optimizer step. ``trainer_logprobs``: for a batch with ``keep_logprobs``, the trainer's
+    log-probabilities [T] before the step, one array per sample; None for a sample that needed no forward pass."""
 
     metrics: Mapping[str, Any]
     trainer_logprobs: Sequence[np.ndarray | None] = ()

@@ -1,1 +1,1 @@
-"""Leases of directories, requests to stop, copies in object stores, answers in texts, child processes."""
+"""Leases of directories, requests to stop, copies in object stores, answers in texts, child processes, formats."""

@@ -8,7 +8,7 @@ braces or of ``\boxed``, so nothing here backtracks, recurses or turns digits in
 import re
 from collections import deque
 
-MAX_ANSWER = 1000  # Characters of an expression; a longer one is only compared as text, for parsers are slow
+MAX_ANSWER = 1000  # Characters; longer expressions are only compared as text, because parsers are slow
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace (as in \{1,2\}) does not nest
 _NUMBER = re.compile(r"(?:(?<![0-9.)\]}])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
@@ -46,7 +46,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def final_line(text: str) -> str | None:
-    """Return what the last line ``#### …`` holds, GSM8K's way of marking an answer; None without such a line."""
+    """Return the rest of the last line that begins with ``####`` (GSM8K's mark of an answer); None without such a
+    line."""
     lines = deque(_FINAL_LINE.finditer(text), maxlen=1)
     return lines[0].group(1).strip() if lines else None
 
@@ -61,10 +62,10 @@ def last_line(text: str) -> str:
 
 
 def reference_answer(text: str) -> str:
-    r"""Return the answer that a data set's answer column holds.
+    r"""Return the answer in a data set's answer column.
 
-    GSM8K writes a solution that ends in a line ``#### 1,234`` (→ "1234": commas between digits go), MATH one
-    that contains ``\boxed{…}`` (→ its contents); anything else is the answer itself, stripped.
+    GSM8K's solutions end in a line ``#### 1,234``, which gives "1234" (commas between digits are removed). MATH's
+    contain ``\boxed{…}``, which gives its contents. Any other text is the answer itself, stripped.
     """
     answer = final_line(text)
     if answer is not None:
@@ -88,10 +89,10 @@ def plain_number(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    r"""Return one spelling for answers that differ only in notation.
+    r"""Return the same spelling for answers that differ only in notation.
 
-    Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``; ``\dfrac`` becomes
-    ``\frac``, a number its ``plain_number``. Letter case, units and commas between elements stay.
+    Removed: spaces and LaTeX spacing, ``$`` and ``\$``, one final period, ``\left``/``\right``. ``\dfrac`` becomes
+    ``\frac``, a number becomes its ``plain_number``. Letter case, units and commas between elements stay.
     """
     text = answer.translate(_MINUS_SIGNS)
     text = _SPACING.sub("", text.replace("\\$", "").replace("$", "").replace("{,}", ","))
@@ -104,10 +105,10 @@ def normalise(answer: str) -> str:
 
 def answer_text(completion: str, reference: str, solution: str, strict: bool = True) -> str | None:
     r"""Return the answer in a completion: its last ``\boxed{…}``, else its last line ``#### …`` if the problem's
-    ``solution`` has one; else None.
+    ``solution`` has such a line; else None.
 
-    An unclosed box gives None, an empty one "". Without ``strict``, if nothing is marked, the answer is the last number
-    if the reference is a number, else the last line.
+    An unclosed box gives None, an empty box "". Without ``strict``, a completion without box or line gives its last
+    number if the reference is a number, else its last line.
     """
     if _BOX.search(completion):
         return last_boxed(completion)
@@ -129,7 +130,7 @@ def same_text(answer: str | None, reference: str) -> bool:
 
 
 def verdict_by_text(reference: str, answer: str) -> bool | None:
-    """Return whether two mathematical expressions are equal if their texts alone decide it, else None."""
+    """Return whether two mathematical expressions are equal; None if only parsing them can decide."""
     if not answer.strip() or not reference.strip():
         return False
     if same_text(answer, reference):

@@ -23,7 +23,7 @@ LONGEST_LINE = 64 << 20  # Bytes; longer lines are skipped, retrain writes none
 
 
 class LineMark(NamedTuple):
-    """The last line that was read from a growing file: the offset of its end, its length and its checksum."""
+    """The last line read from a growing file: the offset of its end, its length and its CRC-32."""
 
     end: int = 0
     length: int = 0
@@ -82,7 +82,7 @@ class Tail:
         return replaced, rows
 
     def lines(self) -> tuple[bool, list[bytes]]:
-        """Return as ``rows``, with the text of new lines that are not blank."""
+        """Return as ``rows``, but the new lines as text, without blank lines."""
         replaced = self._lines is not None and not self._lines.is_current()
         if replaced or self._lines is None:
             begin = self._begin()
@@ -101,7 +101,7 @@ class Tail:
 
 
 def parse_row(line: bytes) -> Row:
-    """Return the JSON object in a line. Raises ValueError, or RecursionError, for anything else."""
+    """Return the JSON object in a line. Raises ValueError or RecursionError for anything else."""
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError("no object")

@@ -28,7 +28,7 @@ from retrain.ownership import LAYOUT, MARK, mark_of, owner_of
 INDEX = ".mirror_index.json"
 MANIFEST = "manifest.json"
 NOT_UPLOADED = (".lease", "workers", "wandb", INDEX)
-# They replace files atomically.
+# URL schemes of stores that replace files atomically; on others a file is written aside and renamed
 OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory")
 
 
@@ -48,7 +48,7 @@ class Mirror:
         self._manifest = b""
 
     def claim(self) -> None:
-        """Make this process the writer. Raises NotOurs where the URL holds anything but a copy of this directory."""
+        """Make this process the writer. Raises NotOurs if the URL holds anything but a copy of this directory."""
         with self._storage_errors():
             index = self.index()
             if index["owner"] != self.owner and (index["owner"] or self.store.find("", maxdepth=1, withdirs=True)):
@@ -57,8 +57,7 @@ class Mirror:
             self._write_index(index["files"])
 
     def push(self) -> None:
-        """Upload changed files. Raises LeaseLost when another process has claimed the copy, StorageError for
-        failures."""
+        """Upload changed files. Raises LeaseLost if another process has claimed the copy, StorageError if it fails."""
         with self._storage_errors():
             if self.index()["token"] != self.token:
                 raise LeaseLost(f"another process writes {self.url} now: this one stops without writing there")
@@ -80,8 +79,8 @@ class Mirror:
             self._uploaded = facts
 
     def _upload_groups(self, groups: list[list[str]], facts: dict[str, list[int]]) -> list[str]:
-        """Upload groups of files, whose ``facts`` are those of ``_facts``; return the files of groups of which one was
-        removed meanwhile."""
+        """Upload each group of files; return the files of groups from which a file was removed meanwhile. ``facts``:
+        size and modification time by file (``_facts``)."""
         replaced = {name for names in groups if len(names) > 1 for name in names}
         if replaced & self._indexed.keys():
             self._write_index({name: each for name, each in self._indexed.items() if name not in replaced})
@@ -134,7 +133,8 @@ class Mirror:
             return {"owner": None, "token": None, "files": {}}
 
     def _groups(self, folder: Path) -> Iterator[list[str]]:
-        """Yield each file below ``folder`` that may change, and the files of each complete directory as one group."""
+        """Yield the files below ``folder`` in groups to upload together: each file that may change, each complete
+        directory."""
         base, mark = folder.relative_to(self.directory), mark_of(folder)
         if mark and mark.files is not None:
             yield [(base / name).as_posix() for name in (*mark.files, MARK)]
@@ -147,7 +147,7 @@ class Mirror:
                     yield from self._groups(path) if path.is_dir() else [[(base / path.name).as_posix()]]
 
     def _facts(self, names: list[str]) -> dict[str, list[int]]:
-        """Return size and modification time (ns) of each file; {} when one of them has been removed."""
+        """Return [size, modification time (ns)] by file; {} if a file has been removed."""
         try:
             status = [(self.directory / name).stat() for name in names]
         except FileNotFoundError:
@@ -181,8 +181,8 @@ def uploading(
     mirror: Mirror, message: Callable[[str, str], None], lost: Callable[[], None], period: float = 30.0,
     pauses: tuple[float, ...] = (2.0, 4.0, 8.0, 16.0),
 ) -> Iterator[None]:  # fmt: skip
-    """Upload in a thread every ``period`` seconds and at the end, when a failure is retried after each of ``pauses``
-    (seconds). Calls ``lost`` when another process has claimed the copy. Raises RetrainError if the last one fails."""
+    """Upload in a thread every ``period`` seconds and when the context ends; that last upload is retried after each of
+    ``pauses`` (seconds), then raises RetrainError. Calls ``lost`` if another process has claimed the copy."""
     ended = threading.Event()
     advice = f"All files are in {mirror.directory}. When the store answers, type: retrain resume {mirror.directory}"
 

@@ -1,4 +1,4 @@
-"""Start Python processes, end them with their parent, and describe how they ended."""
+"""Start Python processes, end them with their parent, and describe how processes ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def with_imports(environment: dict[str, str]) -> dict[str, str]:
-    """Return the environment with this process's import path, so that workers find the same modules."""
+    """Return ``environment`` with this process's import path in PYTHONPATH, so that workers find the same modules."""
     installed = (sys.prefix, sys.base_prefix)
     own = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
     before = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -25,7 +25,7 @@ def with_imports(environment: dict[str, str]) -> dict[str, str]:
 
 
 def end_words(status: int) -> str:
-    """Return how a process ended, by its exit status or, below 0, the signal."""
+    """Return a phrase on how a process ended. ``status``: its exit status, or the negative number of the signal."""
     if status >= 0:
         return f"ended with exit status {status}"
     name = signal.Signals(-status).name if -status in {*signal.Signals} else f"signal {-status}"
@@ -33,7 +33,7 @@ def end_words(status: int) -> str:
 
 
 def start_logged(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process out of reach of Ctrl-C, with its output appended to ``log``. Raises StorageError."""
+    """Start a process that Ctrl-C does not reach, with its output appended to ``log``. Raises StorageError."""
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
@@ -43,7 +43,7 @@ def start_logged(command: Sequence[str], log: Path, environment: Mapping[str, st
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM when ``parent`` has ended (Linux only)."""
+    """Let the kernel send SIGTERM when this process's parent ends (Linux only); send it now if ``parent`` has ended."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

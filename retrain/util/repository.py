@@ -1,7 +1,6 @@
 """Read the state of git repositories: revision, and uncommitted changes as a patch.
 
-The index and the object store of a repository are never written: new files enter the patch through a temporary copy of
-the index.
+Neither index nor object store of a repository is written: new files enter the patch through a copy of the index.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class GitState(TypedDict):
 
 
 def git_state(path: Path) -> GitState | None:
-    """Return root, revision and whether anything changed in the repository around ``path``; None without one."""
+    """Return root, revision and whether anything is uncommitted in the repository around ``path``; None outside of
+    any."""
     root = _text(_git(path, "rev-parse", "--show-toplevel"))
     if root is None:
         return None
@@ -63,8 +63,8 @@ def code_diff(*paths: Path, is_record: Callable[[Path], bool] = lambda folder: F
 
     The patch has all differences from the commit, staged or not, and new files that git does not ignore, except those
     in folders for which ``is_record`` returns True; ``git apply`` at that commit restores the working tree. Files that
-    are large, named like a secret, or beyond 2 MB in total are listed in lines that begin with ``###``; access keys are
-    replaced. Bytes that are not UTF-8 become surrogate escapes.
+    are large, named like a secret, or beyond 2 MB in total are only listed, in lines that begin with ``###``. Access
+    keys are replaced. Bytes that are not UTF-8 become surrogate escapes.
     """
     parts = {}
     for path in paths:
@@ -107,7 +107,7 @@ def _changes(root: Path, revision: str | None, is_record: Callable[[Path], bool]
 
 
 def _add_new_files(root: Path, variables: Mapping[str, str], is_record: Callable[[Path], bool]) -> dict[str, str]:
-    """Add new files to the temporary index; return (name, reason) of those that are left out."""
+    """Add new files to the temporary index; return, by name, why files are left out."""
 
     def is_recorded(name: str) -> bool:
         return any(is_record(folder) for folder in (root / name).parents if root in folder.parents)
@@ -148,8 +148,8 @@ def _fitting(patch: bytes) -> Iterator[str]:
 def _without_keys(part: str) -> str:
     """Return one file's patch without access keys.
 
-    A key in an added line is replaced. If a committed line contains one, the patch would not apply without it, so the
-    whole file is commented out.
+    Keys in added lines are replaced. If another line has a key, the patch would not apply without it, so the whole
+    patch is commented out.
     """
     if "\nGIT binary patch\n" in part:
         return part
@@ -161,7 +161,7 @@ def _without_keys(part: str) -> str:
 
 
 def _unwanted(path: Path, committed_bytes: int = 0) -> str:
-    """Return why a file's content is left out of the patch; "" if it is not."""
+    """Return why a file's content is left out of the patch; "" if it belongs there."""
     if any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in SECRET_NAMES):
         return "named like a secret"
     size = path.lstat().st_size if os.path.lexists(path) and not path.is_dir() else 0
@@ -182,7 +182,6 @@ def _names(listed: bytes | None) -> list[str]:
 
 
 def _text(output: bytes | None) -> str | None:
-    """Return one line of output as text; None if there is none."""
     return os.fsdecode(output).removesuffix("\n") or None if output is not None else None
 
 

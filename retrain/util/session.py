@@ -32,7 +32,7 @@ BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 """Seconds that a lease from another machine must stay unchanged before its owner counts as dead: four heartbeats."""
 ECHO_SECONDS = 3.0
-"""torchrun forwards a Ctrl-C that the terminal has already sent; signals within so many seconds count as one."""
+"""Signals within this time count as one: torchrun forwards a Ctrl-C that the terminal has already sent."""
 ABANDON_SECONDS = 8.0
 """Seconds after a second signal within which the process exits, whatever it is doing."""
 
@@ -40,8 +40,8 @@ ABANDON_SECONDS = 8.0
 class DirectoryIdentity:
     """Identity of the directory that this process writes.
 
-    The owner's id is in the directory's mark, device and inode are only in memory: a moved, copied or restored
-    directory can be resumed, while a process that began before a move cannot write into the replacement.
+    The owner's id is in the directory's mark; device and inode are only in memory. So a moved, copied or restored
+    directory can be resumed, but a process that began before a move cannot write into the replacement.
     """
 
     def __init__(self, directory: Path):
@@ -72,7 +72,6 @@ class DirectoryIdentity:
             )
 
     def _read_mark(self) -> object:
-        """Return the content of the directory's mark, which stays constant while this process may write here."""
         path = self.directory / MARK
         try:
             return None if path.is_symlink() else read_json_if_present(path)
@@ -86,12 +85,12 @@ def _inode_of(directory: Path) -> tuple[int, int]:
 
 
 class DirectoryLock:
-    """Lock of a directory for one process: a file lock, and a lease that is renewed every few seconds.
+    """Lock of a directory for one process: a file lock, and a lease that is renewed every ``beat`` seconds.
 
-    Raises NotOurs if the directory's mark is not that of ``owner``; None creates a new owner. ``message`` receives
-    lines about waiting. ``check`` raises LeaseLost after another process has taken over, as after a suspension or a
-    move. The lock file names the last process with the lease, so that a suspended process can name its successor even
-    if that has ended.
+    Entering raises NotOurs if the directory is marked for another owner than ``owner`` (None: a new owner), UsageError
+    if another process holds it. ``message`` receives lines about waiting. ``check`` raises LeaseLost after another
+    process has taken over, as after a suspension or a move. The lock file names the last process with the lease, so
+    that a suspended process can name its successor even if that has ended.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class DirectoryLock:
         self.lost = True
 
     def check(self) -> None:
-        """Raise LeaseLost when another process owns the directory, StorageError when that cannot be read."""
+        """Raise LeaseLost if another process owns the directory, StorageError if the lease cannot be read."""
         if self.lost:
             raise LeaseLost(f"another process has taken over {self.directory}: this process stops without writing")
         if self._identity is not None:
@@ -236,7 +235,7 @@ def wait_for_writers(
     directories: Sequence[Path], message: Callable[[str], None] = lambda text: None, watch: float = WATCH_SECONDS
 ) -> None:
     """Wait until no process holds a lease of these directories: workers of an ended campaign exit after their step. A
-    worker on another machine counts as dead when its lease has not changed for ``watch`` seconds."""
+    worker on another machine counts as dead if its lease has not changed for ``watch`` seconds."""
     watches, notified = [LeaseWatch(directory, watch) for directory in directories], False
     while True:
         leases = [(each, lease_of(each.directory)) for each in watches]
@@ -252,7 +251,7 @@ def wait_for_writers(
 
 @contextmanager
 def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, DirectoryLock]]:
-    """Hold the leases of directories, each marked with its owner, after waiting for earlier writers."""
+    """Wait for earlier writers, then hold the leases of these directories and mark each with its owner."""
     while True:
         wait_for_writers([directory for directory, _ in places])
         with ExitStack() as stack:
@@ -268,8 +267,8 @@ def leases_of(places: Sequence[tuple[Path, Owner]]) -> Iterator[dict[Path, Direc
 
 
 class LeaseWatch:
-    """Watches whether the holder of a directory's lease lives: on this machine by its process id, else by whether the
-    lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
+    """Watches whether the holder of a directory's lease is alive: on this machine by its process id, else by whether
+    the lease has changed within ``patience`` seconds. A missing lease counts as unchanged."""
 
     def __init__(self, directory: Path, patience: float = WATCH_SECONDS):
         self.directory, self.patience = directory, patience
@@ -302,7 +301,7 @@ def _last_holder(lock: Path) -> dict[str, object]:
 
 
 def is_here(lease: dict[str, object]) -> bool:
-    """Return whether the owner is a process of this machine, so that its process id can be checked."""
+    """Return whether the lease's owner runs on this machine, where its process id can be checked."""
     return {key: lease.get(key) for key in ("host", "boot")} == machine()
 
 
@@ -313,7 +312,7 @@ def _runs_here(lease: dict[str, object]) -> bool:
 
 class Ending(NamedTuple):
     """End of the program after a signal: exit status, reason in the manifest, and whether a second signal ends it at
-    once. A closing terminal sends several SIGHUPs, also after a SIGTERM."""
+    once (not for SIGHUP: a closing terminal sends several, also after a SIGTERM)."""
 
     status: int
     reason: str
@@ -328,8 +327,8 @@ ENDINGS = {
 
 
 class StopRequest:
-    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops after the step, the
-    second one within seconds.
+    """Request to stop, by the user or by preemption. The first SIGINT, SIGTERM or SIGHUP stops the run after its step;
+    a second signal, if urgent (``Ending``), stops it within seconds.
 
     Python handlers run only between bytecodes of the main thread, which may wait minutes inside a kernel or be in the
     middle of a write. So a thread also receives every signal (through the wakeup descriptor): it prints what will
@@ -342,7 +341,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None  # First signal received, if any
 
     def is_due(self) -> bool:
-        """Return whether to stop after the current steps. Raises LeaseLost when another process owns the directory."""
+        """Return whether to stop after the current steps. Raises LeaseLost if another process owns the directory."""
         if self.lock is not None:
             self.lock.check()
         return self.signal is not None

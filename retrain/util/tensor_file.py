@@ -1,4 +1,4 @@
-"""Safetensors files whose bytes depend on their content alone: safetensors' own writer orders metadata at random."""
+"""Safetensors files whose bytes depend on their content alone: safetensors' own writer orders metadata randomly."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,13 @@ Layout = Mapping[str, tuple[str, Sequence[int]]]  # Name of the type in `DTYPES`
 
 
 def dtype_name(tensor: object) -> str:
-    """Return the key in ``DTYPES`` of a numpy array's or torch tensor's type, or of such a type itself."""
+    """Return the key in ``DTYPES`` for a numpy array, a torch tensor, or a dtype of either library."""
     return str(getattr(tensor, "dtype", tensor)).removeprefix("torch.")
 
 
 def header(layout: Layout, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Return the file's header bytes, and each tensor's offset after them, in file order.
-
-    Wide types come first, so that all tensors are aligned.
-    """
+    """Return the file's header bytes, and the offset of each tensor in the data after them, in file order. Wide types
+    come first, so that all tensors are aligned."""
     table: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata is not None else {}
     begins, end = {}, 0
     for name in sorted(layout, key=lambda name: (-_RANK[layout[name][0]], name)):
@@ -50,7 +48,7 @@ def data_of(tensor: Any) -> memoryview:
 
 
 def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the safetensors file of numpy arrays or torch tensors.
+    """Return numpy arrays or torch tensors as the bytes of a safetensors file.
 
     Callers write the bytes themselves, because safetensors raises no OSError on a full disk.
     """

@@ -1,4 +1,4 @@
-"""Text for people: numbers as they read them, and what models, files and plug-ins wrote, so that it cannot act."""
+"""Format numbers for people, and remove secrets and control characters from text of models, files and plug-ins."""
 
 import html
 import os
@@ -24,24 +24,24 @@ SHOWN = {
     **dict.fromkeys(_UNSEEN, "\N{REPLACEMENT CHARACTER}"),
     0x7F: "\N{SYMBOL FOR DELETE}",
 }
-"""Characters that would act or hide → one visible character each; tabs and line feeds stay."""
+"""Control and invisible characters → one visible character each; tabs and line feeds stay."""
 
 
 def visible(text: str) -> str:
     """Replace every control, direction or invisible character and lone surrogate by a visible mark.
 
-    One character becomes one character, so that positions in the text stay what they were. Not escaped for HTML.
+    One character becomes one character, so that positions in the text do not change. Does not escape HTML.
     """
     return text if text.isascii() and text.isprintable() else text.translate(SHOWN)
 
 
 def escape(text: str) -> str:
-    """Return HTML text or an attribute value in which nothing is markup and nothing is invisible."""
+    """Return HTML text or an attribute value: markup is escaped, invisible characters become visible."""
     return html.escape(visible(str(text)), quote=True)
 
 
 def without_keys(text: str) -> str:
-    """Replace what looks like an access key, and the values of variables named as secrets."""
+    """Replace texts that look like access keys, and the values of environment variables named like secrets."""
     values = {value for name, value in os.environ.items() if SECRET_VARIABLES.search(name) and len(value) >= 8}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "[key left out]")
@@ -73,7 +73,7 @@ def minus(text: str) -> str:
 
 
 def change(before: float | None, now: float | None) -> str:
-    """Return ``before → now`` in per cent, or ``before`` as long as nothing was measured since."""
+    """Return ``before → now`` in per cent; only ``before`` if ``now`` is None."""
     return percent(before) if before is None or now is None else f"{100 * before:.0f} → {percent(now)}"
 
 

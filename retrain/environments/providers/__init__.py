@@ -7,4 +7,4 @@ PROVIDERS = {
     "verifiers": f"{_HERE}.verifiers:Verifiers",
     "openenv": f"{_HERE}.openenv:OpenEnv",
 }
-"""Target of each provider by its name in a configuration, which is also the module name of its library."""
+"""``module:class`` of each provider by its name in a configuration, which is also the module name of its library."""

@@ -1,7 +1,7 @@
 """Minimal harness of ``verifiers.v1`` in this process: alternates the model's answers and the taskset's tools.
 
-Equals the library's ``null`` harness, which starts a Python process for every rollout and downloads its packages. The
-library finds it as ``retrain-chat``; imported only where verifiers is installed.
+Does the same as the library's ``null`` harness, which starts a Python process for every rollout and downloads its
+packages. The library finds it under the name ``retrain-chat``. Imported only where verifiers is installed.
 """
 
 import json
@@ -96,8 +96,8 @@ async def _called(
 
 
 async def _denied(client: httpx.AsyncClient, url: str, call: ToolCall) -> ChatMessage | None:
-    """Return the message by which a policy of the task replaces the tool's answer; None if the tool may run. Raises
-    RuntimeError if the policy ends the rollout."""
+    """Ask the task whether the tool may run. Return None if it may, else the message that replaces the tool's answer.
+    Raises RuntimeError if the task ends the rollout."""
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     with suppress(ValueError):

@@ -1,7 +1,7 @@
-"""Serve an OpenAI chat endpoint on the loopback whose answers come from a ``Channel``.
+"""Serve an OpenAI chat endpoint on the loopback interface; the answers come from a ``Channel``.
 
-Every rollout has a channel. A request names it by its address (``/<name>/v1/chat/completions``) or, at
-``/session/v1/…``, by the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
+Every rollout has a channel. A request names it in the path (``/<name>/v1/chat/completions``) or, at ``/session/v1/…``,
+in the header ``X-Session-ID``. Names are unguessable, because other processes can reach the port.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MAX_REQUEST_BYTES = 64 << 20
 LOOPBACK = "127.0.0.1"
 OUT_OF_CONTEXT = "This model's maximum context length is reached: the rollout gets no further answer."
-"""Words that harnesses look for in a server's error; most then end the rollout and grade it."""
-LEAST_LOGPROB = -9999.0  # Stands for −∞, which JSON does not have
+"""Error text that harnesses recognise; most then end the rollout and grade it."""
+LEAST_LOGPROB = -9999.0  # In place of −∞ and NaN, which JSON does not have
 
 
 class CalledFunction(TypedDict):
@@ -103,7 +103,7 @@ class Channel:
         return await request.completion
 
     def refuse(self, current: Request) -> None:
-        """Reject the current, waiting and all later requests, as a full context does."""
+        """Reject the current, all waiting and all later requests, as if the context were full."""
         self.refuses = True
         for request in (current, *self.waiting):
             if not request.completion.done():
@@ -165,7 +165,7 @@ class Endpoint:
 
 
 def completion(action: Action, number: int, content: str, calls: Sequence[tuple[str, Call]]) -> ChatCompletion:
-    """Return a ChatCompletion of the rollout's action ``number``. ``calls`` are calls with their ids.
+    """Return the ChatCompletion for the rollout's action ``number``. ``calls``: (id, call) of each tool call.
 
     ``token_ids`` and ``logprobs`` of the choice are in vLLM's format. Prompts are tokenised elsewhere, so ``usage``
     counts the sampled tokens only.

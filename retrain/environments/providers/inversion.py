@@ -1,12 +1,12 @@
 """Invert harnesses that drive a rollout themselves into episodes that are observed and stepped.
 
-Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its event loop runs
-only inside ``observe``, ``step``, ``result`` and ``close``, until the rollout requests its next completion or ends. The
-request is the observation; the action is the answer. Without threads, signals, child processes that must die with their
-parent, and pseudo-random numbers behave as in any single-threaded program, and episodes of one process may be stepped
-in any order.
+Such a harness is a coroutine that requests completions from an OpenAI client and ends with a grade. Its request is the
+observation, the policy's action is the answer. The harness's event loop runs only inside ``observe``, ``step``,
+``result`` and ``close``, until the rollout requests its next completion or ends. There are no threads: signals, child
+processes that must die with their parent, and pseudo-random numbers behave as in any single-threaded program, and
+episodes of one process may be stepped in any order.
 
-Concurrent requests of one rollout (sub-agents) are answered one at a time, in order; a request that does not continue
+Concurrent requests of one rollout (sub-agents) are answered one at a time, in order. A request that does not continue
 the last one is a separate conversation (``Step.conversation``).
 """
 
@@ -32,7 +32,7 @@ from retrain.types import Action, Message, RewardResult
 T = TypeVar("T")
 MessageKey = tuple[str, str, str | tuple[tuple[str, str], ...]]
 KEYS = ("name", "tool_call_id", "tool_calls")  # Fields of a message that chat templates read, besides role and text
-MAX_REFUSALS = 16  # Number of refusals after which a harness that continues is stopped
+MAX_REFUSALS = 16  # Refused requests after which a harness is stopped
 
 
 class HarnessResult(NamedTuple):
@@ -42,7 +42,7 @@ class HarnessResult(NamedTuple):
 
 
 Lead = Callable[[Channel], Coroutine[Any, Any, HarnessResult]]
-"""A harness: drives one rollout through the channel (and ``Endpoint``), and grades it."""
+"""A harness: a function that drives one rollout through the channel (and ``Endpoint``), and returns its grade."""
 
 
 class Inversion:
@@ -58,7 +58,7 @@ class Inversion:
         return self.loop.run_until_complete(awaitable)
 
     def hold(self, context: AbstractAsyncContextManager[T]) -> T:
-        """Enter an async context that the same task exits when the process ends."""
+        """Enter an async context in a task that exits it when the process ends; return the context's value."""
         entered: asyncio.Future[T] = self.loop.create_future()
 
         async def holder() -> None:
@@ -96,8 +96,8 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class InvertedEpisode:
     """Rollout of a harness as an ``Episode``.
 
-    ``opening`` is observed if the harness ends before its first request; its error is then the episode's. ``seed``
-    seeds the random numbers of Python and numpy inside this episode only.
+    ``opening`` is observed if the harness ends before its first request. ``seed`` seeds the random numbers of Python
+    and numpy inside this episode only.
     """
 
     def __init__(self, inversion: Inversion, lead: Lead, opening: Sequence[Message], seed: int):
@@ -108,7 +108,7 @@ class InvertedEpisode:
         self._failure: str | None = None
         self._seen: list[MessageKey] = []  # Keys of the messages that the policy has read or written
         self._texts: dict[MessageKey, str] = {}
-        """Texts of the policy, by the keys of the messages that the harness was given."""
+        """The policy's texts, by the keys of the messages in which the harness got them."""
         self._actions = self._calls = 0
         inversion.endpoint.channels[self._channel.name] = self._channel
         self._task = inversion.loop.create_task(lead(self._channel))
@@ -211,8 +211,8 @@ class InvertedEpisode:
 
 
 def message_key(message: ChatMessage) -> MessageKey:
-    """Return the key by which two messages are compared: role, text, calls, and the call that it answers. Thinking that
-    a harness stores separately is ignored. Raises PluginError for a message that is not text."""
+    """Return the key by which two messages are compared: role, text, and the tool calls or the call that is answered.
+    Ignores thinking that a harness stores separately. Raises PluginError for a message that is not text."""
     role, text = str(message.get("role", "")), text_of(message.get("content"))
     if role != "assistant":
         return role, text, str(message.get("tool_call_id") or "")

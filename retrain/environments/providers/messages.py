@@ -10,7 +10,7 @@ from retrain.types import Message
 def text_of(content: object, placeholders: bool = False, separator: str = "\n") -> str:
     """Return the text of a message's content, its parts joined by ``separator``.
 
-    Raises PluginError for images, audio and files; with ``placeholders``, their types in brackets replace them.
+    Raises PluginError for images, audio and files; with ``placeholders``, returns their types in brackets instead.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -30,8 +30,8 @@ def text_of(content: object, placeholders: bool = False, separator: str = "\n") 
 def chat_messages(
     messages: Iterable[object], keys: Sequence[str] = (), placeholders: bool = False, separator: str = "\n"
 ) -> list[Message]:
-    """Convert messages to role and text, and keep their fields in ``keys``. Raises PluginError for anything that is not
-    a message. ``placeholders`` and ``separator``: see ``text_of``."""
+    """Return messages with role, text and the fields in ``keys``. Raises PluginError for anything that is not a
+    message. ``placeholders`` and ``separator`` as in ``text_of``."""
     chat: list[Message] = []
     for message in messages:
         content = message.get("content") if isinstance(message, Mapping) else None

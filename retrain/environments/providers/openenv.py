@@ -1,7 +1,7 @@
-"""Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through its own client.
+"""Use environments behind an OpenEnv server, https://github.com/meta-pytorch/OpenEnv, through OpenEnv's own client.
 
-A problem is a seed of the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
-of its steps. In an MCP environment the policy calls tools: each call is a step, and a message without a call ends the
+A problem is a seed for the server's reset; an episode is one session. The reward of a rollout is the sum of the rewards
+of its steps. In an MCP environment the policy calls tools: every call is a step, and a message without a call ends the
 episode.
 """
 
@@ -45,14 +45,14 @@ from retrain.types import Action, Problem, RewardResult
 
 Text = Annotated[str, Field(min_length=1)]
 INVALID_ACTION = "VALIDATION_ERROR"
-"""Error code of a server for an invalid action; all others mean that the environment is broken."""
+"""Error code of a server for an invalid action; all other codes mean that the environment is broken."""
 
 
 class Arguments(BaseModel):
     """Arguments of the environment at ``url`` (or ``id``), or of a server that each process starts with ``command``, a
-    list of arguments in which ``{port}`` is its port.
+    list of arguments in which ``{port}`` is replaced by the port.
 
-    Seeds 0 to ``heldout`` − 1 are held out and the ``size`` next ones train, all of them plus ``seed`` × 1,000,000.
+    Problems are seeds from ``seed`` × 1,000,000: the first ``heldout`` are held out, the next ``size`` train.
     ``message_field``, ``action_field`` and ``action``: see ``messages_of`` and ``Actions``. ``reset``: further
     arguments of the reset. ``metrics``: numeric fields of observations to record. ``exact``: the server's answers
     depend on seed and actions only. ``start_seconds`` and ``step_seconds``: time limits of the server's start and of an
@@ -160,8 +160,8 @@ class OpenEnv:
     def _list_tools(self, url: str) -> list[ToolSchema]:
         """Return the tools of an MCP environment; [] for other environments.
 
-        Sends MCP's ``tools/list`` outside of a session: an HTTP session would stay open on the server when this process
-        is killed.
+        Sends MCP's ``tools/list`` outside of a session, because an HTTP session would stay open on the server if this
+        process is killed.
         """
         try:
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
@@ -206,7 +206,7 @@ class OpenEnvEpisode:
         return Observation(tuple(messages), tuple(self.environment.tools))
 
     def step(self, action: Action) -> Step:
-        """Send the action. A text that is not a valid action gets the reason as its reply and a reward of 0."""
+        """Send the action. For a text that is no valid action, the reply is the reason, and the reward is 0."""
         if self.environment.tools:
             return self._call_tools(action)
         try:
@@ -229,8 +229,8 @@ class OpenEnvEpisode:
         return Step(messages, done=False, reward=reward, metrics=metrics)
 
     def _call_tools(self, action: Action) -> Step:
-        """Take each call of a message as a step, in order, up to the one that ends the episode. A message without a
-        call ends it too."""
+        """Run the calls of a message in order, each as a step, until a step ends the episode. A message without a call
+        ends it too."""
         found = parse(action.text).items
         messages, rewards, metrics, failures, done = [], list[float](), {}, 0, not found
         for call in found:
@@ -260,7 +260,7 @@ class OpenEnvEpisode:
         return Step(messages, done=done, reward=reward, metrics=metrics)
 
     def result(self) -> RewardResult:
-        """Return the sum of the steps' rewards; 0 if the policy called no tool."""
+        """Return the sum of the steps' rewards: 0 if the policy called no tool, an error if no step had a reward."""
         metrics: dict[str, float | None] = {"invalid_actions": float(self.invalid), **self.numbers}
         if not self.rewards and not self.invalid and (self.called or not self.environment.tools):
             return RewardResult(None, metrics, error=f"{self.url} gave no reward")
@@ -271,7 +271,7 @@ class OpenEnvEpisode:
             self._client.close()
 
     def _reward(self, reply: Any) -> float | None:
-        """Return the reward of a step and add it to the episode. Raises PluginError if it is not a number."""
+        """Return the reward of a step, if any, and add it to the episode. Raises PluginError if it is not finite."""
         if reply.reward is None:
             return None
         reward = float(reply.reward)
@@ -291,7 +291,7 @@ class OpenEnvEpisode:
         return self._call(lambda: self._client.step(action), refusal="That is not a valid action.")
 
     def _call(self, call: Callable[[], Any], refusal: str | None = None) -> Any:
-        """Call the client and return its result, or ``refusal`` if the server finds the action invalid.
+        """Call the client; return its result, or ``refusal`` if the server says that the action is invalid.
 
         Raises PluginError, with the server's address, for every other error.
         """

@@ -18,7 +18,7 @@ MESSAGE_FIELDS = (
     *("messages", "prompt", "message", "text", "content"),
     *("question", "output", "result", "response", "echoed_message"),
 )
-"""Fields of an observation that may hold its text; the first non-empty one is used."""
+"""Fields of an observation that may hold its text; the first non-empty field is used."""
 CALL_FIELDS = {"type", "tool_name", "arguments"}  # Fields of an action that calls a tool (`CallToolAction`)
 READERS = {"string": str, "integer": int, "number": float}
 
@@ -26,8 +26,8 @@ READERS = {"string": str, "integer": int, "number": float}
 def messages_of(observation: object, field: str | None) -> list[Message]:
     """Convert an observation to chat messages; text and other values become a user message.
 
-    ``field``: the part to convert, with dots into inner tables; None takes the first of ``MESSAGE_FIELDS``, or all of
-    it as JSON. Raises UsageError, which lists the existing fields, if ``field`` is missing.
+    ``field``: the part to convert, with dots into inner tables. None takes the first of ``MESSAGE_FIELDS``, or the
+    whole observation as JSON. Raises UsageError, which lists the existing fields, if ``field`` is missing.
     """
     if field is None:
         if not isinstance(observation, Mapping):
@@ -64,9 +64,9 @@ class ActionSchema(TypedDict, total=False):
 class Actions:
     """Converts texts to actions for a server whose actions have this JSON schema.
 
-    ``field`` receives the whole text, in the schema's type; by default it is the only required field, or the only one,
-    if a text fits. Otherwise the text is a JSON object, within a code fence or not. ``constants`` are added to each
-    action. Raises UsageError for a field that the schema lacks.
+    ``field`` receives the whole text, converted to its type. By default it is the only required field, or else the only
+    field, if its type is text or number. Without such a field, the text must be a JSON object, with or without a code
+    fence. ``constants`` are added to each action. Raises UsageError if the schema lacks ``field``.
     """
 
     def __init__(self, schema: ActionSchema, field: str | None, constants: Mapping[str, JsonValue]):
@@ -92,7 +92,7 @@ class Actions:
         return "Answer with exactly one JSON object of this schema:\n" + json.dumps(self.schema, ensure_ascii=False)
 
     def read(self, text: str) -> dict[str, JsonValue]:
-        """Parse a completion as an action. Raises ValueError, with a message for the policy, if it is not one."""
+        """Return the action in a completion. Raises ValueError, with a message for the policy, if there is none."""
         cleaned = text.strip()
         if self.field is None:
             fenced = re.fullmatch(r"```\w*\n(.*)\n```", cleaned, re.DOTALL)
@@ -113,7 +113,7 @@ class Actions:
 
 
 class McpTool(TypedDict):
-    """Description of a tool in the reply to ``tools/list``; servers write the schema's key in two ways."""
+    """Description of a tool in the reply to ``tools/list``; servers spell the key of the schema in two ways."""
 
     name: str
     description: NotRequired[str]

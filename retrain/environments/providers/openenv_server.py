@@ -27,9 +27,9 @@ _GUARD = (
 
 
 class OpenEnvServer:
-    """Process of ``command``, with ``{port}`` and ``{host}`` filled in; PORT and HOST are also in its environment.
-    Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if it ends or
-    does not answer."""
+    """Process of ``command``, in which ``{port}`` and ``{host}`` are replaced; PORT and HOST are also in its
+    environment. Waits up to ``seconds`` until ``/health`` answers. Raises PluginError, which begins with ``owner``, if
+    the process ends or does not answer."""
 
     def __init__(self, command: Sequence[str], seconds: float, owner: str):
         port = _free_port()

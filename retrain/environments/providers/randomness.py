@@ -1,7 +1,7 @@
 """Isolate libraries that draw from Python's and numpy's global random generators.
 
-Episodes take turns in one process; without isolation, the random numbers of a game would depend on the other games in
-it.
+Episodes take turns in one process; without isolation, the random numbers of a game would depend on the process's other
+games.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.random
 
 
 class OwnRandomness:
-    """State of the global generators for one owner: ``with randomness: …`` swaps it in and stores it afterwards. It
-    starts from ``seed`` and does not affect other code of the process. Not reentrant."""
+    """A state of Python's and numpy's global generators, seeded with ``seed``. ``with`` installs it; the exit stores
+    its progress and restores the previous state. Not reentrant."""
 
     def __init__(self, seed: str):
         self._python: Any = random.Random(seed).getstate()

@@ -25,7 +25,7 @@ from retrain.rewards.base import failed
 from retrain.types import Action, Problem, RewardResult
 
 OWNER = "environment reasoning-gym"
-OURS = ("seed", "size")  # Keys of a data set's config that the environment sets itself
+OURS = ("seed", "size")  # Keys of a data set's config that the environment sets
 CHECK_SECONDS = 120.0  # Time limit for the check of one task before training
 
 
@@ -46,7 +46,7 @@ class MixturePart(BaseModel):
 
 
 class DataSetCheck(NamedTuple):
-    """Check of one data set: ``reason`` is "" if it is sound; ``seconds`` is the duration."""
+    """Result of checking a data set. ``reason``: why it must not be trained on, or ""; ``seconds``: duration."""
 
     name: str
     reason: str
@@ -54,12 +54,12 @@ class DataSetCheck(NamedTuple):
 
 
 class ReasoningGym:
-    """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several by name, or of a list of
-    ``{name, weight, config}``, drawn by weight.
+    """Problems of one data set (``id = "chain_sum"``, its config as arguments), of several data sets by name, or of a
+    list of ``{name, weight, config}``, drawn by weight.
 
-    ``heldout`` problems are held out, the same ones under any name; then ``size`` are drawn for training, without
-    held-out questions. Everything follows from ``seed``. Raises UsageError for an unknown data set or invalid config.
-    ``problems`` checks each task first and raises DataError, which names the tasks that fail.
+    The first ``heldout`` problems are held out, the same for every held-out set. Then ``size`` problems are drawn for
+    training, without held-out questions. Everything follows from ``seed``. Raises UsageError for an unknown data set or
+    invalid config. ``problems`` checks each task first and raises DataError, which names the tasks that fail.
     """
 
     exact = True
@@ -95,7 +95,7 @@ class ReasoningGym:
         return ReasoningGymEpisode(self, problem)
 
     def grade(self, problem: Problem, completion: str) -> RewardResult:
-        """Return the task's score of an answer; an error if its scorer raises or returns none."""
+        """Return the task's score of an answer; a result with ``error`` if the scorer raises or returns no score."""
         answer = imported("reasoning_gym.utils", OWNER).extract_answer(completion)
         try:
             dataset, entry = self._datasets[problem.metadata["task"]], entry_of(problem.metadata["entry"])
@@ -145,8 +145,8 @@ class ReasoningGymEpisode:
 
 
 def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[DataSetCheck]:
-    """Check these data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for an
-    unknown name, MissingExtra without reasoning-gym."""
+    """Check the named data sets, or all, with their default config, for at most ``seconds`` each. Raises UsageError for
+    an unknown name, MissingExtra without reasoning-gym."""
     for name in names or ():
         _require_known(name)
     outcome = []
@@ -159,7 +159,7 @@ def check(names: Sequence[str] | None = None, seconds: float = 60.0) -> list[Dat
 
 
 def data_sets() -> list[str]:
-    """Return the names of reasoning-gym's data sets except ``composite``, which a list of names replaces."""
+    """Return the names of reasoning-gym's data sets, without ``composite``: a list of names does the same."""
     imported("reasoning_gym", OWNER)
     return sorted(name for name in imported("reasoning_gym.factory", OWNER).DATASETS if name != "composite")
 

@@ -1,8 +1,8 @@
 """Generate reasoning-gym's problems in a worker process, and check its tasks before training.
 
-Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process. The
-generators are seeded here for each problem and worker processes have a fixed hash seed, which makes all tasks
-reproducible; a task that hangs costs its time limit only.
+Some tasks draw from global generators or iterate over sets, so that a seed gives other problems in another process.
+Here the generators are seeded for each problem, and worker processes have a fixed hash seed: so all tasks are
+reproducible. A task that hangs costs only its time limit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from retrain.errors import printable
 from retrain.plugins import described
 from retrain.rewards.workers import WorkerLimits, WorkerPool
 
-INSTANCES = 8  # Problems of each task that a check makes, twice
-FULL = 1 - 1e-6  # Lowest score that a task's own answer must get
+INSTANCES = 8  # Problems of each task that a check generates, twice
+FULL = 1 - 1e-6  # Minimum score that a task must give to its reference answer
 LOW = 0.5  # Score that a nonsense answer must stay below
 NONSENSE = ("zzz", "", "zzz " * 2000)
 ENTRIES_SECONDS = 600.0  # Time limit for the entries of a job
@@ -74,8 +74,8 @@ def score(dataset: Any, answer: str, entry: Mapping[str, object]) -> float:
 
 
 def fault_of(task: Task) -> str:
-    """Return why the task must not be trained on, or "" if its first problems are sound: its own answer scores 1,
-    nonsense scores low, nothing raises, and the same seed gives the same problems in any order."""
+    """Return why the task must not be trained on, or "". Its first problems must not raise and must be the same for a
+    seed in any order; their reference answers must score 1, and nonsense must score below ``LOW``."""
     try:
         dataset, again = task.dataset(), task.dataset()
         numbers = range(min(INSTANCES, task.size))
@@ -159,12 +159,12 @@ class TaskWorker:
         )
 
     def check(self, task: Task, seconds: float) -> str:
-        """Return ``fault_of`` the task; exceeding ``seconds`` or killing the process is a fault too."""
+        """Return ``fault_of`` for the task; exceeding ``seconds`` or ending the process is a fault too."""
         (reply,) = self._pool.map([(task, None)], seconds)
         return f"it takes longer than {seconds:g} s" if reply.kind == "timeout" else reply.error or reply.value
 
     def entries(self, task: Task, indices: Sequence[int]) -> list[tuple[str, str, str]]:
-        """Return question, answer and ``carried`` entry of these problems. Raises ValueError."""
+        """Return (question, answer, ``carried`` entry) of these problems. Raises ValueError if that fails."""
         entries: list[tuple[str, str, str]] = []
         for begin in range(0, len(indices), PAGE):
             (reply,) = self._pool.map([(task, list(indices[begin : begin + PAGE]))])

@@ -1,8 +1,8 @@
 """Recognise environments written for other trainers by their methods.
 
-- ``problems`` and ``start``: an environment of ours, taken as it is.
-- ``load_dataset`` and ``compute_reward``: the samples of the first (``prompt``, ``answer``, ``metadata``) are graded by
-  the second, as in Telescope; with ``env_response`` in several turns. See ``styles_graded``.
+- ``problems`` and ``start``: an environment of retrain's protocol, used unchanged.
+- ``load_dataset`` and ``compute_reward``, as in Telescope: ``load_dataset`` returns samples (``prompt``, ``answer``,
+  ``metadata``), ``compute_reward`` grades them; with ``env_response`` in several turns. See ``styles_graded``.
 - the Tinker cookbook's: a builder that is called for its data sets, a data set with ``get_batch``, or an environment
   with ``initial_observation`` and ``step``. See ``styles_cookbook``.
 
@@ -24,7 +24,8 @@ PAIRS = "problems and start; load_dataset and compute_reward; get_batch and __le
 
 
 class Split(BaseModel):
-    """Arguments of the adapter: problems if they are seeds, and the number held out."""
+    """Arguments of an adapter: ``size``, the number of problems if they are seeds; ``heldout``, the number to hold
+    out."""
 
     model_config = ConfigDict(strict=True)
 
@@ -33,12 +34,12 @@ class Split(BaseModel):
 
 
 def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) -> Any:
-    """Return an environment from a class, from a function that returns one, or from a data set builder.
+    """Return the environment that ``written`` (a class, a factory function or a data set builder) makes with ``args``.
 
-    ``args`` are its arguments. For an environment in another trainer's style, ``heldout`` (problems to hold out, if it
-    holds out none) and ``size`` (problems, if they are seeds) configure the adapter unless the environment has
-    arguments with these names. ``run`` awaits async results. Raises UsageError for invalid arguments, PluginError if
-    this is no environment.
+    An environment in another trainer's style is wrapped. ``args`` may then have ``heldout``, the number of problems to
+    hold out if it has no held-out set, and ``size``, the number of problems if a problem is a seed; if ``written`` has
+    parameters of these names, they go to it instead. ``run`` awaits async results. Raises UsageError for invalid
+    arguments, PluginError if the result is no environment.
     """
     owner = f"environment {getattr(written, '__qualname__', None) or type(written).__qualname__}"
     arguments, split = dict(args), {}
@@ -62,7 +63,7 @@ def adapt(written: Callable[..., object], args: Mapping[str, object], run: Run) 
 
 
 def _seeded(written: type, arguments: Mapping[str, object], numbers: Split, owner: str, run: Run) -> Cookbook:
-    """Return the environment of a class whose objects are episodes and whose problems are seeds."""
+    """Return the environment of a class whose objects are episodes and whose problems are the seeds they take."""
     if "seed" not in inspect.signature(written).parameters:
         raise PluginError(
             f"{owner} is one episode (initial_observation and step) and takes no seed, so that there is but one "
@@ -73,7 +74,7 @@ def _seeded(written: type, arguments: Mapping[str, object], numbers: Split, owne
 
 
 def _of_data_sets(train: Any, test: Any, heldout: int | None, owner: str, run: Run) -> Any:
-    """Return the environment of a data set, or of one for training and one for testing (None: none)."""
+    """Return the environment of a data set ``train`` and, unless None, a data set ``test`` to hold out."""
     if _has(train, "load_dataset", "compute_reward"):
         return GradedEnvironment(train, owner, run, heldout)
     if _has(train, "make_envs"):

@@ -3,7 +3,7 @@ tinker_cookbook/rl.
 
 A data set's batches contain builders; a builder's ``make_envs`` returns environments, one per episode; an environment
 has ``initial_observation()`` and ``step(action)``. Observations are messages, text or tokens, and actions have the same
-form; tokens are decoded by a tokenizer, and pass the chat template as a user's text. Wrappers of message environments
+form. Tokens are decoded by a tokenizer, and pass the chat template as a user's text. Wrappers of message environments
 are unwrapped, and questions are read from question environments, so that neither needs a tokenizer. A builder's
 ``compute_group_rewards`` gets one rollout at a time, so it cannot compare rollouts.
 """
@@ -28,7 +28,7 @@ HELD_OUT = "held out"
 
 
 class DatasetProblems:
-    """Builders in the batches of a data set; those of ``test`` are held out, or else the last ``heldout``."""
+    """Builders in the batches of a data set. Held out are those of ``test``; if None, the last ``heldout``."""
 
     def __init__(self, train: Any, test: Any, heldout: int | None, owner: str):
         self.written, self._heldout, self._owner = train, heldout, owner
@@ -55,7 +55,7 @@ class DatasetProblems:
 
 
 class SeededProblems:
-    """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` are held out."""
+    """Class whose objects are episodes and whose problems are seeds; the first ``heldout`` seeds are held out."""
 
     def __init__(self, written: Any, arguments: Mapping[str, object], size: int, heldout: int):
         self.written, self._arguments, self._size, self._heldout = written, arguments, size, heldout
@@ -169,7 +169,7 @@ class CookbookEpisode:
         self._closed = True
 
     def _repeats(self, messages: Sequence[Message]) -> bool:
-        """Return whether one text begins with the whole conversation so far, as an observation for a model does."""
+        """Return whether an observation is one text that begins with the conversation's first message."""
         first = self.conversation[0]["content"]
         return len(messages) == 1 and bool(first) and messages[0]["content"].startswith(first)
 

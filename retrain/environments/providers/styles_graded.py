@@ -22,8 +22,8 @@ from retrain.plugins import described
 from retrain.rewards.base import checked, failed
 from retrain.types import Action, Message, Problem, RewardResult
 
-chat = partial(chat_messages, separator="")  # Text parts of one message follow each other directly
-Run = Callable[[Any], Any]  # Returns its argument, or what awaiting it gives: methods may be async or not
+chat = partial(chat_messages, separator="")  # Joins the text parts of a message without separator
+Run = Callable[[Any], Any]  # Returns its argument, awaited if it is awaitable
 
 
 class AdaptedEnvironment:
@@ -36,8 +36,8 @@ class AdaptedEnvironment:
 
 
 def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range:
-    """Return which of ``total`` problems belong to a split: every split but ``train`` has the last ``heldout``, by
-    default a tenth and at most 200. Raises DataError if none is left to train on."""
+    """Return the indices, in range(``total``), of a split's problems: the last ``heldout`` (None: a tenth, at most
+    200), or for ``train`` the others. Raises DataError if none is left to train on."""
     held = min(200, max(1, total // 10)) if heldout is None else heldout
     if held >= total:
         raise DataError(f"{owner}: heldout = {held} leaves none of {total} problems to train on")
@@ -45,7 +45,7 @@ def numbers_of(split: str, total: int, heldout: int | None, owner: str) -> range
 
 
 def continued(before: Sequence[Message], after: Sequence[Message], **facts: Any) -> Step:
-    """Return the step between two conversations: the new messages, or all of them if the beginning changed."""
+    """Return the step from one conversation to the next: the new messages, or all messages if the beginning changed."""
     if list(after[: len(before)]) == list(before) and len(after) > len(before):
         return Step(after[len(before) :], done=False, **facts)
     return Step(done=False, conversation=after, **facts)
@@ -133,7 +133,7 @@ class GradedEpisode:
         return Observation(tuple(self.conversation))
 
     def step(self, action: Action) -> Step:
-        """End the episode; with several turns, return the reply of ``env_response`` until ``is_done``."""
+        """End the episode; with several turns, return the reply of ``env_response`` until the episode is done."""
         answer: Message = {"role": "assistant", "content": action.text}
         turn = SimpleNamespace(  # read by compute_reward in state.trajectory
             prompt=list(self.conversation),
@@ -183,7 +183,7 @@ class GradedEpisode:
 
 
 def _reward_result(reward: Any) -> Any:
-    """Return an object with ``total_reward`` as a RewardResult, its tags as ``name=value``; other objects unchanged."""
+    """Return an object with ``total_reward`` as a RewardResult with tags ``name=value``; other objects unchanged."""
     if isinstance(reward, RewardResult) or not hasattr(reward, "total_reward"):
         return reward
     tags = getattr(reward, "sample_tags", None) or {}

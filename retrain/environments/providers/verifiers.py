@@ -1,7 +1,7 @@
 """Use environments of the ``verifiers`` library (Prime Intellect) unchanged.
 
-Both kinds work: a module with ``load_environment`` (verifiers up to 0.3), and one that exports a ``Taskset`` (``import
-verifiers.v1``, from 0.4). They drive their rollouts themselves; ``inversion`` inverts the control.
+They are modules with ``load_environment`` (verifiers up to 0.3), or modules that export a ``Taskset`` (``import
+verifiers.v1``, from 0.4). Both drive their rollouts themselves; ``inversion`` inverts the control.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from retrain.plugins import described
 from retrain.types import Problem
 
 LOADING_SEED = "loading"
-"""Seed that makes randomly drawn rows equal in every process, unless the environment seeds itself."""
+"""Seed while data are loaded: randomly drawn rows are equal in every process, unless the environment seeds itself."""
 
 
 class Verifiers:
@@ -28,14 +28,13 @@ class Verifiers:
     ``args`` are arguments of ``load_environment``, or keys of the taskset's configuration. ``env`` is the rest of a
     taskset's environment (``{"id": …, "agent": {"max_turns": …}}``).
 
-    Held-out problems are those that the environment holds out; else those of a second instance with ``heldout_args``
-    over ``args`` (``{"split": "test"}``); else ``heldout`` of the training problems, the same in every run, 0 for none.
-    ``train`` is the number of problems of an endless taskset, and the largest number of any other.
+    Held-out problems come from the first source that exists: a second instance, made with ``heldout_args`` over
+    ``args`` (``{"split": "test"}``); the environment's own held-out problems, at most ``heldout``; ``heldout`` of the
+    training problems, the same in every run, 0 for none. ``train`` is the number of problems of an endless taskset, and
+    the maximum for any other.
 
-    ``exact`` declares that an episode is a function of problem, seed and actions; tools may do anything, so it is False
-    by default.
-
-    Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.
+    ``exact`` declares that an episode is a function of problem, seed and actions. It is False by default, because tools
+    may do anything. Raises MissingExtra, UsageError or DataError if the environment is missing or cannot be loaded.
     """
 
     def __init__(
@@ -63,7 +62,8 @@ class Verifiers:
             raise
 
     def problems(self, split: str) -> Sequence[Problem]:
-        """Return the problems of ``train``, or for other names the held-out ones. Raises DataError."""
+        """Return the problems of ``train``; other names give the held-out problems. Raises DataError if there are
+        none."""
         part, chosen = self._chosen(split == "train")
         if not chosen:
             what = "training problems" if split == "train" else "held-out problems"
@@ -77,8 +77,8 @@ class Verifiers:
         ]
 
     def start(self, problem: Problem, seed: int) -> InvertedEpisode:
-        """Begin an episode of this problem, which may come from another process. Raises DataError if this process has
-        another task at its index."""
+        """Begin an episode of a problem, which another process may have listed. Raises DataError if this process has
+        another task at the same row."""
         part, index = str(problem.metadata["part"]), int(problem.metadata["row"])
         rows = self._part(part)
         if index >= len(rows) or rows[index].digest != problem.metadata["digest"]:
@@ -110,7 +110,7 @@ class Verifiers:
         return self._rows[part]
 
     def _library(self, part: str) -> Classic | Tasksets:
-        """Load once for ``train`` and ``eval``, and a second time for ``heldout``."""
+        """Return the loaded environment: the same for ``train`` and ``eval``, a second instance for ``heldout``."""
         which = "heldout" if part == "heldout" else "train"
         if which not in self._libraries:
             args = self._args | (dict(self._heldout_args or {}) if which == "heldout" else {})

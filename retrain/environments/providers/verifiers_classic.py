@@ -47,8 +47,8 @@ class Classic:
             logger.addHandler(_Hearing(logging.ERROR))
 
     def rows(self, part: str) -> Sequence[TaskRow]:
-        """Return the tasks of a part: ``eval`` is the environment's own held-out data, any other part trains. An
-        environment with evaluation data only is trained on them."""
+        """Return the tasks of a part: for ``eval`` the environment's own held-out data, else its training data. An
+        environment that has only evaluation data is trained on them."""
         rows = []
         for row in self._dataset(part) or ():
             prompt = row.get("prompt") or ()
@@ -104,8 +104,8 @@ def _weights_of(rubric: Any) -> dict[str, float]:
 def _outcome(
     output: Mapping[str, Any], heard: Sequence[tuple[str, str]], weights: Mapping[str, float]
 ) -> HarnessResult:
-    """Return the grade of a rollout. ``heard`` are the functions that raised, with the rubric's log line: one of weight
-    0 is a metric, which is then unknown and does not change the reward."""
+    """Return the grade of a rollout. ``heard``: (name, log line of the rubric) of every function that raised. If its
+    weight is 0, it is a metric: its value is unknown, and the reward does not change. Else there is no reward."""
     stop = str(output.get("stop_condition") or "")
     metrics = cast(
         "dict[str, float | None]", {name: _number(value) for name, value in (output.get("metrics") or {}).items()}
@@ -129,7 +129,7 @@ def _number(value: object) -> float | None:
 
 
 _heard: contextvars.ContextVar[list[tuple[str, str]] | None] = contextvars.ContextVar("heard", default=None)
-"""Rubric functions that raised in this rollout, with the log line."""
+"""(name, log line) of the rubric functions that raised in this rollout."""
 _RAISED = re.compile(r"Error calling (?:group )?reward function (.+?): ")
 
 

@@ -11,12 +11,12 @@ from retrain.types import Message
 UNSET_KEY = "RETRAIN_VERIFIERS_NO_KEY"
 """Environment variable that is never set: the local endpoint needs no key, and must not receive the user's."""
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Share and largest number of training problems that are held out if the environment holds out none and no number is
+"""Share and maximum number of training problems to hold out if the environment holds out none and no number is
 given."""
 
 
 class TaskRow(NamedTuple):
-    """A task. ``digest`` is a hash of its content; another process must have the same one at this index."""
+    """A task. ``digest`` is a hash of its content, which must be equal at this index in every process."""
 
     prompt: tuple[Message, ...]
     answer: str
@@ -29,9 +29,9 @@ def digest(task: object) -> str:
 
 
 def held_out(rows: Sequence[TaskRow], count: int | None) -> set[int]:
-    """Return the indices of the held-out rows. Raises UsageError when none is left for training.
+    """Return the indices of the ``count`` held-out rows. Raises UsageError if none is left for training.
 
-    They have the smallest hashes: the same rows in every run, and equal rows on the same side.
+    They have the smallest hashes: so they are the same in every run, and equal rows are on the same side.
     """
     if count is None:
         count = min(max(round(len(rows) * HELD_OUT_SHARE), len(rows) > 1), MOST_HELD_OUT)

@@ -25,22 +25,22 @@ from retrain.types import RewardResult
 FIRST_WITH = "0.4"  # First version of verifiers whose tasksets are supported
 CHAT_LOOP = "retrain-chat"  # Name of the harness in `chat_loop`
 TASKSETS = "verifiers.v1.tasksets"  # The package of the library's own tasksets
-LONGEST_S, MOST_RUNS = 10.0, 16  # Seconds and runs after which a rehearsal ends; runs before that count
+LONGEST_S, MOST_RUNS = 10.0, 16  # Limits of a rehearsal: seconds, and runs of agents
 _failed: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("failed", default=None)
-"""Metrics that raised in this rollout, with the exception."""
+""""name: exception" of each metric that raised in this rollout."""
 
 
 Hook = Callable[..., Awaitable[object]]  # A metric or reward of a task
 
 
 class Trace(Protocol):
-    """Record of a run, of which only the id is read while it goes on."""
+    """Record of a run; only its id is read while the run continues."""
 
     id: str
 
 
 def is_taskset(id: str) -> bool:
-    """Return whether a module of this name exports a taskset. Raises exceptions of its import."""
+    """Return whether the module named by ``id`` exports a taskset. Exceptions of its import pass through."""
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     name = _module(id)
     if "." in name:
@@ -65,7 +65,7 @@ def is_taskset(id: str) -> bool:
 
 
 class Tasksets:
-    """Environment over one taskset, whose shared tool servers run until the process ends."""
+    """Environment of one taskset; the tool servers that tasks share run until the process ends."""
 
     def __init__(
         self, id: str, args: Mapping[str, object], env: Mapping[str, object], inversion: Inversion, train: int | None
@@ -163,7 +163,7 @@ class Tasksets:
         )
 
     def _seat(self, vf: Any, config: dict[str, Any]) -> None:
-        """Assign the policy to an agent of the environment, and local programs to agents without one."""
+        """Assign the policy to an agent of the environment, and give agents without a runtime or harness local ones."""
         kind = vf.env_config_type(self._id, config.get("id", ""))
         seats = {
             name: field.default
@@ -202,8 +202,8 @@ def _module(id: str) -> str:
 
 
 def _tolerant_hooks(hooks: Callable[[str], list[Hook]], kind: str) -> list[Hook]:
-    """Return a task's hooks, wrapped so that a metric, or a reward of weight 0, that raises is left out and does not
-    change the reward."""
+    """Return a task's hooks of a kind, wrapped so that a metric, or a reward of weight 0, that raises is left out and
+    does not change the reward."""
     wrapped = hooks(kind)
     if kind == "metric":
         return [_tolerant(hook) for hook in wrapped]
@@ -290,8 +290,8 @@ class _SilentAgent:
 
 
 async def runs_of_an_episode(vf: Any, environment: Any, task: Any) -> int:
-    """Return how often agents run in one episode of ``task`` whose agents answer nothing. Exceptions of the environment
-    about such answers, and the time limit, end the rehearsal; runs before that count."""
+    """Return how often agents run in one episode of ``task`` if they answer nothing. An exception of the environment,
+    or the time limit, ends this rehearsal; the runs before that count."""
     counted: list[Any] = []
     agents = vf.Agents(environment.config, lambda name, config: _SilentAgent(vf, config, counted))
     with suppress(Exception):

@@ -4,8 +4,6 @@ from typing import Literal, NotRequired, TypedDict
 
 
 class PropertySchema(TypedDict, total=False):
-    """JSON schema of one argument, as far as it is read here."""
-
     type: str
     enum: list[object]
     anyOf: "list[PropertySchema]"

@@ -9,11 +9,10 @@
   ``[TOOL_CALLS]name[ARGS]{…}`` (``[CALL_ID]`` and ``[ARGS]`` may be missing)
 - a block fenced with ```` ```tool ````, with such JSON or with calls like ``name(x=1, other="text")``
 
-Special tokens may have been taken out of the text, so that a message which as a whole is JSON of calls counts without
-``<|python_tag|>`` and ``[TOOL_CALLS]``. An answer that only has JSON in it, or JSON that is no call, does not. Nor does
-what stands in ``<think>…</think>`` (where the prompt has opened it, all before the first ``</think>``, unless that
-begins with a call).
-All work is linear in the length of the text, times ``MAX_CALLS``.
+Special tokens may be missing in the text. So a message that consists only of JSON calls counts without
+``<|python_tag|>`` and ``[TOOL_CALLS]``; JSON within an answer, or JSON that is no call, does not count. Calls inside
+``<think>…</think>`` do not count either. If the prompt has opened the thought, it is everything before the first
+``</think>``, unless the message begins with a call. The time is linear in the length of the text, times ``MAX_CALLS``.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from retrain.types import Message
 
 MAX_CHARACTERS = 1_000_000
 MAX_CALLS = 32
-MAX_PYTHON = 20_000  # Characters of a block with Python calls: the parser's stack is not ours to bound
+MAX_PYTHON = 20_000  # Characters of a block with Python calls: deep nesting could overflow Python's parser
 
-NO_TOOL = "tool_call"  # Name in the answer to a call that has no tool name
+NO_TOOL = "tool_call"  # Tool name in the answer to a call that could not be parsed
 JSON_FORM = '{"name": "tool_name", "arguments": {"argument": "value"}}'
 HERMES = f"<tool_call>\n{JSON_FORM}\n</tool_call>"
 XML = "<tool_call>\n<function=tool_name>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>"
@@ -66,7 +65,7 @@ _NEARLY = re.compile(
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call as written. ``arguments`` are unchecked JSON values (all of them texts in the XML format)."""
+    """A tool call as written. ``arguments`` are unchecked JSON values; in the XML format they are all texts."""
 
     name: str
     arguments: dict[str, JsonValue]
@@ -75,8 +74,8 @@ class Call:
 
 @dataclass(frozen=True)
 class ParsedMessage:
-    """Calls of a message. ``calls`` contains, in order, each call or a sentence to the model about one that could not
-    be parsed; ``text`` is the rest of the message, without thoughts."""
+    """Calls of a message. ``items`` has, in order, each call, or a sentence to the model about a call that could not be
+    parsed; ``text`` is the rest of the message, without thoughts."""
 
     items: tuple[Call | str, ...]
     text: str
@@ -87,15 +86,15 @@ class ParsedMessage:
 
 
 def answer(call: Call | str, text: str) -> Message:
-    """Return the tool message that answers a call; ``call`` is a text if the call could not be parsed. Lone surrogates,
-    which tokenizers reject, are replaced."""
+    """Return the tool message that answers ``call``, a text if it could not be parsed. Replaces lone surrogates, which
+    tokenizers reject."""
     name, id = (call.name, call.id) if isinstance(call, Call) else (NO_TOOL, None)
     message = {"role": "tool", "name": name[:64], "content": text} | ({"tool_call_id": id[:64]} if id else {})
     return {key: value.encode("utf-8", "replace").decode() for key, value in message.items()}
 
 
 def as_text(result: object) -> str:
-    """Return a tool's result as text: unchanged if it is text, else as JSON, or ``str`` if it has no JSON form."""
+    """Return a tool's result as text: text unchanged, "(no result)" for None, else JSON, with ``str`` where needed."""
     if isinstance(result, str):
         return result
     return "(no result)" if result is None else json.dumps(result, ensure_ascii=False, default=str)
@@ -134,8 +133,8 @@ def parse(text: str) -> ParsedMessage:
 
 
 def read_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-    """Return the text without the calls, thoughts included, and the calls with arguments converted to the types of
-    ``tools``. If no call can be parsed, everything is text."""
+    """Return the text without calls, but with thoughts, and the calls, with arguments converted to the types of
+    ``tools``. If no call can be parsed, return the whole text and []."""
     parsed = parse(text)
     if not parsed.calls:
         return text, []
@@ -188,7 +187,7 @@ def _beyond_fault(opener: str, text: str, at: int) -> int:
 
 
 def _after_thought(text: str) -> str:
-    """Return the text without a thought that the prompt has opened; a text that begins with a call has none."""
+    """Return the text after a thought that the prompt opened; the whole text if there is none or a call comes first."""
     if _MARKER.match(text, _Cursor(text).skip().at):
         return text
     for opener, closer in _THOUGHTS.items():
@@ -199,7 +198,7 @@ def _after_thought(text: str) -> str:
 
 
 class _Cursor:
-    """A text and the position up to which it is parsed. Raises MalformedCall if the expected text is missing."""
+    """A text and the position up to which it is parsed. Raises _MalformedCall if the expected text is missing."""
 
     def __init__(self, text: str, at: int = 0):
         self.text, self.at = text, at
@@ -341,7 +340,7 @@ _READERS: dict[str, Callable[[_Cursor], list[Call | str]]] = {
 
 
 def _bare(text: str) -> list[Call | str]:
-    """Return the calls of a text that as a whole is calls without an opener; none for any other text."""
+    """Return the calls of a text that consists only of calls, without an opening tag; [] for any other text."""
     text = _without_end_tokens(text.lstrip())
     try:
         if not text.startswith(("{", "[")):
@@ -368,7 +367,7 @@ def _named_sequence(cursor: _Cursor) -> list[Call | str]:
 
 
 def _nearly(text: str) -> list[Call | str]:
-    """Return a fault for a message that begins like a call but is not JSON."""
+    """Return [a fault] for a message that begins like a call but is not JSON; else []."""
     try:
         if _NEARLY.match(text):
             _sequence(_without_end_tokens(text))
@@ -378,7 +377,7 @@ def _nearly(text: str) -> list[Call | str]:
 
 
 def _looks_like_a_call(item: dict[str, JsonValue]) -> bool:
-    """Return whether an object may be intended as a call: plain data with a name usually has other keys too."""
+    """Return whether an object may be meant as a call: it has a name, arguments and no keys of other data."""
     function = item.get("function")
     if item.get("type") == "function" and isinstance(function, dict):
         item = function
@@ -431,7 +430,7 @@ def _call(value: JsonValue) -> Call:
 
 
 def _arguments(value: JsonValue) -> dict[str, JsonValue]:
-    """Return arguments from an object, from text that contains a JSON object, or from None."""
+    """Return arguments from an object, from text that contains a JSON object, or from None. Raises _MalformedCall."""
     if isinstance(value, str) and value.strip():
         cursor = _Cursor(value).skip()
         value = cursor.json()
@@ -450,7 +449,6 @@ def _kind(value: JsonValue) -> str:
 
 
 def _without_end_tokens(text: str) -> str:
-    """Return the text without trailing white space and end tokens that an engine left."""
     for _ in range(4):
         text = text.rstrip()
         text = text.removesuffix(next(filter(text.endswith, _END_TOKENS), ""))

@@ -15,8 +15,8 @@ class Python:
 
     ``keep_state``: variables and files persist between calls, and all processes are suspended in between; else each
     call starts with a fresh interpreter and directories. ``timeout_s``: wall-clock seconds of a call. ``memory_mb``: of
-    each process, and of all of them. ``output_characters``: longest output, whose middle is cut. ``processes``:
-    processes and threads at a time. ``file_mb``: of each file, and of all of them in /tmp and in /dev/shm.
+    each process, and of all together. ``output_characters``: longest output; a longer one is cut in the middle.
+    ``processes``: simultaneous processes and threads. ``file_mb``: of each file, and of all in /tmp and in /dev/shm.
 
     The answer is the output to stdout and stderr. A last line that is an expression prints its ``repr``, unless it is
     None, as at Python's prompt. An error gives the last lines of its traceback. Raises MissingExtra if bubblewrap is

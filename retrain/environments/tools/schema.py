@@ -3,7 +3,7 @@
 ``transformers.utils.get_json_schema`` gives the same schema for plain annotations (tests compare them), but would
 import torch into every worker process.
 
-Arguments are converted: "3" to a number where a number is expected, 3 to a text where a text is, and other text is
+Arguments are converted: "3" to a number if a number is expected, 3 to a text if a text is expected. Other texts are
 parsed as JSON, for formats without types such as Qwen3-Coder's.
 """
 
@@ -46,8 +46,8 @@ class _UntitledSchema(GenerateJsonSchema):
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool. ``open()`` returns the callable of one episode, ``schema`` is the description for the model. ``exact``:
-    its answers are a function of the calls."""
+    """A tool. ``open()`` returns the callable for one episode; ``schema`` is the description for the model. ``exact``:
+    the tool's answers are a function of the calls."""
 
     name: str
     schema: ToolSchema
@@ -87,9 +87,9 @@ def tool_of(target: Callable[..., object], settings: Mapping[str, object] | None
     """Create a tool from a function or a class.
 
     A class is instantiated for each episode with ``settings`` as keywords; its ``__call__`` is the tool, named as the
-    class in snake_case. Its description is the docstring of ``__call__``, or else of the class; the section ``Args:``
-    describes the arguments. ``exact = False`` on function or class declares that answers differ between runs. Raises
-    PluginError, whose text begins with ``label``, if no schema can be derived.
+    class in snake_case. The description is the docstring of the function or ``__call__``, else of the class; the
+    section ``Args:`` describes the arguments. ``exact = False`` on function or class declares that answers differ
+    between runs. Raises PluginError, whose text begins with ``label``, if no schema can be derived.
     """
     label = label or f"tool {getattr(target, '__name__', target)!r}"
     settings = settings or {}
@@ -166,7 +166,7 @@ def _schema(
 
 
 def _fields(name: str, function: Callable[..., object], documented: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a pydantic model. The arguments are aliases: they may have any names."""
+    """Return the fields of a pydantic model. Argument names are aliases, so that any name is possible."""
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # a name that does not exist, or any error in evaluating an annotation
@@ -188,7 +188,7 @@ def _fields(name: str, function: Callable[..., object], documented: Mapping[str,
 
 def _property(schema: dict[str, Any], required: bool) -> PropertySchema:
     """Return an argument's schema as chat templates expect it: type first, description last. An optional argument is
-    omitted rather than null: ``int | None = None`` becomes an integer."""
+    omitted, not null: ``int | None = None`` becomes an integer."""
     types = [item for item in schema.get("anyOf", ()) if item != {"type": "null"}]
     if not required and len(types) == 1:
         schema = types[0] | {key: value for key, value in schema.items() if key != "anyOf"}
@@ -197,7 +197,8 @@ def _property(schema: dict[str, Any], required: bool) -> PropertySchema:
 
 
 def _docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """Return the description before the first section of a Google docstring, and those of the arguments."""
+    """Return the description before the first section of a Google docstring, and the arguments' descriptions by
+    name."""
     parts = SECTION.split(doc)
     documented: dict[str, str] = {}
     for title, body in zip(parts[1::2], parts[2::2], strict=True):
@@ -214,7 +215,7 @@ def _docstring(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _lenient(value: object, validated: ValidatorFunctionWrapHandler) -> object:
-    """Validate an argument; a text of the wrong type is parsed as JSON and validated again."""
+    """Validate an argument; if that fails for a text, parse it as JSON and validate the result."""
     try:
         return validated(value)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Tool that searches a local corpus by BM25 (bm25s: numpy only, maintained, a lookup instead of a loop per query)."""
+"""Tool that searches a local corpus by BM25 (bm25s needs only numpy, and looks scores up without a loop)."""
 
 import json
 import re
@@ -39,13 +39,13 @@ class Document(BaseModel):
 
 
 class Search:
-    """BM25 search over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line, or a directory whose
-    .txt and .md files, at any depth, are one document each.
+    """BM25 search over ``corpus``: a .jsonl file with ``{"text", "id"?, "title"?}`` on each line, or a directory, in
+    which every .txt and .md file, at any depth, is a document.
 
-    ``k``: most documents of a result; ``characters``: length of each excerpt, taken where it has the most words of the
-    query. All searches of a process over an unchanged corpus share one index.
+    ``k``: maximum number of documents in a result. ``characters``: length of each excerpt, taken from the place with
+    the most words of the query. All searches of a process over an unchanged corpus share one index.
 
-    Words are runs of letters and digits, in lower case, no stop words. Ties are ordered by id. Raises MissingExtra
+    Words are runs of letters and digits, in lower case, without stop words. Ties are ordered by id. Raises MissingExtra
     without bm25s, UsageError for an invalid number, DataError with file and line for an unreadable corpus.
     """
 
@@ -99,7 +99,7 @@ class CorpusIndex:
 
 
 def _index(corpus: Path) -> CorpusIndex:
-    """Return the index of ``corpus``, shared by all episodes of the process until one of its files changes."""
+    """Return the index of ``corpus``, shared by all episodes of the process until a file changes. Raises DataError."""
     try:
         path = corpus.expanduser().resolve()
         files = _files(path, corpus)
@@ -138,7 +138,6 @@ def _files(path: Path, corpus: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[Document]:
-    """Yield the documents of a .jsonl file. Raises DataError at the first invalid line."""
     seen: dict[str, int] = {}
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -168,7 +167,7 @@ def _text_file(file: Path, directory: Path) -> Document:
 
 
 def _order(document: Document) -> tuple[bool, int, str]:
-    """Return a sort key that puts numeric ids first, by value."""
+    """Return a sort key: numeric ids first, by value, then the other ids."""
     id = str(document.id)
     number = id.isascii() and id.isdecimal() and len(id) < 20
     return (not number, int(id) if number else 0, id)
@@ -179,7 +178,7 @@ def split_words(text: str) -> list[str]:
 
 
 def passage(text: str, query_words: list[str], characters: int) -> str:
-    """Return the part of ``text``, at most ``characters`` long, with the most query words; the first of several."""
+    """Return the first part of ``text``, at most ``characters`` long, with the most distinct query words."""
     text = text.strip()
     if len(text) <= characters:
         return text
