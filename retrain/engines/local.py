@@ -1,8 +1,8 @@
 """The in-process engine: one decode batch for every prompt of every run of a cohort.
 
-Dense decoders run through ``engines.dense`` and ``engines.slots``; every other decoder that transformers loads goes
-through the model's own forward pass (``engines.grid``), slower and in waves. Each sequence draws one uniform number
-per token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
+Dense decoders run through ``engines.dense`` and ``engines.slots``. Every other decoder that transformers loads goes
+through the model's own forward pass (``engines.grid``), slower, in one batch after the other. Each sequence draws one
+uniform number per token from its own stream and inverts the cumulative distribution: batching never changes samples.
 """
 
 import math
