@@ -54,8 +54,8 @@ class LocalEngine:
     """Samples with the base model and lanes that also train.
 
     ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has the rows
-    that fit in ``decode_bytes``; if it runs out of memory, it continues with half of them, ``fitting`` keeps that
-    number and ``notify`` is called.
+    that fit in ``decode_bytes``. If it runs out of memory, it continues with half as many: ``fitting`` keeps their
+    number, and ``notify`` is called.
     """
 
     gives_entropy = True

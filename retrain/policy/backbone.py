@@ -85,7 +85,6 @@ class Backbone:
         return padded_layout(samples, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> Tensor:
-        """Return the hidden states [M, H] that predict the M action tokens."""
         assert self.decoder is not None, "only a model whose output layer can be split off gives hidden states"
         return predicting(_run(self.decoder, layout).last_hidden_state, layout)
 
@@ -211,7 +210,8 @@ def token_logprobs(
     lap: Lap = no_lap,
     hidden_MH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability [B, T] of each action token, and with ``entropy`` the entropy; 0 in the padding.
+    """Return the log-probability [B, T] of each action token, and its entropy (None without ``entropy``); 0 in the
+    padding.
 
     The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
     the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device; ``lap`` as in
@@ -266,7 +266,7 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
 
 
 def as_table(values_M: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the values of the action tokens as a table [B, T], 0 in the padding."""
+    """Return the values [M] of the action tokens as a table [B, T], 0 in the padding."""
     # masked_scatter fills the mask row by row, which is the order of the action tokens in values_M.
     return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
 

@@ -41,8 +41,8 @@ class LayerShape:
 
 
 class LoraWeights:
-    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``. Only an ``Adapter`` changes
-    them.
+    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``; constant unless an
+    ``Adapter``.
 
     ``scale`` is alpha/r. The first ``live_rank`` rows of A and columns of B are in use; the others are 0.
     """
@@ -163,7 +163,7 @@ class LaneLinear(nn.Module):
         return self.base.weight  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, T, in] → [rows, T, out]."""
+        """Return the outputs [rows, T, out] of x [rows, T, in], with the adapters of this thread's mode."""
         mode = self.lanes.mode
         if mode.adapter is not None:
             a, b = mode.adapter.A[self.name], mode.adapter.B[self.name]

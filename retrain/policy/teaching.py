@@ -85,8 +85,8 @@ def teacher_fault(config: Config, folder: Path) -> str:
 
 
 def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], name: str) -> str:
-    """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``, or "". Additional
-    tokens of the teacher do not count."""
+    """Return how the vocabulary (token → id) of the student ``name`` differs from the teacher's; "" if the teacher has
+    all of its tokens."""
     # The teacher may have more tokens than the student, which never samples them.
     wrong = [token for token, number in student.items() if teacher.get(token) != number]
     if not wrong:
@@ -102,8 +102,7 @@ def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], nam
 
 
 def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
-    """Return fingerprint and dtype of the base on which an adapter was trained, from its run's record; None without a
-    record."""
+    """Return fingerprint and dtype of the base on which an adapter was trained, as its run recorded them, else None."""
     for directory in (adapter, *list(adapter.parents)[:2]):
         content = read_object(directory / CONFIG)
         if isinstance(content.get("base"), dict):
