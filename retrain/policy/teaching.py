@@ -85,8 +85,8 @@ def teacher_fault(config: Config, folder: Path) -> str:
 
 
 def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], name: str) -> str:
-    """Return how the vocabulary (token → id) of the student ``name`` differs from the teacher's; "" if the teacher has
-    all of its tokens."""
+    """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``; "" if it has all of
+    the student's tokens with equal ids."""
     # The teacher may have more tokens than the student, which never samples them.
     wrong = [token for token, number in student.items() if teacher.get(token) != number]
     if not wrong:
