@@ -1,4 +1,4 @@
-"""Engines draw completions; ``LocalEngine`` does so in this process, with the weights that train."""
+"""Engines sample completions; ``LocalEngine`` does so in this process, with the weights that are being trained."""
 
 from retrain.engines.local import LocalEngine
 from retrain.engines.protocol import Engine

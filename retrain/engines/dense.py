@@ -49,7 +49,7 @@ SequenceName = tuple[int | str, ...]
 
 
 class Projection:
-    """Linear layers that read the same input, as one matrix product: weight [Σ out, in], cut into ``sizes``."""
+    """Linear layers with the same input, as one matrix product: weight [Σ out, in]; ``sizes``: the outputs of each."""
 
     def __init__(self, base: BaseModel, layers: Sequence[nn.Module]):
         linears = [layer.base if isinstance(layer, LaneLinear) else layer for layer in layers]
@@ -76,8 +76,8 @@ class Projection:
         return torch.cat(weights) if len(weights) > 1 else weights[0]
 
     def with_adapters(self, adapters: Sequence[LoraWeights], merge: bool, pack: bool) -> FusedLinear:
-        """Return the fused layer with these adapters, merged into a copy of the weight or as factors. ``pack``: use a
-        copy of the weight that is laid out for few rows."""
+        """Return the fused layer with these adapters. With ``merge``, the only one is added to a copy of the weight,
+        else all are kept as LoRA factors. ``pack``: copy the weight into a layout that is fast for few rows."""
         if merge and adapters and any(name is not None for name in self.names):
             return FusedLinear(self._merged(adapters[0], pack), self.bias, None, None)
         return FusedLinear(packed(self.weight) if pack else self.weight, self.bias, *self.factors(adapters))
@@ -140,8 +140,8 @@ class Layer:
 
 
 class StreamedBlocks:
-    """Blocks whose weights are loaded or gathered one layer at a time, merged with the adapter ``merged`` or with the
-    LoRA factors ``added`` per layer and projection."""
+    """Decoder blocks whose weights are dequantised or gathered one layer at a time. The adapter in ``merged`` is added
+    to them; without one, they get the LoRA factors ``added``, by layer and projection."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class CachedBatch(NamedTuple):
 class CachedSequence(NamedTuple):
     batch: CachedBatch
     row: int
-    token_ids: tuple[int, ...]  # Their keys and values are in the row's first columns
+    token_ids: tuple[int, ...]  # Tokens whose keys and values are in the row's first columns
 
 
 class KVCache:
@@ -195,7 +195,7 @@ class KVCache:
         self.capacity = capacity
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep (or repeat) the given rows; at most one layer's keys or values are in memory twice."""
+        """Replace the rows by those with these indices, which may repeat; layer by layer, to save memory."""
         for states in (self.keys, self.values):
             for layer in range(len(states)):
                 states[layer] = states[layer].index_select(0, rows)
@@ -209,7 +209,7 @@ class KVCache:
         return CachedBatch(keys, values)
 
     def restore(self, rows: torch.Tensor, sequences: Sequence[CachedSequence]) -> None:
-        """Fill the first columns of these rows with cached sequences, all of one batch."""
+        """Fill the first columns of these rows with cached sequences, all from the same ``CachedBatch``."""
         batch = sequences[0].batch
         sources = torch.tensor([sequence.row for sequence in sequences], device=rows.device)
         columns = min(max(len(sequence.token_ids) for sequence in sequences), self.capacity)
@@ -226,7 +226,7 @@ class KVCache:
 
 class SequenceCache:
     """Keys and values of sequences that may continue in a later request (the next turn of an episode), by policy and
-    name. Holds up to ``limit`` bytes and evicts the oldest; thread-safe."""
+    name. Holds up to ``limit`` bytes and evicts the oldest sequence first; thread-safe."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -238,7 +238,7 @@ class SequenceCache:
         return len(self._entries)
 
     def put(self, ref: PolicyRef, named: Sequence[tuple[SequenceName, Sequence[int]]], batch: CachedBatch) -> None:
-        """Add the sequences of a batch: the name of each row, and the tokens of its columns."""
+        """Add the rows of a batch; ``named``: name and tokens of each row. Does nothing if a row exceeds ``limit``."""
         share = batch.bytes // max(1, len(named))
         if share > self.limit:
             return
@@ -251,7 +251,7 @@ class SequenceCache:
                 self._bytes += share
 
     def take(self, ref: PolicyRef, name: SequenceName, prompt_ids: Sequence[int]) -> CachedSequence | None:
-        """Remove the sequence of this name and return it if the prompt begins with it, else None."""
+        """Remove the sequence of this name. Return it if the prompt begins with it and is longer, else None."""
         with self._lock:
             sequence = self._pop((ref, name))
         if sequence is None:
@@ -278,7 +278,7 @@ class SequenceCache:
 
 
 class DenseDecoder:
-    """The weights of one dense decoder, read off its modules, and its forward pass for sampling (no gradients)."""
+    """A dense decoder: the weights of a base's modules, and the forward pass for sampling (no gradients)."""
 
     def __init__(self, base: BaseModel, settings: DecodeSettings):
         model, config, self.settings = base.model, base.model.config, settings
@@ -320,7 +320,7 @@ class DenseDecoder:
 
     @staticmethod
     def of_lanes(blocks: Blocks, places: Sequence[int], lanes: int) -> Blocks:
-        """Return the blocks with only the lanes at these ``places`` (ascending) of all ``lanes``."""
+        """Return the blocks with the LoRA factors of the lanes ``places`` (ascending indices below ``lanes``) only."""
         if len(places) == lanes:
             return blocks
         first, last = places[0], places[-1] + 1
@@ -347,7 +347,7 @@ class DenseDecoder:
         ]
 
     def frame_of(self, length: int) -> Frame:
-        """Return the frame with rotary angles of at least ``length`` positions, by the model's rotary embedding."""
+        """Return the frame with the rotary angles of at least ``length`` positions."""
         if len(self.frame.cos) < length:
             positions = torch.arange(max(length, 256), device=self.device).unsqueeze(0)
             # Of its first argument transformers' rotary embedding reads device and dtype only.
@@ -358,7 +358,7 @@ class DenseDecoder:
 
     @property
     def prefill_tokens(self) -> int:
-        """Return the tokens of one prefill, whose activations fill ``settings.prefill_bytes``."""
+        """Return the number of tokens whose activations in a prefill fill ``settings.prefill_bytes``."""
         hidden, layer = self.frame.embedding.shape[1], self.layers[0]
         numbers = 4 * hidden + 3 * sum(layer.qkv.sizes) + 2 * sum(layer.gate_up.sizes)
         return self.settings.prefill_bytes // (numbers * self.dtype.itemsize)
@@ -372,16 +372,16 @@ class DenseDecoder:
         rows_S: torch.Tensor,
         source_S: torch.Tensor,
     ) -> torch.Tensor:
-        """Prefill prompts padded on the right; return logits [R, V] at column ``last_R``. For the rest see
-        ``hidden``."""
+        """Prefill prompts, padded on the right, as ``hidden`` does; return the logits [R, V] at each prompt's column
+        ``last_R``."""
         x_RTH = self.hidden(ids_RT, blocks, kv_cache, rows_S, source_S)
         return logits(self.frame, x_RTH[torch.arange(len(ids_RT), device=self.device), last_R])
 
     def hidden(
         self, ids_RT: torch.Tensor, blocks: Blocks, kv_cache: KVCache, rows_S: torch.Tensor, source_S: torch.Tensor
     ) -> torch.Tensor:
-        """Return the last block's output [R, T, H], and write the keys and values of the prompts ``source_S`` to the
-        cache's rows ``rows_S``.
+        """Return the last block's output [R, T, H], and write keys and values to the cache: those of prompt
+        ``source_S[i]`` to row ``rows_S[i]``.
 
         No padding mask is needed: padding is on the right, where causal attention does not look.
         """
@@ -412,8 +412,8 @@ class DenseDecoder:
         rows: Sequence[int],
         real_R: torch.Tensor,
     ) -> torch.Tensor:
-        """Append tokens, padded on the right, to rows whose first ``start_R`` columns are cached; return logits [R, V]
-        at ``last_R``. Only rows with ``real_R`` are written to the cache; the others are filler."""
+        """Append tokens, padded on the right, to rows whose first ``start_R`` columns are cached; return the logits
+        [R, V] at each row's token ``last_R``. Rows without ``real_R`` are filler, which is not written to the cache."""
         count, width = ids_RT.shape
         self._gather_ends()
         rows_R = torch.tensor(rows, device=self.device)
@@ -442,7 +442,7 @@ class DenseDecoder:
         return logits(frame, x_RTH[torch.arange(count, device=self.device), last_R])
 
     def output(self, hidden_NH: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of hidden states after the last norm."""
+        """Return the logits [N, V] of hidden states that the final norm has normalised."""
         return fp32_product(hidden_NH, self.frame.head.weight, self.frame.head.bias)
 
     def decode_steps(
@@ -460,7 +460,7 @@ class DenseDecoder:
 
 
 def _fused(base: BaseModel, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the weights concatenated by rows; until the base is released, the originals are views of the result."""
+    """Return the weights concatenated by rows. The originals become views of the result, until the base is released."""
     if len(weights) == 1:
         return weights[0].detach()
     joined = torch.cat([weight.detach() for weight in weights])

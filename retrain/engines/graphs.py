@@ -20,8 +20,8 @@ import torch
 from retrain.device import is_out_of_memory, lost
 from retrain.errors import RunFailed
 
-# Eager steps of a shape before its capture: a capture costs as much as a few steps, and libraries do their set-up,
-# which is forbidden during a capture, in the first ones
+# Eager steps of a key before its capture. A capture costs as much as a few steps, and during the first steps libraries
+# do their set-up, which is forbidden in a capture
 EAGER_STEPS = 3
 
 # Records the launches of a step without running it, and returns a function that replays them. Raises EmptyCapture when
@@ -30,13 +30,13 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class EmptyCapture(RunFailed):
-    """A capture that recorded nothing, because the step ran on another stream. Neither replaying it (nothing would
-    happen) nor running it again (one step too many) would be right."""
+    """The capture recorded nothing, because the step ran on another stream. Replaying the graph would do nothing, and
+    running the step again would be one step too many."""
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Return the capture function of a device. Graphs share a stream and a memory pool, because they never run at the
-    same time and leave no result in it: their temporaries reuse the same memory."""
+    """Return the capture function of a device. All graphs share one stream and one memory pool: they never run at the
+    same time and leave no result in the pool, so their temporaries can reuse the same memory."""
     with torch.cuda.device(device):  # pools and streams belong to the current device
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
@@ -74,9 +74,9 @@ def _cause(error: BaseException) -> BaseException:
 
 
 class StepGraphs:
-    """Runs steps eagerly or from a captured graph, one per key (the sizes that are fixed in its launches).
+    """Runs steps eagerly or from captured graphs. There is one graph per key: the sizes that are fixed in its launches.
 
-    ``new_capture`` makes the capture function, again whenever the buffers have moved; after a failed capture it is None
+    ``new_capture`` makes the capture function, and makes it again after ``forget``. After a failed capture it is None
     and every step runs eagerly. ``captures`` counts the captured steps.
     """
 
@@ -93,13 +93,14 @@ class StepGraphs:
         return bool(self._graphs)
 
     def forget(self) -> None:
-        """Drop all graphs because the buffers move or are freed. No step may be in flight."""
+        """Drop all graphs, because their buffers move or are freed. No step may be in flight."""
         self._graphs.clear()
         self._seen.clear()
         self._capture = None
 
     def run(self, key: Hashable, step: Callable[[], object]) -> None:
-        """Run one step. Raises EmptyCapture; RuntimeError when memory runs out or the device is lost."""
+        """Run one step, by its graph if it has one. Raises EmptyCapture; RuntimeError if memory runs out or the device
+        is lost."""
         if self.new_capture is not None and key not in self._graphs:
             self._seen[key] = self._seen.get(key, 0) + 1
             if self._seen[key] > EAGER_STEPS:

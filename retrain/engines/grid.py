@@ -84,8 +84,8 @@ class DecodeCache:
 
 
 class Grid:
-    """One decode batch with its rows ordered by lane, equally many slots per lane. It waits for the device every
-    ``calls`` tokens."""
+    """A decode batch whose rows are ordered by lane, ``slots`` rows for each. It waits for the device every ``calls``
+    tokens."""
 
     def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], calls: int):
         self.base, self.requests, self.sequences = base, requests, BatchSequences(base, requests, indices)
@@ -146,7 +146,8 @@ class Grid:
         self.rows.token_R.masked_fill_(idle_R, self.base.pad_id)
 
     def _compact_or_finished(self, step: int) -> bool:
-        """Remove idle rows once ``IDLE_SHARE`` of the rows are idle; return whether all sequences have ended."""
+        """Return whether all sequences have ended, checked every ``calls`` steps. Remove idle rows once they are the
+        share ``IDLE_SHARE`` of all rows."""
         if step % self.calls and step + 1 < self.max_tokens:
             return False
         alive = self.rows.alive_R.view(len(self.lanes), self.slots).cpu()

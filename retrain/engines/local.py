@@ -1,8 +1,8 @@
 """The in-process engine: one decode batch for every prompt of every run of a cohort.
 
-Dense decoders run through ``engines.dense`` and ``engines.slots``; every other decoder that transformers loads goes
-through the model's own forward pass (``engines.grid``), slower and in waves. Each sequence draws one uniform number
-per token from its own stream and inverts the cumulative distribution: batching never changes what is sampled.
+Dense decoders run through ``engines.dense`` and ``engines.slots``. Every other decoder that transformers loads goes
+through the model's own forward pass (``engines.grid``), slower, in one batch after the other. Each sequence draws one
+uniform number per token from its own stream and inverts the cumulative distribution: batching never changes samples.
 """
 
 import math
@@ -33,12 +33,12 @@ from retrain.rng import generator
 from retrain.threads import Workers
 from retrain.types import Action, PolicyRef, SampleRequest
 
-MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}  # Rows of a decode batch from which decoding is compute-bound
+MOST_ROWS = {"cpu": 1024, "cuda": GPU_MOST_ROWS}  # Most rows of a decode batch: more are compute-bound
 CACHE_SHARE = 0.25  # Share of decoding memory for sequences that continue in a later call
 # Least sequences of a piece of the decode batch: smaller pieces use more cores, but each piece adds a prefill and a
 # step (docs/records/performance.md)
 LEAST_PIECE_ROWS = 32
-PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3  # Rows, tokens per row, and how many are decoded one by one
+PROBE_ROWS, PROBE_WIDTH, PROBE_STEPS = 4, 48, 3  # Rows, tokens per row, and decode steps
 # Largest root mean square difference of log-probabilities, relative to the spread of the logits, at which a decoder is
 # used. Even in fp64, transformers computes norms and angles in fp32
 PROBE_LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -54,8 +54,8 @@ class LocalEngine:
     """Samples with the base model and lanes that also train.
 
     ``fast``: the model decodes through ``engines.dense``; ``dense=False`` forces the slow path. A batch has the rows
-    that fit in ``decode_bytes``; if it runs out of memory, it continues with half of them, ``fitting`` keeps that
-    number and ``notify`` is called.
+    that fit in ``decode_bytes``. If it runs out of memory, it continues with half as many: ``fitting`` keeps their
+    number, and ``notify`` is called.
     """
 
     gives_entropy = True
@@ -83,7 +83,7 @@ class LocalEngine:
         if self.decoder is None and base.dtype not in FULL:
             backbone_of(base)  # found by trial passes, which must run while no lane is active
         self._published: dict[PolicyRef, LoraWeights] = {}
-        self.keeps_blocks = False  # Keep the blocks merged with adapters in memory between calls of ``sample``
+        self.keeps_blocks = False  # Keep blocks with adapters in memory between calls of ``sample``
         self._blocks: tuple[list[LoraWeights], Blocks] | None = None
 
     @property
@@ -138,8 +138,8 @@ class LocalEngine:
     ) -> list[list[Action]]:
         """Sample as ``Engine.sample`` does, with one lane per policy.
 
-        Raises ModelError when a prompt and its completion exceed the model's context, RunFailed for weights that were
-        not published.
+        Raises ModelError if a prompt and its completion exceed the model's context, RunFailed for weights that were not
+        published.
         """
         longest = check_lengths(requests, self.base.context_length, self.base.name)
         policies, in_lanes = with_lanes(requests)
@@ -240,8 +240,9 @@ class LocalEngine:
         self._syncs.append(time.perf_counter() - begin)
 
     def affordable_rows(self, length: int, truncated: bool = False, continues: bool = False) -> int:
-        """Return how many rows of ``length`` tokens fit in ``decode_bytes`` with their cache and logits.
-        ``truncated`` is sampling by top-p or top-k; ``continues`` keeps room for the cache of earlier turns."""
+        """Return the number of rows of ``length`` tokens, 1 to ``MOST_ROWS``, whose cache and logits fit in
+        ``decode_bytes``. ``truncated``: top-k, top-p or min-p is used. ``continues``: reserve memory for
+        ``sequence_cache``."""
         kind, layers = self.base.device.type, self.base.model.config.get_text_config().num_hidden_layers
         columns = self.settings.columns
         # Truncated sampling holds two more copies: of the mass that remains.
@@ -264,8 +265,8 @@ def indices_by_lane(requests: Sequence[LaneRequest]) -> list[SampleIndex]:
 
 
 def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], count: int) -> list[list[SampleIndex]]:
-    """Cut the samples into at most ``count`` pieces of whole requests. The requests of each lane are spread evenly,
-    because all lanes of a batch have as many rows as the largest one."""
+    """Cut the samples into at most ``count`` pieces (at least one) of whole requests. Every piece gets about as many
+    requests of each lane, because all lanes of a batch have as many rows as the largest one."""
     by_lane: dict[int, dict[int, list[SampleIndex]]] = {}
     for index in indices:
         by_lane.setdefault(requests[index.request].lane, {}).setdefault(index.request, []).append(index)
@@ -280,7 +281,7 @@ def pieces_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], c
 
 
 def waves_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex], rows: int) -> list[list[SampleIndex]]:
-    """Cut the samples into batches of whole requests with about ``rows`` rows, equally many from every lane."""
+    """Cut the samples into batches of whole requests, with about ``rows`` rows and equally many from every lane."""
     by_lane: dict[int, list[int]] = {}
     for request in dict.fromkeys(index.request for index in indices):
         by_lane.setdefault(requests[request].lane, []).append(request)
@@ -320,8 +321,8 @@ def is_supported(base: BaseModel) -> bool:
 
 
 def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | None:
-    """Return the fast decoder of this base, or None if the model is of another kind or the probe of the decoder differs
-    from the model's own forward pass."""
+    """Return the fast decoder of this base. Return None if the base is not ``is_supported``, or the decoder fails the
+    trial ``reproduces``."""
     if not is_supported(base):
         return None
     decoder = DenseDecoder(base, settings)
@@ -329,8 +330,8 @@ def dense_decoder(base: BaseModel, settings: DecodeSettings) -> DenseDecoder | N
 
 
 def reproduces(decoder: DenseDecoder, base: BaseModel) -> bool:
-    """Return whether the decoder's log-probabilities equal those of the model's own forward pass, for tokens drawn
-    after random ones. No lane may be active."""
+    """Return whether the decoder's log-probabilities of drawn tokens equal those of the model's own forward pass,
+    within ``PROBE_LIMITS``, after random tokens. No lane may be active."""
     noise, device = generator("probe of the dense decoder"), base.device
     shape = (PROBE_ROWS, min(PROBE_WIDTH, base.context_length))
     ids_RT = torch.from_numpy(noise.integers(0, base.vocab_size, shape)).to(device)
@@ -363,7 +364,7 @@ def _model_forward(base: BaseModel, ids_RT: torch.Tensor) -> tuple[torch.Tensor,
 def _probe(
     decoder: DenseDecoder, ids_RT: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield logits [N, V] with their rows and columns: first by prefill, one row at a time, then by ragged steps."""
+    """Yield the decoder's logits [N, V] with their rows and columns in ``ids_RT``: by prefill, then by decode steps."""
     rows, width = ids_RT.shape
     read = width - PROBE_STEPS
     row_R = torch.arange(rows, device=ids_RT.device)

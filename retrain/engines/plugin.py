@@ -1,4 +1,4 @@
-"""Samples with a user's backend (see ``policy.plugin``)."""
+"""The engine of a backend plug-in: the user's class samples, and also trains (``policy.plugin``)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +42,7 @@ class PluginEngine:
     ) -> list[list[Action]]:
         """Sample as ``Engine.sample`` does, one run after the other.
 
-        Raises PluginError when a backend returns a wrong number of completions, a wrong length or a wrong value.
+        Raises PluginError if a backend returns a wrong number of completions, a wrong length or a wrong value.
         """
         sampled: list[list[Action]] = [[] for _ in requests]
         for ref in dict.fromkeys(request.policy for request in requests):

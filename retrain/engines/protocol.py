@@ -10,15 +10,13 @@ Finished = Callable[[int, list[Action]], None]
 
 
 class EngineState(TypedDict, total=False):
-    """Limits of an engine on this machine."""
-
-    decode_bytes: int  # Of a decode batch
-    fitting: int | None  # Rows that fit after running out of memory
+    decode_bytes: int  # Memory of a decode batch on this device
+    fitting: int | None  # Most rows that fit, None if memory never ran out
 
 
 class Engine(Protocol):
     """A sampler. ``gives_entropy``: actions carry full-vocabulary entropies. ``exact``: equal weights, requests and
-    seeds give equal bits. ``is_concurrent``: it samples on other processors than training, so that later steps can be
+    seeds give equal bits. ``is_concurrent``: sampling and training use different processors, so that later steps can be
     sampled during an update; ``sample`` may then be called from several threads."""
 
     gives_entropy: bool
@@ -27,21 +25,21 @@ class Engine(Protocol):
 
     @property
     def sync_seconds(self) -> float | None:
-        """Return the seconds in which the last ``sample`` loaded published weights; None if not measured."""
+        """Return the seconds that the last ``sample`` spent on loading published weights; None if not measured."""
         ...
 
     def publish(self, ref: PolicyRef, weights: PolicySnapshot) -> None:
-        """Make weights available to requests under ``ref`` until ``retire``."""
+        """Make the weights available to requests for the policy ``ref``, until it is retired."""
 
     def retire(self, ref: PolicyRef) -> None:
-        """Drop weights that no later request names; does nothing for unknown ones."""
+        """Drop the weights of ``ref``, which no later request may name. Does nothing if they were not published."""
 
     def state(self) -> EngineState: ...
 
     def restore(self, state: EngineState) -> None: ...
 
     def forget_sequences(self) -> None:
-        """Drop cached sequences: no later request continues them."""
+        """Drop cached sequences, because no later request will continue them."""
 
     def cancel(self) -> None:
         """Cancel ``sample`` calls in other threads: they raise or end soon."""
@@ -52,7 +50,7 @@ class Engine(Protocol):
         """Return one list of actions per request, in order.
 
         ``max_rows`` limits the sequences that are decoded at once; it changes only speed and memory.
-        ``finished(index, actions)`` is called once per request, from any thread, when all its actions are complete and
-        others may still be sampled.
+        ``finished(index, actions)`` is called once per request, from any thread, as soon as all its actions are
+        complete.
         """
         ...

@@ -28,7 +28,7 @@ REFILL_SHARE = 0.125
 # Steps per call of a small model; the call returns early when a sequence ends. A large model takes one step per call,
 # so that Python handles signals in between
 BURST = 16
-IDLE_SHARE = 0.25  # Least share of the rows that is freed by shrinking the batch, which copies the cache
+IDLE_SHARE = 0.25  # Least share of the rows that must be freed to shrink the batch, which copies the cache
 
 T = TypeVar("T")
 
@@ -38,13 +38,13 @@ class LaneRequest(SampleRequest):
     lane: int = 0
 
     def uniforms_T(self, sample: int) -> np.ndarray:
-        """Return the uniform numbers that draw this sample's tokens, float64 [max_tokens]."""
+        """Return the uniform numbers from which this sample's tokens are drawn, float64 [max_tokens]."""
         stream = self.streams[sample] if self.streams else (*self.stream, sample)
         return uniforms(self.drawn + self.max_tokens, *stream)[self.drawn :]
 
     @property
     def truncates(self) -> bool:
-        """Return whether completions are sampled from less than the whole vocabulary."""
+        """Return whether top-k, top-p or min-p restricts the tokens that can be sampled."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
@@ -59,8 +59,8 @@ def lanes_of(requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]) ->
 
 
 def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -> int:
-    """Return the most tokens of a prompt with its completion. Raises ModelError when they exceed ``context``, the limit
-    of ``owner``."""
+    """Return the most tokens of a prompt with its completion. Raises ModelError if they exceed ``context``, the limit
+    of ``owner`` (a name for the message)."""
     longest, prompt, completion = max(
         ((len(r.prompt_ids) + r.max_tokens, len(r.prompt_ids), r.max_tokens) for r in requests), default=(0, 0, 0)
     )
@@ -73,10 +73,10 @@ def check_lengths(requests: Sequence[SampleRequest], context: int, owner: str) -
 
 
 class BatchSequences:
-    """The sequences of a decode batch: settings on the host, uniforms and results on the device.
+    """The sequences of a decode batch: settings on the host, uniform numbers and results on the device.
 
-    ``requests`` and ``indices`` have one entry per sequence; tensors have one more, for the sequence ``scratch`` of
-    idle rows.
+    ``requests`` and ``indices`` have one entry per sequence. Tensors have one more, for ``scratch``: the sequence that
+    idle rows write to.
     """
 
     def __init__(self, base: BaseModel, requests: Sequence[LaneRequest], indices: Sequence[SampleIndex]):
@@ -133,7 +133,7 @@ class BatchSequences:
 
     def reserve_draws(self, draws: int) -> bool:
         """Reserve space for the kept sets of ``draws`` more draws; return whether the record was reallocated. Waits for
-        the device if sequences are truncated."""
+        the device if the sampling is truncated."""
         record = self.sampled.support
         if record is None:
             return False
@@ -185,14 +185,14 @@ def cuts_of(requests: Sequence[LaneRequest], vocabulary: int) -> np.ndarray | No
 class PartialPrefill(NamedTuple):
     row: int
     start: int  # Number of columns that are cached
-    token_ids: tuple[int, ...]  # Those of the prompt after them
+    token_ids: tuple[int, ...]  # Prompt tokens after these columns
 
 
 class SlotBatch:
     """Decodes the sequences of ``indices``, at most ``max_rows`` at once.
 
-    ``blocks`` are the decoder's with the adapters of the lanes of ``indices``, in order. ``finished`` is called with
-    every request as soon as all of its samples in ``indices`` have ended.
+    ``blocks`` are the decoder's blocks with the adapters of these sequences' lanes, in order. ``finished`` is called
+    for each request as soon as all of its samples in ``indices`` have ended.
     """
 
     def __init__(
@@ -377,8 +377,8 @@ class SlotBatch:
         self._first_token(logits[source], rows)
 
     def _restore(self, rows_of: list[dict[int, list[int]]]) -> list[list[PartialPrefill]]:
-        """Start the rows whose earlier tokens are cached and remove them from ``rows_of``; return for each lane the
-        prompt tokens that are not cached yet."""
+        """Copy cached sequences into the rows that continue them, and remove these rows from ``rows_of``. Return, per
+        lane, such rows with the prompt tokens that are not cached."""
         continuations: list[list[PartialPrefill]] = []
         batches: dict[int, list[tuple[int, CachedSequence]]] = {}
         for lane_rows in rows_of:
@@ -442,7 +442,7 @@ class SlotBatch:
         self.lanes, self.slots = lanes, slots
 
     def _move_rows(self, source: np.ndarray) -> None:
-        """Replace the rows by the rows ``source``; −1 is an idle row."""
+        """Replace the batch's rows by the rows with indices ``source``; −1 makes an idle row."""
         source, held = source.clip(0), source >= 0
         index, held_R = (torch.from_numpy(array).to(self.decoder.device) for array in (source, held))
         self.kv_cache.select(index)
@@ -458,8 +458,8 @@ class SlotBatch:
 
 
 def lane_parts(lanes: Sequence[Sequence[T]], size: int, filler: T) -> Iterator[tuple[list[T], list[bool]]]:
-    """Yield parts with equally many items of each lane, at most ``size``, and which of them are real; lanes with fewer
-    items are padded with ``filler``."""
+    """Yield parts with equally many items of each lane (at most ``size``), and a mask of the real items. Lanes with
+    fewer items are padded with ``filler``."""
     for begin in range(0, max(map(len, lanes)), size):
         parts = [items[begin : begin + size] for items in lanes]
         share = max(map(len, parts))

@@ -31,16 +31,16 @@ from retrain.types import Support
 
 # Activations of gated MLPs, as configurations name them, that ``activated`` knows
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-# Tokens per block sum: a token is searched for among the block sums and then inside one block, so that no row of a
-# large vocabulary is accumulated token by token
+# Tokens per block sum. A token is searched for first among the block sums and then inside one block, so that a
+# large vocabulary is not accumulated token by token
 BLOCK = 256
 CHUNK = 1 << 18  # Logits that a CPU processes at a time: they and their temporaries fit in its second-level cache
 
 
 class DecodeSettings(NamedTuple):
-    """Settings of decode steps. ``calls``: decode calls between synchronisations with the device. The cache columns
-    read are a multiple of ``columns``, so that one CUDA graph serves many steps. ``prefill_bytes``: activations of one
-    prefill; larger prefills are not faster. ``compiled``: use TorchScript unless weights are streamed."""
+    """Settings of decode steps. ``calls``: decode calls between synchronisations with the device. ``columns``: steps
+    read a multiple of this number of cache columns, so that one CUDA graph serves many steps. ``prefill_bytes``: most
+    bytes of a prefill's activations; more is not faster. ``compiled``: use TorchScript unless weights are streamed."""
 
     calls: int
     columns: int
@@ -52,8 +52,8 @@ CPU_DECODING, GPU_DECODING = DecodeSettings(1, 1, True), DecodeSettings(8, GPU_C
 
 
 class FusedLinear(NamedTuple):
-    """Linear layers with the same input as one matrix product: weight [Σ out, in], possibly ``packed``. Lanes add the
-    LoRA product of ``a`` [L, in, Σ r] and the block-diagonal ``b`` [L, Σ r, Σ out]."""
+    """Linear layers with the same input as one matrix product: weight [Σ out, in], possibly ``packed``. The LoRA
+    products of the L lanes are added by ``a`` [L, in, Σ r] and the block-diagonal ``b`` [L, Σ r, Σ out]."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -62,7 +62,7 @@ class FusedLinear(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One decoder block. ``head_norms`` [heads + kv_heads, D]: RMSNorm weights of queries and keys, if it has any."""
+    """A decoder block. ``head_norms`` [heads + kv_heads, D]: RMSNorm weights of queries and keys, None if absent."""
 
     qkv: FusedLinear
     out: FusedLinear
@@ -74,8 +74,8 @@ class Block(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Embedding, final norm, output layer, rotary angles and sizes of a decoder. ``cos`` and ``sin`` [positions, D]:
-    rotation of every position; ``sin`` holds the sign of the half that it multiplies."""
+    """Embedding, final norm, output layer and sizes of a decoder. ``cos`` and ``sin`` [positions, D]: rotary angles of
+    every position; the first half of ``sin`` is negated, as ``rotation`` needs."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -93,7 +93,7 @@ class Frame(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a decode batch on the device.
 
-    A row decodes the sequence ``sequence_R``; its last token ``token_R`` is at ``position_R`` of the cache and has
+    A row decodes the sequence ``sequence_R``. Its last token ``token_R`` is at ``position_R`` of the cache and has
     index ``sampled_R`` in the completion. Idle rows (``alive_R`` false) write to the last sequence, which is scratch.
     ``temperature_R1`` None: all 1; ``greedy_R1`` None: no row is greedy; ``cut_R3`` None: no row is truncated.
     """
@@ -115,8 +115,8 @@ def select_rows(rows: Rows, index: torch.Tensor) -> Rows:
 
 
 class SupportRecord(NamedTuple):
-    """The kept set of every token: ``count_NT`` ids from index ``first_NT`` on in ``ids_M``, of which ``used_1`` are in
-    use. The last element of ``ids_M`` is scratch. ``rank_K``: 0 to K − 1."""
+    """The kept set of every token: ``count_NT`` ids in ``ids_M``, beginning at index ``first_NT``. The first ``used_1``
+    elements of ``ids_M`` are in use; the last is scratch. ``rank_K``: 0 to K − 1, K the largest top-k."""
 
     ids_M: torch.Tensor
     used_1: torch.Tensor
@@ -126,8 +126,8 @@ class SupportRecord(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """Uniforms and results by sequence; ``ends`` are the tokens that end one. ``support`` None: no sequence is
-    truncated."""
+    """Uniform numbers and sampled tokens [N, T] of every sequence. ``ends``: ids of the end tokens. ``support``: None
+    if no sequence uses top-k, top-p or min-p."""
 
     ends: torch.Tensor
     uniforms_NT: torch.Tensor
@@ -138,15 +138,13 @@ class SampledTokens(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One decode call."""
-
-    columns: int  # Of the cache, that the first step reads
+    columns: int  # Cache columns that the first step reads
     ragged: bool  # Whether rows end at different columns
-    steps: int  # To take at most
+    steps: int  # Most steps to take
 
 
 def product(x: torch.Tensor, linear_layers: FusedLinear) -> torch.Tensor:
-    """Return [rows, Σ out] of x [rows, in], lane by lane."""
+    """Return the outputs [rows, Σ out] of x [rows, in]; every lane has an equal consecutive share of the rows."""
     out = linear(x, linear_layers.weight, linear_layers.bias)
     a, b = linear_layers.a, linear_layers.b
     if a is None or b is None:
@@ -199,8 +197,8 @@ def forward(
 ) -> torch.Tensor:
     """Return logits [R, V] after one token per row; its keys and values go to column ``position_R`` of the row.
 
-    ``keys`` and ``values`` per block [R, kv_heads, capacity, D], of which ``columns`` are read; ``ragged``: some rows
-    have not written all of these.
+    ``keys`` and ``values``: per block [R, kv_heads, capacity, D], of which the first ``columns`` are read. ``ragged``:
+    some rows have not written all of these.
     """
     rows, dim = token_R.shape[0], frame.head_dim
     capacity, both = keys[0].shape[2], frame.heads + frame.kv_heads
@@ -240,13 +238,14 @@ def draw(
     rank_K: torch.Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the token [R], its log-probability [R] and the entropy [R] (nats) of softmax(logits / temperature), and
-    the kept token ids [R, K] of truncated sampling (``cut_R3``, ``rank_K`` and the ids as in ``truncated``), else None.
+    """Sample one token per row from softmax(logits / temperature), truncated by ``cut_R3`` and renormalised.
 
-    The token is the first whose cumulative probability exceeds ``uniforms_R`` (in [0, 1)): this needs no sort, and a
-    sample does not depend on other rows. ``temperature_R1`` None is 1; ``greedy_R1`` rows take the largest logit.
-    ``exact_sums``: see ``cumulated``. Computed in fp32 (fp64 for fp64 logits). NaN logits give any token with
-    log-probability NaN.
+    Return the tokens [R], their log-probabilities [R] and the entropies [R] (nats) of that distribution, and the kept
+    ids [R, K] of ``truncated``, None without ``cut_R3``. The token is the first whose cumulative probability exceeds
+    ``uniforms_R`` (in [0, 1)): rows are independent and nothing is sorted. ``temperature_R1``: None for 1.
+    ``greedy_R1``: rows that take the largest logit. ``cut_R3`` and ``rank_K`` are those of ``truncated``,
+    ``exact_sums`` is that of ``cumulated``. Computes in fp32 (fp64 for fp64 logits). NaN logits give an arbitrary token
+    with log-probability NaN.
     """
     count = logits_RV.shape[0]
     rows = count if logits_RV.is_cuda else max(1, chunk // logits_RV.shape[1])
@@ -309,15 +308,15 @@ def _draw(
 
 
 def needs_exact_sums(device: torch.device) -> bool:
-    """Return whether ``cumulated`` must not depend on the order of a sum: on a GPU that must be deterministic."""
+    """Return whether ``cumulated`` needs sums that do not depend on their order: on a GPU in deterministic mode."""
     return device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
 
 
 def inverse(
     mass_RV: torch.Tensor, uniforms_R1: torch.Tensor, exact_sums: bool, block: int = BLOCK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token [R, 1] at which the cumulative mass of a row exceeds the share ``uniforms_R1`` (in [0, 1)), and
-    the row's total mass [R, 1]. A token without mass is never returned."""
+    """Return the first token [R, 1] whose cumulative mass exceeds ``uniforms_R1`` (in [0, 1)) times the row's total
+    mass, and that total [R, 1]. A token without mass is never returned."""
     size = mass_RV.shape[1]
     if size <= block:
         below_RV = cumulated(mass_RV, exact_sums)
@@ -350,11 +349,11 @@ def _aim(uniforms_R1: torch.Tensor, total_R1: torch.Tensor) -> torch.Tensor:
 def truncated(
     mass_RV: torch.Tensor, cut_R3: torch.Tensor, rank_K: torch.Tensor, exact_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the masses (largest of a row: 1) with 0 outside the kept set [R, V], and the kept ids [R, K], most
-    probable first, padded with −1.
+    """Return the masses [R, V] (largest of a row: 1) with 0 outside the kept set, and the ids [R, K] of the kept set,
+    most probable first, with −1 for those not kept.
 
-    ``cut_R3``: top-k (0: no truncation of the row, and no ids), top-p and min-p of each row; ``rank_K``: 0 to K − 1,
-    K the largest top-k: only K tokens are sorted.
+    ``cut_R3``: top-k (0: the row is not truncated and keeps no ids), top-p and min-p of each row. ``rank_K``: 0 to
+    K − 1, where K is the largest top-k; only K tokens are sorted.
     """
     most_R1, top_p_R1, min_p_R1 = cut_R3[:, 0:1], cut_R3[:, 1:2], cut_R3[:, 2:3]
     top_RK, ids_RK = mass_RV.topk(rank_K.shape[0], -1)
@@ -368,7 +367,7 @@ def truncated(
 
 
 def cumulated(mass_RV: torch.Tensor, exact_sums: bool = False) -> torch.Tensor:
-    """Return the sums of the masses (0 to 1) up to each token.
+    """Return the cumulative sums of the masses (each 0 to 1) along each row.
 
     A GPU adds floats in no fixed order, and raises under ``torch.use_deterministic_algorithms``; ``exact_sums`` adds
     integer multiples of 2⁻⁴⁰ instead, whose sum is exact and fits in int64 for the largest vocabularies.
@@ -380,7 +379,7 @@ def cumulated(mass_RV: torch.Tensor, exact_sums: bool = False) -> torch.Tensor:
 
 
 def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.Tensor) -> None:
-    """Append the kept ids of each row (−1: none) for token ``index_R`` of the flattened [N, T]."""
+    """Append each row's kept ids (−1: not kept) as the kept set of token ``index_R`` of the flattened [N, T]."""
     kept_RK = ids_RK >= 0
     count_R = kept_RK.sum(1)
     end_R = count_R.cumsum(0) + record.used_1
@@ -394,7 +393,7 @@ def record_support(record: SupportRecord, ids_RK: torch.Tensor, index_R: torch.T
 
 
 def empty_record(count: int, longest: int, most: int, device: torch.device) -> SupportRecord:
-    """Return the record of ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
+    """Return a record for ``count`` sequences of at most ``longest`` tokens, each drawn from at most ``most`` ids."""
     return SupportRecord(
         ids_M=torch.empty(1, dtype=torch.int32, device=device),
         used_1=torch.zeros(1, dtype=torch.long, device=device),
@@ -405,7 +404,7 @@ def empty_record(count: int, longest: int, most: int, device: torch.device) -> S
 
 
 def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.ndarray) -> list[Support | None]:
-    """Return the kept set of every token of these sequences; None for a sequence that was not truncated."""
+    """Return for each sequence the token ids that top-k, top-p or min-p kept at every position; None without them."""
     first_NT, count_NT = (table[sequences].cpu().numpy() for table in (record.first_NT, record.count_NT))
     supports: list[Support | None] = []
     for first_T, count_T, length in zip(first_NT, count_NT, lengths_N, strict=True):
@@ -421,7 +420,7 @@ def supports_of(record: SupportRecord, sequences: torch.Tensor, lengths_N: np.nd
 
 
 def draw_tokens(rows: Rows, sampled: SampledTokens, logits_RV: torch.Tensor, exact_sums: bool) -> torch.Tensor:
-    """Draw and record every row's next token, in place; return which rows [R] end with it and fall idle."""
+    """Draw and record every row's next token, in place. Return a mask [R] of rows that end with it and become idle."""
     # Idle rows draw too, because shapes are fixed: their tokens go to the scratch sequence.
     scratch, longest = sampled.tokens_NT.shape[0] - 1, sampled.tokens_NT.shape[1]
     index = rows.sequence_R.masked_fill(~rows.alive_R, scratch) * longest + rows.sampled_R

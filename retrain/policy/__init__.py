@@ -1,1 +1,1 @@
-"""The policy: frozen base, LoRA lanes, log-probabilities, objectives, updates, and the files an adapter lives in."""
+"""The policy: frozen base, LoRA lanes, log-probabilities, objectives, updates, and the files of an adapter."""

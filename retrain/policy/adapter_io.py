@@ -1,8 +1,7 @@
 """PEFT adapters on disk: directories that peft, transformers, vLLM and SGLang load.
 
-Files are mapped and read one module at a time, so that an adapter may be larger than memory. The configuration is
-peft's own ``LoraConfig``; peft is imported when the first one is made, because without a model loaded that takes
-seconds.
+Files are mapped and read one module at a time, so that an adapter may be larger than memory. The configuration is made
+by peft's own ``LoraConfig``; peft is imported only then, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ PREFIX = "base_model.model."
 _HALF = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.weight)?$")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
-Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]; of an embedding A [r, vocabulary] and B [dim, r]
+Pair = tuple[Tensor, Tensor]  # A [r, in] and B [out, r]; for an embedding, A [r, vocabulary] and B [dim, r]
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ def padded(pair: Pair, rank: int) -> Pair:
 class AdapterFile:
     """A PEFT LoRA directory open for reading (``with``): ``modules`` and ``scales`` by module path, tensors on demand.
 
-    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others`` are the keys of tensors besides LoRA's
-    factors (DoRA, biases, whole modules). Raises ModelError when there is no LoRA adapter in safetensors.
+    Scales respect rsLoRA, ``rank_pattern`` and ``alpha_pattern``. ``others``: keys of tensors that are not LoRA factors
+    (DoRA, biases, full modules). Raises ModelError if there is no LoRA adapter in safetensors.
     """
 
     def __init__(self, directory: Path):
@@ -94,14 +93,14 @@ class AdapterFile:
         return max(where.rank for where in self.modules.values())
 
     def require_plain(self) -> None:
-        """Raise ModelError when there are tensors besides LoRA's factors."""
+        """Raise ModelError if the adapter has more than LoRA factors."""
         if self.others or self.config.get("use_dora"):
             part = self.others[0] if self.others else "use_dora"
             raise ModelError(f"{self.directory} is more than a LoRA adapter ({part}): only plain ones are rewritten")
 
     def _scale(self, name: str, rank: int) -> float:
-        """Return alpha/r, or alpha/√r with rsLoRA. Raises ModelError for another rank than that of the tensors, and for
-        a scale that float32 cannot hold."""
+        """Return alpha/r, or alpha/√r with rsLoRA. Raises ModelError if the configured rank is not ``rank``, that of
+        the tensors, or if float32 cannot hold the scale."""
         named = _setting(self.config, "r", "rank_pattern", name)
         if named not in (None, rank):
             raise ModelError(
@@ -145,14 +144,15 @@ def _setting(config: Mapping[str, Any], key: str, pattern: str, name: str) -> An
 
 @dataclass
 class StoredAdapter:
-    """A PEFT adapter in memory: (A [r, in], B [out, r]) and ΔW scale by module path."""
+    """A PEFT adapter in memory: by module path (A [r, in], B [out, r]) and the scale of ΔW."""
 
     tensors: dict[str, Pair]
     scales: dict[str, float]
     config: dict
 
     def require_scale(self, scale: float, named: str) -> None:
-        """Raise UsageError when a module has another scale than a run's; ``named`` is what the user calls it."""
+        """Raise UsageError if a module's LoRA scale is not ``scale``, the run's. ``named``: the adapter (for
+        messages)."""
         wrong = [stored for stored in self.scales.values() if abs(stored - scale) > 1e-9]
         if wrong:
             raise UsageError(
@@ -170,7 +170,7 @@ def read_adapter(directory: Path) -> StoredAdapter:
 
 
 def peft_config(weights: LoraWeights, base_name: str, revision: str | None, dropout: float) -> dict:
-    """Return the adapter_config.json of these weights: a ``peft.LoraConfig`` as plain JSON."""
+    """Return the content of the adapter_config.json of these weights: a ``peft.LoraConfig`` as plain JSON."""
     from peft import LoraConfig, TaskType
 
     names = [shape.name for shape in weights.shapes]  # full module paths: unlike suffixes they match nothing else
@@ -191,7 +191,7 @@ def peft_config(weights: LoraWeights, base_name: str, revision: str | None, drop
 
 
 def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, object]) -> None:
-    """Write (A, B) by module path and the given adapter_config.json. Raises StorageError."""
+    """Write (A, B) by module path, and this adapter_config.json with an absolute base path. Raises StorageError."""
     flat = {}
     for name, (a, b) in tensors.items():
         flat[f"{PREFIX}{name}.lora_A.weight"] = a
@@ -201,7 +201,7 @@ def write_peft(directory: Path, tensors: dict[str, Pair], config: Mapping[str, o
 
 
 def absolute_base(config: Mapping[str, object]) -> dict[str, object]:
-    """Return an adapter_config.json with the absolute path of a base model that is on this machine.
+    """Return an adapter_config.json in which the base model has its absolute path, if it is on this machine.
 
     peft is usually called from another directory, and does not know the names of bundled models.
     """

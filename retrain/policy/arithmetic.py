@@ -1,16 +1,16 @@
 """Products, norms and attention, as sampler and trainer compute them, and layers with hand-written gradients.
 
-What both sides share rounds alike: in bf16 every rounding (to eight bits) that only one side makes moves
+Functions that both sides share round alike: in bf16 every rounding (to eight bits) that only one side makes moves
 log-probabilities, and with them the importance ratio, by about a hundredth. In fp32 and fp64 each side has the formula
 that is fastest for it. These functions are in the subset of Python that TorchScript compiles (``engines.step``).
 
-The update's layers have gradients written by hand, which keep and read less memory than autograd's. ``[training]
-update_dtype = "bfloat16"`` makes it multiply in bfloat16 over an fp32 base, for processors with matrix units (AMX): the
-inputs of the products of frozen linear layers and their adapters are rounded. Each product is summed in fp32 within
-those units and rounded once: the base's, the adapter's inner one, and the sum of the base's (rounded) and the adapter's
-outer one. Everything else stays fp32: residual stream, norms, rotations, attention, softmax, loss, gradient
-accumulation, adapter and optimizer. Only between the products of a gated MLP are values left in bfloat16, since the
-next product rounds them anyway.
+The update's layers have gradients written by hand, which keep and read less memory than autograd's. With
+``[training] update_dtype = "bfloat16"`` the update multiplies in bfloat16 over an fp32 base, for processors with matrix
+units (AMX): the inputs of the products of frozen linear layers and their adapters are rounded. Each product is summed
+in fp32 within those units, and its result is rounded once: x·Wᵀ, x·Aᵀ, and the sum x·Wᵀ + (x·Aᵀ)·Bᵀ of these rounded
+results. Everything else stays fp32: residual stream, norms, rotations, attention, softmax, loss, gradient accumulation,
+adapter and optimizer. Only between the products of a gated MLP are values left in bfloat16, since the next product
+rounds them anyway.
 """
 
 import functools
@@ -31,8 +31,8 @@ FULL = (torch.float32, torch.float64)  # Dtypes in which models compute at the p
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute the RMS norm of the last axis; half precision in fp32, rounded before and after the product with the
-    weight, as in transformers."""
+    """Compute the RMS norm over the last axis. Half precision is normalised in fp32, and rounded before and after the
+    product with the weight, as in transformers."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return torch.rms_norm(x, [x.shape[-1]], weight, eps)
     # Without a weight: transformers rounds the normalised values before it multiplies, and one kernel would not.
@@ -40,8 +40,8 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [..., D] by ``cos`` and signed ``sin``: rotate_half(x)·sin = roll(x, D/2)·(−sin, sin). Half precision:
-    both products are rounded, as in transformers."""
+    """Rotate x [..., D] by ``cos`` and ``sin``, whose first half is negated: rotate_half(x)·sin = roll(x, D/2)·(−sin,
+    sin). In half precision both products are rounded, as in transformers."""
     turned = x.roll(x.shape[-1] // 2, -1)
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return (x * cos).addcmul_(turned, sin)
@@ -49,7 +49,8 @@ def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, seen_R1TK: Tensor | None = None) -> Tensor:
-    """Compute attention [R, heads, T, D], with grouped heads allowed; causal unless ``seen_R1TK`` is the mask."""
+    """Compute attention [R, heads, T, D]: causal, or by the mask ``seen_R1TK``. k and v may have fewer (grouped)
+    heads."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and expands_grouped_heads(q.device.type, q.dtype):
         share = q.shape[1] // k.shape[1]
@@ -70,7 +71,7 @@ PACKED_ROWS = 32  # Rows that oneDNN optimises the layout of a weight for; other
 
 def packed(weight: Tensor) -> Tensor:
     """Copy a weight [out, in] into the layout of oneDNN's kernels for ``linear``, which makes products of few rows at
-    least a third faster. Requires ``packs``."""
+    least a third faster. Only where ``packs`` is true."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_ROWS)
 
 
@@ -113,7 +114,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x [rows, in] times weight [out, in], packed or not: fp32 for half-precision x, else in x's precision."""
+    """Return x [rows, in] times weight [out, in], plain or packed: in fp32 for half-precision x, else in x's dtype."""
     if x.dtype == torch.float32 or x.dtype == torch.float64:
         return linear(x, weight, bias)
     if torch.jit.is_scripting():  # on CPUs alone
@@ -142,7 +143,6 @@ def _product_in_two(x: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def multiplies_into_fp32(device: str) -> bool:
-    """Return whether devices of this type multiply bf16 matrices into an fp32 result."""
     square = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
     try:
         return torch.mm(square, square, out_dtype=torch.float32).dtype == torch.float32
@@ -156,8 +156,6 @@ def multiplies_into_fp32(device: str) -> bool:
 
 
 class Context(FunctionCtx):
-    """Autograd's context with the attributes that retrain's functions store besides tensors."""
-
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     scale: float
@@ -171,7 +169,7 @@ Gradients = tuple[Tensor | None, ...]  # Gradients by argument of ``forward``; N
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute ``weight · x / sqrt(mean(x²) + eps)`` over the last axis, with a gradient for x only. In half precision
-    this is the sampler's ``rms``, with its gradient computed in fp32."""
+    the result is that of the sampler's ``rms``, and the gradient is computed in fp32."""
     return _RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
 
 
@@ -194,7 +192,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Compute ``causal_attention``; on a CPU in half precision its gradient is fp32, in half the time."""
+    """Compute ``causal_attention``. For half precision on a CPU, compute its gradient in fp32, in half the time."""
     if q.device.type != "cpu" or q.dtype in FULL:
         return causal_attention(q, k, v, scale)
     return _HalfAttention.apply(q, k, v, scale)  # pyright: ignore[reportReturnType]
@@ -252,7 +250,7 @@ _lock = threading.Lock()
 
 @contextmanager
 def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
-    """Let linear layers of an fp32 base multiply in bfloat16 in this thread's updates."""
+    """In this thread, let linear layers of an fp32 base multiply in bfloat16, as ``update_dtype`` asks."""
     before, _mode.enabled = _mode.enabled, enabled
     try:
         yield
@@ -262,7 +260,7 @@ def products_in_bfloat16(enabled: bool = True) -> Iterator[None]:
 
 
 def bfloat16_results() -> AbstractContextManager[None]:
-    """Leave the results of products in bfloat16, where only other bfloat16 products read them."""
+    """In this thread, leave results of bfloat16 products in bfloat16, because only other such products read them."""
     return thread_values(_mode, narrow=True)
 
 
@@ -272,7 +270,7 @@ def is_rounded(weight: Tensor) -> bool:
 
 
 def bfloat16_copy(weight: Tensor) -> Tensor:
-    """Return a frozen weight in bfloat16, rounded at the first call."""
+    """Return a frozen weight in bfloat16. The copy is made at the first call and kept."""
     # Threads that update several runs of a cohort share one copy.
     with _lock:
         if weight not in _copies:
@@ -293,8 +291,8 @@ def rounded_linear(
     scale: float = 1.0,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` with products in bfloat16; with dropout the adapter's, which are
-    thin, in fp32."""
+    """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` with products in bfloat16. With dropout, the adapter's products
+    are computed in fp32."""
     if a is not None and b is not None and dropout > 0:
         delta = F.linear(F.linear(F.dropout(x.float(), dropout), a), b)
         return _RoundedProduct.apply(x, base.weight, base.bias, None, None, 1.0, False) + delta * scale  # pyright: ignore[reportReturnType, reportOperatorIssue]
@@ -363,8 +361,8 @@ class _RoundedProduct(torch.autograd.Function):
 def adapted_linear(base: nn.Module, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float = 0.0) -> Tensor:
     """Compute ``base(x) + scale · dropout(x) Aᵀ Bᵀ`` for a frozen base, x [..., in], A [r, in] and B [out, r].
 
-    A and B may be of another precision than x. Dropout and layers other than ``nn.Linear`` (a quantised one) take the
-    plain formula.
+    A and B may have another dtype than x. With dropout, or layers other than ``nn.Linear`` (quantised ones), the
+    formula is computed by autograd, else with hand-written gradients.
     """
     if type(base) is nn.Linear and is_rounded(base.weight):
         return rounded_linear(base, x, a, b, scale, dropout)

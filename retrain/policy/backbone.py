@@ -1,8 +1,8 @@
 """The base model as the update runs it: hidden states, then log-probabilities of the sampled tokens.
 
 Small forward passes find out once what a model allows: whether its output layer can be split off (else all logits are
-made at once), whether tokens can be packed (else sequences are padded), and which layers have an equal that keeps less.
-A restriction is named in ``notes``. ``BaseModel.release`` takes off whatever is replaced in the model.
+computed at once), whether tokens can be packed (else sequences are padded), and which layers can be replaced by equal
+ones that keep less memory. ``notes`` names the restrictions. ``BaseModel.release`` undoes all replacements.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ _lock = threading.Lock()
 
 @dataclass
 class Backbone:
-    """A base model as the update sees it. ``window``: the longest sequence that may be packed."""
+    """A base model as the update runs it. ``decoder`` and ``head``: None if the output layer cannot be split off.
+    ``window``: longest sequence that may be packed."""
 
     decoder: nn.Module | None
     head: Head | None
@@ -77,14 +78,13 @@ class Backbone:
     notes: tuple[str, ...]
 
     def layout(self, samples: Sequence[Sample], base: BaseModel, share: bool = True) -> Layout:
-        """Return the layout on the host; ``share``: equal prefixes are computed once."""
+        """Return the layout on the host, packed if possible. ``share``: equal prefixes are computed once."""
         host = torch.device("cpu")
         if self.packs and max(map(len, samples)) <= self.window:
             return packed_layout(samples, host, share)
         return padded_layout(samples, host, base.pad_id)
 
     def hidden(self, layout: Layout) -> Tensor:
-        """Return the hidden states [M, H] that predict an action token."""
         assert self.decoder is not None, "only a model whose output layer can be split off gives hidden states"
         return predicting(_run(self.decoder, layout).last_hidden_state, layout)
 
@@ -97,12 +97,12 @@ def _run(module: nn.Module, layout: Layout) -> Any:
 
 
 def whole_logits(base: BaseModel, layout: Layout) -> Tensor:
-    """Return the logits [M, V] that predict an action token, for models whose output layer cannot be split off."""
+    """Return the logits [M, V] that predict the action tokens, for models whose output layer cannot be split off."""
     return predicting(_run(base.model, layout).logits, layout)
 
 
 def backbone_of(base: BaseModel) -> Backbone:
-    """Return what this base allows, examined at the first call."""
+    """Return how the update runs this base. The first call finds it out by trial passes; thread-safe."""
     # Worker threads ask too, and the trial passes must run once.
     with _lock:
         if not isinstance(base.backbone, Backbone):
@@ -210,7 +210,8 @@ def token_logprobs(
     lap: Lap = no_lap,
     hidden_MH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability [B, T] of each action token, and with ``entropy`` the entropy; 0 in the padding.
+    """Return the log-probability [B, T] of each action token, and its entropy (None without ``entropy``); 0 in the
+    padding.
 
     The distribution is the one that the engine samples from: softmax(logits / temperature) over the vocabulary, or over
     the recorded support of each token, in fp32 (fp64 for fp64 bases). ``batch`` is on the base's device; ``lap`` as in
@@ -253,8 +254,8 @@ def token_logprobs(
 
 
 def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
-    """Return the hidden states [M, H] that predict an action token. Raises ModelError for models without access to
-    them."""
+    """Return the hidden states [M, H] that predict the action tokens. Raises ModelError for a model whose output layer
+    cannot be split off."""
     backbone = backbone_of(base)
     if backbone.decoder is None:
         raise ModelError(
@@ -265,7 +266,7 @@ def hidden_states(base: BaseModel, batch: MicroBatch) -> Tensor:
 
 
 def as_table(values_M: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the values of the action tokens as a table [B, T], 0 in the padding."""
+    """Return the values [M] of the action tokens as a table [B, T], 0 in the padding."""
     # masked_scatter fills the mask row by row, which is the order of the action tokens in values_M.
     return values_M.new_zeros(batch.action_BT.shape).masked_scatter(batch.action_BT, values_M)
 
@@ -282,7 +283,8 @@ Scored = list[dict[Want, list[np.ndarray]]]
 def in_microbatches(
     base: BaseModel, budget: Budget, samples: Sequence[Sample], compute: Callable[[Sequence[list[int]]], T]
 ) -> T:
-    """Return ``compute(parts)`` for the samples' indices in micro-batches that fit in memory (``Budget.fit``)."""
+    """Return ``compute(parts)``, where ``parts`` are sample indices in micro-batches that fit in memory
+    (``Budget.fit``)."""
     packed = backbone_of(base).packs
     return budget.fit(samples, lambda: split_microbatches(samples, budget.tokens, packed=packed), compute)
 
@@ -295,8 +297,8 @@ def score_microbatches(
     temperature: float,
     critic: tuple[LoraWeights, ValueHead] | None = None,
 ) -> Scored:
-    """Score micro-batches by one forward pass each of the base, the policy and the ``critic`` (an adapter and its value
-    head), as far as ``want`` needs them."""
+    """Score every micro-batch by forward passes without gradients: of the base, the policy and the ``critic`` (an
+    adapter and its value head), those of them that ``want`` needs."""
     scores: Scored = []
     for samples in parts:
         batch = collate(samples, lanes.base).to(lanes.base.device)
@@ -321,7 +323,7 @@ def score_microbatches(
 
 
 def _replace_forward(base: BaseModel, module: nn.Module, forward: Callable[..., object]) -> None:
-    """Give ``module`` another forward pass until the base is released."""
+    """Give ``module`` another forward pass, until the base is released."""
     # An attribute of the instance shadows the class's method. There may be one already, from another replacement.
     before = module.__dict__.get("forward")
 
@@ -339,7 +341,7 @@ def _in_update(forward: Layer, fused: Layer) -> Layer:
 
 
 def _offer_fused_norms(base: BaseModel) -> None:
-    """Let RMS norms that compute the same go through ``rms_norm``; not in fp64, where models take the norm in fp32."""
+    """Use ``rms_norm`` in updates for RMS norms that compute the same; not in fp64, where models compute it in fp32."""
     if base.dtype == torch.float64:
         return
     for module in base.model.modules():
@@ -393,9 +395,9 @@ def _rounded_forward(forward: Layer, module: nn.Linear) -> Layer:
 
 
 def checkpointed(recompute_context: Callable[[], AbstractContextManager[None]]) -> AbstractContextManager[None]:
-    """In this thread, decoder layers keep their input only and are computed again in the backward pass.
+    """In this thread, let decoder layers keep only their input and compute all else again in the backward pass.
 
-    ``recompute_context()`` gives the context that the second computation needs: it may run in another thread.
+    ``recompute_context()`` returns the context that the second computation needs, which may run in another thread.
     """
     return thread_values(mode, recompute_context=recompute_context)
 

@@ -35,7 +35,7 @@ from retrain.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-QUANTIZED_MARK = "+"  # In a fingerprint, between that of the unquantised weights and what they were put into
+QUANTIZED_MARK = "+"  # Separates, in a fingerprint, the hash of the unquantised weights from the quantisation
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,12 +52,12 @@ class BaseModel:
     pad_id: int
     fingerprint: str
     sharded: ShardedWeights | None = field(default=None, repr=False)  # None: all weights are on this device
-    quantized: QuantizationEffect | None = None  # Measured effect of quantisation, for 8 or 4 bit linear layers
+    quantized: QuantizationEffect | None = None  # Measured effect of quantisation; None: not quantised
     backbone: object = field(default=None, repr=False)  # Set by ``policy.backbone``
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
 
     def on_release(self, undo: Callable[[], None]) -> None:
-        """Register a function that removes a modification of the model, such as LoRA lanes or fused layers."""
+        """Register a function that undoes a modification of the model, such as LoRA lanes or fused layers."""
         self._undo.append(undo)
 
     def release(self) -> None:
@@ -96,7 +96,7 @@ class BaseModel:
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """Return the output layer's weight as ``fp32_product`` reads it fastest."""
+        """Return the output layer's weight in the layout that is fastest for ``fp32_product``."""
         weight = self.model.get_output_embeddings().weight.detach()
         return packed(weight) if self.packs_weights else weight
 
@@ -113,7 +113,7 @@ class BaseModel:
 
     @property
     def gathered_bytes(self) -> int:
-        """Return the bytes of weights that are gathered from other ranks at a time."""
+        """Return the most bytes of weights that are gathered from other ranks at the same time."""
         return 0 if self.sharded is None else self.sharded.gathered_bytes
 
     def in_use(self) -> AbstractContextManager[None]:
@@ -136,7 +136,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def _part_of_fingerprint(name: str, tensor: Tensor) -> bytes:
-    """Return name, shape, a strided sample and the sum of all bits of a weight, which any changed number changes."""
+    """Return name, shape, a strided sample and the integer sum of a weight. Changing any one number changes the sum."""
     flat = tensor.detach().reshape(-1)
     sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.float32)
     # The memory is read as the widest integers that it divides into, without a copy; the sum is modulo 2**64.
@@ -153,7 +153,7 @@ class LoadOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model that was found, and the arguments of ``from_pretrained`` that load it."""
+    """The files of a model, and the arguments of ``from_pretrained`` that load them."""
 
     name: str
     source: str
@@ -174,13 +174,13 @@ def load_base(
 ) -> BaseModel:
     """Load a causal LM by bundled name (``tiny-reasoner``), local directory or hub name, frozen and in eval mode.
 
-    ``dtype`` as in [inference], or "stored": that of the model's files. Raises ModelError, chained to the cause.
+    ``dtype``: as in [inference], or "stored" for that of the model's files. Raises ModelError, chained to the cause.
     """
     return load_weights(_find_files(name, None, local_files_only, trust_remote_code), devices, dtype)
 
 
 def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup | None = None) -> BaseModel:
-    """Load the weights; with ``ranks`` this rank's shard, all ranks together."""
+    """Load the weights. With ``ranks``, load this rank's shard; all ranks call this together."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -230,8 +230,8 @@ def load_weights(files: ModelFiles, devices: str, dtype: str, ranks: RankGroup |
 
 
 def find_model_files(config: Config) -> ModelFiles:
-    """Find the model of a configuration, without loading weights. Raises ModelError as ``load_base``, MissingExtra
-    for a quantisation whose package is not installed."""
+    """Find the model of a configuration, without loading weights. Raises ModelError as ``load_base``, MissingExtra for
+    a quantisation whose package is not installed."""
     model = config.model
     files = _find_files(model.model, model.revision, model.local_files_only, model.trust_remote_code)
     if files.stored and model.quantized:
@@ -274,7 +274,7 @@ def _cannot_load(name: str, error: Exception) -> ModelError:
 
 
 def workers_for(base: BaseModel) -> Workers:
-    """Return one worker per core, with torch at one thread, for a small model on one rank; else one worker."""
+    """Return one worker per core, with torch set to one thread, for a small model on one rank; else one worker."""
     cores = torch.get_num_threads()
     if not base.is_small or cores == 1 or base.sharded is not None:
         return Workers(1)
@@ -288,12 +288,12 @@ def workers_for(base: BaseModel) -> Workers:
 # Share of the memory beside base and lanes for the keys, values and logits of a decode batch. The rest is for prefill
 # states, fragmentation, and on a CPU for other programs.
 SAMPLING_SHARE = {"cpu": 0.25, "cuda": layers.GPU_SAMPLING_SHARE}
-# Share of free memory up to which the sizes of a checkpoint from a larger device are kept on this one
+# Share of ``MemoryPlan.room`` up to which the sizes of a checkpoint from a larger device are kept on this one
 LARGEST_SHARE = 0.95
 
 
 def architecture_of(base: BaseModel) -> layers.Architecture:
-    """Return the sizes of a loaded base. Raises ModelError for a model that is no decoder."""
+    """Return the sizes of a loaded base. Raises ModelError if its configuration does not have them."""
     config = base.model.config.get_text_config()
     # Some models have names of their own, which transformers maps to the usual ones.
     usual = {name: getattr(config, name) for name in config.attribute_map}
@@ -318,9 +318,9 @@ class MemoryPlan:
     """Sizes for the runs of a cohort on this device, in bytes and tokens."""
 
     room: int  # Memory beside base and lanes
-    decode_bytes: int  # A decode batch's share of it
+    decode_bytes: int  # Share of the room for a decode batch
     micro_batch_tokens: int
-    kept_bytes: int  # Activations of one token in training
+    kept_bytes: int  # Bytes that one token's forward pass keeps for its backward pass
 
     @classmethod
     def of(cls, base: BaseModel, lane_bytes: int = 0) -> MemoryPlan:
@@ -333,10 +333,10 @@ class MemoryPlan:
         return cls(room, int(SAMPLING_SHARE.get(kind, SAMPLING_SHARE["cuda"]) * room), tokens, per_token)
 
     def kept_decode_bytes(self, before: int) -> int:
-        """Return ``before``, the bytes of a decode batch so far, or the plan's if these do not fit."""
+        """Return ``before``, a checkpoint's bytes of a decode batch, if it fits on this device, else the plan's."""
         return before if before <= max(self.decode_bytes, LARGEST_SHARE * self.room) else self.decode_bytes
 
     def kept_micro_batch_tokens(self, before: int) -> int:
-        """Return ``before``, the tokens of a micro-batch so far, or the plan's if these do not fit."""
+        """Return ``before``, a checkpoint's tokens of a micro-batch, if it fits on this device, else the plan's."""
         fitting = max(self.micro_batch_tokens, LARGEST_SHARE * self.room / self.kept_bytes)
         return before if before <= fitting else self.micro_batch_tokens

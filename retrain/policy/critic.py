@@ -1,4 +1,4 @@
-"""A critic over the frozen base: a value head, and an adapter unless it reads the policy's.
+"""A critic over the frozen base: a value head, and an adapter unless the critic shares the policy's.
 
 The value before an action token is a linear function of the hidden state that predicts it, in fp32, and initially 0.
 """
@@ -21,7 +21,7 @@ WEIGHTS, MOMENTS = "critic.safetensors", "critic_optimizer.safetensors"
 
 
 class Critic:
-    """The critic of one run: a head, an adapter (None where it reads the policy's), and an optimizer over both.
+    """The critic of one run: a value head, an adapter (None if it shares the policy's), and an optimizer over both.
     ``scale`` is its learning rate as a multiple of the policy's."""
 
     def __init__(self, base: BaseModel, lanes: Lanes, config: Config, stream: tuple[int | str, ...]):
@@ -51,7 +51,7 @@ class Critic:
         return {name: flat.detach().to("cpu", copy=True) for name, flat in self._named.items()}
 
     def load(self, directory: Path) -> None:
-        """Restore a checkpoint. Raises CheckpointError where it holds no critic of this shape."""
+        """Restore a checkpoint. Raises CheckpointError if the directory holds no critic of this shape."""
         from safetensors.torch import load_file
 
         if not (directory / WEIGHTS).is_file():
@@ -71,8 +71,8 @@ class Critic:
 
 
 def critic_step(update: PendingUpdate, critic: Critic, grad_clip_norm: float = 1.0) -> UpdateResult:
-    """Take one optimizer step of a policy and one of its critic on the same samples, after accumulating both gradients,
-    so that an error (``policy_step``) leaves all weights unchanged."""
+    """Take one optimizer step of a policy (after the critic's warm-up) and one of its critic, on the same samples. Both
+    gradients are accumulated first, so that an error, as in ``policy_step``, leaves all weights unchanged."""
     samples = update.batch.samples
     if update.batch.step < critic.warmup_steps:
         update.compare_with_sampler([without_advantages(sample) for sample in samples[:PROBE_SIZE]])

@@ -1,8 +1,8 @@
 """The output layer in chunks of rows: log-probability, entropy and divergence without logits [rows, V] for all rows.
 
 The layer is frozen, so the forward pass computes each row's gradient with respect to its hidden state while it holds
-the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W, and likewise for the entropy −Σ π log π. The backward pass
-only scales it; [rows, H] is kept.
+the row's logits: ∂ log π(target) = (onehot − π)·f′(z)·W, where f caps and scales the products z = W·h, and likewise for
+the entropy −Σ π log π. The backward pass only scales that gradient; [rows, H] is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def no_lap(part: str) -> None: ...
 
 @dataclass(frozen=True)
 class Supports:
-    """The tokens that each of M rows was sampled from (``engines.step``)."""
+    """The tokens from which each of M rows was sampled: the kept sets of ``engines.step``, one after the other."""
 
     rows_K: Tensor  # Row of each entry, ascending
     ids_K: Tensor  # Token id of each entry
@@ -41,7 +41,7 @@ class Supports:
         return Supports(self.rows_K.to(device), self.ids_K.to(device), self.offsets)
 
     def only(self, z_RV: Tensor, start: int = 0) -> Tensor:
-        """Return the logits [R, V] of the rows from ``start`` on, −inf outside a row's support."""
+        """Return the logits ``z_RV`` of the rows from ``start`` on, with −inf outside each row's support."""
         part = slice(self.offsets[start], self.offsets[start + len(z_RV)])
         index = (self.rows_K[part] - start, self.ids_K[part])
         # Renormalises over the support: softmax gives −inf a probability of 0.
@@ -50,7 +50,8 @@ class Supports:
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap(multiplier · (W h + bias)), with cap(z) = softcap · tanh(z / softcap) where a model has one.
+    """Output layer: logits = cap(multiplier · (W h + bias)), where cap(z) = softcap · tanh(z / softcap) if there is
+    one.
 
     Logits are fp32 (fp64 for fp64 weights), without rounding to half precision. ``product_VH``: the weight in another
     layout for ``fp32_product`` (``BaseModel.head_weight``).
@@ -74,7 +75,7 @@ class Head:
         return self.capped(self.products(hidden_RH))[0]
 
     def capped(self, z_RV: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return cap(z) [R, V] and the tanh in it, None where the model has no cap."""
+        """Return cap(z) [R, V], and the tanh in it; None if the model has no cap."""
         if self.softcap is None:
             return z_RV, None
         tanh_RV = torch.tanh(z_RV / self.softcap)
@@ -92,10 +93,10 @@ class Head:
         supports: Supports | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability [N] of the targets under softmax(logits / temperature) over ``supports``, and with
-        ``entropy`` its entropy [N].
+        ``entropy`` the entropy [N] of that distribution, else None.
 
-        Gradients reach ``hidden_NH`` only, from the entropy with ``entropy_gradient``. ``lap`` is called with "forward"
-        before and "compute_entropy" after the entropy of each chunk.
+        Gradients reach ``hidden_NH`` only; those of the entropy need ``entropy_gradient``. ``lap`` is called with
+        "forward" before and "compute_entropy" after the entropy of each chunk.
         """
         entropies = (entropy, entropy_gradient)
         chosen_N, entropy_N = _Logprobs.apply(hidden_NH, targets_N, self, temperature, entropies, lap, supports)  # pyright: ignore[reportGeneralTypeIssues]
@@ -180,8 +181,9 @@ def head_divergence(
     top: int = 0,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return D_α [N] of softmax(logits / temperature) from the teacher's (``maths.distillation.divergence``), with
-    ``top`` over the student's likeliest tokens and all others as one. The gradient reaches ``hidden_NH`` only."""
+    """Return the divergence D_α [N] (``maths.distillation``) of the student's softmax(logits / temperature) from the
+    teacher's. ``top`` > 0: over the student's likeliest tokens, all others as one. Gradients reach ``hidden_NH``
+    only."""
     return _Divergence.apply(hidden_NH, head, teacher, teacher_NH, alpha, top, temperature)  # pyright: ignore[reportReturnType]
 
 
@@ -232,7 +234,7 @@ class _Divergence(torch.autograd.Function):
 
 
 class ValueHead:
-    """V = w·h + b, with weights [H + 1] in one buffer."""
+    """Value head V = w·h + b. ``flat`` [H + 1] holds w and, last, b."""
 
     def __init__(self, width: int, device: torch.device):
         self.flat = nn.Parameter(torch.zeros(width + 1, device=device))
@@ -245,10 +247,10 @@ class ValueHead:
 
 
 def split_head(model: PreTrainedModel) -> tuple[nn.Module, Head] | None:
-    """Return the transformer without its output layer, and that layer; None when the model does not separate that way.
+    """Return the transformer without its output layer, and the output layer; None if the model cannot be split so.
 
-    One small forward pass shows whether the output layer reads exactly what the transformer returns; a second one, with
-    known numbers in place of the layer's output, shows what the model does to them afterwards.
+    One small forward pass shows whether the output layer reads exactly what the transformer returns. A second one, with
+    known numbers in place of the layer's output, shows how the model scales or caps them.
     """
     linear, decoder = model.get_output_embeddings(), getattr(model, "get_decoder", lambda: None)()
     if type(linear) is not nn.Linear or decoder is None or decoder is model or not linear.weight.is_floating_point():

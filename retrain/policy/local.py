@@ -38,10 +38,10 @@ KL_SECONDS = "timing_compute_kl_total"
 
 @dataclass(frozen=True)
 class LocalSnapshot(PolicySnapshot):
-    """A copy of an adapter; if resumable, also of AdamW's moments and of the critic."""
+    """A copy of an adapter; a resumable snapshot also has AdamW's moments and the critic."""
 
     weights: LoraWeights
-    peft_config: Callable[[], Mapping[str, object]] = dict  # Called when it is written: peft imports slowly
+    peft_config: Callable[[], Mapping[str, object]] = dict  # Called when the adapter is written: peft imports slowly
     optimizer: Mapping[str, Tensor] | None = None
     critic: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)  # By file name
 
@@ -59,8 +59,8 @@ class LocalSnapshot(PolicySnapshot):
 class LocalPolicy(Policy):
     """One run's adapter on the lanes of a base.
 
-    ``stream`` names the run's random stream. ``workers`` compute micro-batches in parallel, unless several updates run
-    in parallel. ``plan`` is the cohort's memory plan, by default that of a single run. ``ranks`` compute a share of
+    ``stream`` names the run's random stream. ``workers``: threads for micro-batches, None if several updates run in
+    parallel. ``plan``: the cohort's memory plan, by default that of a single run. ``ranks``: processes that share
     updates and scores.
     """
 
@@ -100,8 +100,8 @@ class LocalPolicy(Policy):
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """Score at the precision of updates (``[training] update_dtype``), which compare with these scores. Raises
-        ModelError for values where the policy has no critic."""
+        """Score at the precision of updates (``[training] update_dtype``), because updates compare with these scores.
+        Raises ModelError for values if the policy has no critic."""
         if Want.VALUES in want and self.critic is None:
             raise ModelError("this policy has no critic that could give values")
         adapter = self.adapter if weights is None else _weights_of(weights)
@@ -182,7 +182,7 @@ class LocalPolicy(Policy):
         return LocalSnapshot(weights, config, optimizer_tensors(self.optimizer), critic)
 
     def load(self, directory: Path) -> None:
-        """Raises CheckpointError when the adapter is of another shape."""
+        """Restore a checkpoint. Raises CheckpointError if its adapter has another shape."""
         from safetensors.torch import load_file
 
         _load(self.adapter, read_adapter(directory), directory)
@@ -191,13 +191,14 @@ class LocalPolicy(Policy):
             self.critic.load(directory)
 
     def begin_with(self, directory: Path) -> None:
-        """Load the weights of a PEFT directory. Raises ModelError when there is none, UsageError for another scale."""
+        """Load the weights of a PEFT directory. Raises ModelError if there are none that fit, UsageError if its LoRA
+        scale is not the run's."""
         stored = read_adapter(directory)
         stored.require_scale(self.adapter.scale, str(directory))
         self.adapter.load(stored.tensors)
 
     def read(self, directory: Path) -> LocalSnapshot:
-        """Raises CheckpointError when the adapter is of another shape."""
+        """Read an exported adapter. Raises CheckpointError if it has another shape."""
         stored, adapter = read_adapter(directory), self._new_adapter()
         _load(adapter, stored, directory)
         return LocalSnapshot(adapter.frozen(), stored.config.copy)
@@ -206,8 +207,9 @@ class LocalPolicy(Policy):
         return self.lanes.new_adapter(self.config.model.lora_rank, self.config.lora.alpha)
 
     def begin_step(self, step: int) -> list[str]:
-        """Lower the adapter's rank where ``step`` begins a stage of ``[lora] anneal``, and reset the optimizer, whose
-        moments belong to the old rows. A checkpoint of this step holds the adapter as it was before."""
+        """Lower the adapter's rank if ``step`` begins a stage of ``[lora] anneal``, and reset the optimizer, whose
+        moments belong to the old rows. A checkpoint of this step still holds the adapter of the old rank. Return log
+        lines."""
         lines = []
         for stage, rank in self.config.lora.anneal:
             if stage == step and self.adapter.live_rank > rank:
@@ -248,7 +250,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 class DoesNotFit(Exception):
-    """The runs of a cohort do not fit into memory together; ``lanes`` of them do (0: not even one)."""
+    """The runs of a cohort do not fit into memory together. ``lanes``: number of runs that do (0: not even one)."""
 
     def __init__(self, lanes: int, message: str):
         super().__init__(lanes, message)
@@ -259,13 +261,13 @@ class DoesNotFit(Exception):
 
 
 def workers_of(base: BaseModel, specs: Sequence[RunSpec]) -> Workers:
-    """Return the threads that update the runs of a cohort in parallel; one where a run has dropout, which draws from
-    torch's global random stream."""
+    """Return the threads that update the runs of a cohort in parallel. It is one thread if a run has dropout, which
+    draws from torch's global random stream."""
     return Workers() if any(spec.config.lora.dropout > 0 for spec in specs) else workers_for(base)
 
 
 def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
-    """Return the bytes that adapters, critics and optimizers of these runs take, for the layers that have adapters."""
+    """Return the bytes of these runs' adapters, critics and optimizers, for the layers that have adapters."""
     features = sum(shape.in_features + shape.out_features for shape in lanes.shapes)
     total = 0
     for spec in specs:
@@ -276,7 +278,7 @@ def lane_bytes(base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec]) -> int:
 
 
 def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
-    """Return the fewest tokens that the KV cache must hold for a run, with prompts of ``prompt_tokens``."""
+    """Return the fewest tokens of KV cache that a run needs, with prompts of ``prompt_tokens`` tokens."""
     training = config.training
     sampled = max([training.max_tokens, *(each.sampling.max_tokens for each in config.held_out)])
     return min(LEAST_ROWS, training.batch_size * training.group_size) * (prompt_tokens + sampled)
@@ -285,9 +287,9 @@ def least_cached_tokens(config: Config, prompt_tokens: int) -> int:
 def check_memory(
     base: BaseModel, lanes: Lanes, specs: Sequence[RunSpec], prompt_tokens: int, decodes: bool = True
 ) -> None:
-    """Raise DoesNotFit, with the number of runs that do fit, when these runs exceed the free memory: adapters and
-    optimizers, with either the least KV caches or one update. ``prompt_tokens``: tokens of the longest prompt. There
-    are no caches unless this process ``decodes``."""
+    """Raise DoesNotFit if these runs exceed the free memory. They need adapters and optimizers, and beside them their
+    least KV caches or one update, whichever is larger. ``prompt_tokens``: tokens of the longest prompt. ``decodes``:
+    this process samples, so that it needs caches."""
     # At least the update of one sequence must fit; caches are freed then.
     longest = prompt_tokens + max(spec.config.training.max_tokens for spec in specs)
     update = longest * kept_bytes(base)

@@ -41,9 +41,10 @@ class LayerShape:
 
 
 class LoraWeights:
-    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``, which does not change.
+    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``; constant unless an
+    ``Adapter``.
 
-    ``scale`` is alpha/r. ``live_rank`` rows of A and columns of B are in use; those beyond are 0.
+    ``scale`` is alpha/r. The first ``live_rank`` rows of A and columns of B are in use; the others are 0.
     """
 
     def __init__(self, shapes: Sequence[LayerShape], rank: int, scale: float, live_rank: int, flat: Tensor):
@@ -60,12 +61,12 @@ class LoraWeights:
         return self.flat[position].view(shape)
 
     def tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the detached (A, B) of every layer, of the live rank."""
+        """Return the detached (A, B) of every layer, without the rows and columns beyond the live rank."""
         live = self.live_rank
         return {s.name: (self.A[s.name].detach()[:live], self.B[s.name].detach()[:, :live]) for s in self.shapes}
 
     def frozen(self, device: torch.device | str | None = None) -> LoraWeights:
-        """Return a copy of the current weights on ``device``, by default the same."""
+        """Return a copy of the current weights on ``device``; None: on the same device."""
         flat = self.flat.detach()
         copy = flat.clone() if device is None else flat.to(device, copy=True)
         return LoraWeights(self.shapes, self.rank, self.scale, self.live_rank, copy)
@@ -74,7 +75,7 @@ class LoraWeights:
 class Adapter(LoraWeights):
     """One run's LoRA weights as they are trained: parameters whose gradients are views of ``flat.grad``.
 
-    One buffer makes clipping, AdamW and checkpoints single-tensor work.
+    With one buffer, clipping, AdamW and checkpoints work on a single tensor.
     """
 
     flat: nn.Parameter
@@ -92,7 +93,7 @@ class Adapter(LoraWeights):
         return view
 
     def initialise(self, *seed: int | str) -> Adapter:
-        """Draw A ~ U(±1/√in) from the named random stream of each layer, the same on every device, and set B = 0."""
+        """Draw A ~ U(±1/√in) from the named random stream of each layer, equal on every device, and set B to 0."""
         with torch.no_grad():
             for shape in self.shapes:
                 stream = torch.Generator().manual_seed(torch_seed(*seed, "adapter", shape.name))
@@ -104,8 +105,8 @@ class Adapter(LoraWeights):
         return self
 
     def load(self, tensors: dict[str, tuple[Tensor, Tensor]], lowered: bool = False) -> None:
-        """Copy (A, B) of every layer in. With ``lowered`` a smaller rank is accepted and becomes the live rank. Raises
-        ModelError when layers or shapes differ."""
+        """Copy (A, B) of every layer into this adapter. With ``lowered``, a smaller rank is accepted and becomes the
+        live rank. Raises ModelError if layers or shapes differ."""
         if missing := sorted(set(self.A) - set(tensors)):
             raise ModelError(f"the adapter lacks {len(missing)} of the target layers, e.g. {missing[0]}")
         live = min((a.shape[0] for a, _ in tensors.values()), default=self.rank) if lowered else self.rank
@@ -127,7 +128,7 @@ class Adapter(LoraWeights):
     def lower(self, rank: int) -> None:
         """Replace every ΔW by its best approximation of this rank (LoRA-Squeeze, arXiv 2602.10993).
 
-        The rows beyond stay 0 in training: where a row of A and its column of B are both 0, so are their gradients.
+        Training leaves the other rows at 0: where a row of A and its column of B are both 0, so are their gradients.
         Raises UsageError for a rank above the live one.
         """
         with torch.no_grad():
@@ -142,7 +143,7 @@ class Adapter(LoraWeights):
 
 
 class LaneMode(threading.local):
-    """The adapter or the stack of adapters that the wrapped layers add in this thread."""
+    """The adapter, or the stack of adapters, that the wrapped layers add in this thread. Both None: the base alone."""
 
     adapter: LoraWeights | None = None
     dropout: float = 0.0
@@ -162,7 +163,7 @@ class LaneLinear(nn.Module):
         return self.base.weight  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [rows, T, in] → [rows, T, out]."""
+        """Return the outputs [rows, T, out] of x [rows, T, in], with the adapters of this thread's mode."""
         mode = self.lanes.mode
         if mode.adapter is not None:
             a, b = mode.adapter.A[self.name], mode.adapter.B[self.name]
@@ -182,10 +183,10 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 class Lanes:
-    """The wrapped target layers of one base and their mode; adapters live in the runs.
+    """The wrapped target layers of one base, and the mode of each thread. Adapters belong to the runs.
 
     ``target_modules`` is ``"all-linear"`` (all but the output layer, as in peft) or a list of module paths or their
-    ends. Raises ModelError when one of them matches no layer that can have an adapter.
+    ends. Raises ModelError if one of them matches no layer that can have an adapter.
     """
 
     def __init__(self, base: BaseModel, target_modules: str | Sequence[str] = "all-linear"):
@@ -222,7 +223,7 @@ class Lanes:
         return thread_values(self.mode, adapter=adapter, dropout=dropout)
 
     def stack(self, adapters: Sequence[LoraWeights]) -> Stacks:
-        """Stack adapters, of any ranks (zero-padded), in the base's dtype."""
+        """Stack adapters of any ranks, zero-padded to the largest, in the base's dtype."""
         rank, dtype, stacks = max(adapter.rank for adapter in adapters), self.base.dtype, {}
         with torch.no_grad():
             for shape in self.shapes:
@@ -262,7 +263,7 @@ def new_optimizer(
 
 
 def apply_gradient(optimizer: torch.optim.Optimizer) -> None:
-    """Step the optimizer. If memory runs out before anything was changed, as when the first step allocates moments,
+    """Step the optimizer. If memory runs out before anything has changed, as when the first step allocates moments,
     free torch's cache and try once more. Raises the error if a weight or moment has already changed."""
     fresh, before = not optimizer.state, _versions(optimizer)
     try:
@@ -287,7 +288,7 @@ def _versions(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy AdamW's moments and step counts to the host, as ``<index of the weight>.<name>``; empty before the first
+    """Return host copies of AdamW's moments and step counts as ``<index of the weight>.<name>``; empty before the first
     update."""
     return {
         f"{index}.{name}": torch.as_tensor(value).detach().cpu().clone()
@@ -306,7 +307,7 @@ def load_moments(optimizer: torch.optim.Optimizer, stored: Mapping[str, Tensor])
 
 
 class OptimizerStep:
-    """The pending step of one optimizer; ``name`` is the prefix of its metrics, "" for the policy's."""
+    """The pending step of one optimizer. ``name``: prefix of its metrics, "" for the policy's."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter], lr: float, loss: float, name: str = ""
@@ -322,7 +323,7 @@ class OptimizerStep:
             raise NonFinite(f"loss {self.loss} {of}with gradient norm {self.norm}: the update was not applied")
 
     def take(self, clip_norm: float) -> dict[str, float]:
-        """Clip the gradients to ``clip_norm`` (0: never), change the weights, and return metrics."""
+        """Clip the gradients to ``clip_norm`` (0: no clipping), change the weights, and return metrics."""
         clipped = clip_norm > 0 and self.norm > clip_norm
         if clipped:
             for gradient in self.gradients:

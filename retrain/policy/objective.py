@@ -54,14 +54,14 @@ class Objective:
         return replace(self, terms=tuple(term for term in self.terms if not isinstance(term, kinds)))
 
     def without_gradient(self) -> Objective:
-        """Return the objective that only compares sampler, trainer and base, by the same forward passes."""
+        """Return an objective with loss 0, whose forward passes only compare sampler, trainer and base."""
         terms = (PolicyTerm(NoLoss()), *(KLTerm() for term in self.terms if isinstance(term, KLTerm)))
         return replace(self, terms=terms)
 
     def loss(
         self, batch: MicroBatch, scores: TokenScores, denominators: Denominators, lap: Lap = no_lap
     ) -> tuple[Tensor, Sums]:
-        """Return the micro-batch's share of the step's loss (0-dim) and its statistics; ``lap`` times each term."""
+        """Return the micro-batch's share of the step's loss (0-dim), and sums for metrics. ``lap`` times each term."""
         total_BT, value_BT, sums = None, None, {}
         for term in self.terms:
             per_token_BT, term_sums = term.per_token(batch, scores)
@@ -104,11 +104,11 @@ def token_weights(
     max_tokens: int,
     denominator_mask_BT: Tensor | None = None,
 ) -> Tensor:
-    """Return the weight of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
+    """Return the factor of every token's loss, float32 [B, T], 0 outside ``mask_BT``.
 
-    ``tokens`` 1/total_tokens; ``sequences`` 1/(total_sequences·T_i), the mean of per-sequence means (GRPO);
-    ``constant`` 1/(total_sequences·max_tokens) (Dr. GRPO). T_i counts ``denominator_mask_BT``, by default ``mask_BT``.
-    Totals of 0 give 0.
+    ``tokens``: 1/total_tokens. ``sequences``: 1/(total_sequences·T_i), the mean of per-sequence means (GRPO).
+    ``constant``: 1/(total_sequences·max_tokens) (Dr. GRPO). T_i is the number of tokens of sequence i in
+    ``denominator_mask_BT``, by default ``mask_BT``. Totals of 0 give 0.
     """
     totals = {"total_tokens": total_tokens, "total_sequences": total_sequences, "max_tokens": max_tokens}
     if any(value < 0 for value in totals.values()):
@@ -130,14 +130,14 @@ def token_weights(
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None where no term needs them."""
+    """Results of a micro-batch's forward passes on its action tokens, [B, T]; None if no term needs them."""
 
     logprobs_BT: Tensor | None = None
     entropy_BT: Tensor | None = None
     reference_BT: Tensor | None = None  # Of the frozen base: the only one without a gradient
     values_BT: Tensor | None = None
-    divergence_BT: Tensor | None = None  # From a teacher
-    taught_BT: Tensor | None = None  # bool: where there is one
+    divergence_BT: Tensor | None = None  # D_α from a teacher
+    taught_BT: Tensor | None = None  # bool: action tokens of samples with a teacher
 
 
 class Term(Protocol):
@@ -146,11 +146,11 @@ class Term(Protocol):
 
     @property
     def every_sequence(self) -> bool:
-        """Return whether the term has a gradient also where all advantages are 0."""
+        """Return whether the term has a gradient even where all advantages are 0."""
         return True
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
-        """Return the loss of every token, None where the term is only logged, and sums for the record."""
+        """Return the loss of every token (None if the term is only logged), and sums for the metrics."""
         ...
 
 
@@ -160,7 +160,7 @@ class NotFiniteError(ValueError):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Inputs of a policy loss, [B, T] with one row per sequence; 0 outside the mask, but for ``old_logprobs_BT``."""
+    """Inputs of a policy loss, [B, T] with one row per sequence. All but ``old_logprobs_BT`` are 0 outside the mask."""
 
     logprobs_BT: Tensor  # log π, with gradient
     old_logprobs_BT: Tensor  # log π_old: of the sampler, or of the trainer before the first of several updates
@@ -171,7 +171,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of every token [B, T], and masks of the tokens whose ratio was clipped."""
+    """Loss of every token [B, T], and masks of the tokens whose ratio was clipped (None: the loss clips none)."""
 
     loss_BT: Tensor  # Any value in the padding
     clipped_low_BT: Tensor | None = None
@@ -179,7 +179,7 @@ class TokenLoss:
 
 
 class PolicyLoss(Protocol):
-    """A policy loss with its parameters as dataclass fields (``retrain.algorithms.losses``)."""
+    """A policy loss whose parameters are dataclass fields; retrain's are in ``retrain.algorithms.losses``."""
 
     from_sampler: ClassVar[bool] = False  # Use the sampler as π_old even with several updates per batch
     # True for user code, which may have a gradient at advantage 0, and which every rank loads itself
@@ -205,11 +205,11 @@ def policy_loss(
     *,
     weights_BT: Tensor | None = None,
 ) -> tuple[Tensor, Sums]:
-    """Return the loss of every token [B, T], 0 in the padding, and ``ratio_sums``.
+    """Return the loss of every token [B, T], 0 in the padding, and the sums of ``ratio_sums``.
 
-    ``weights_BT`` are constant factors. Only ``logprobs_BT`` carries a gradient. Raises ValueError for wrong shapes and
-    for values of trained tokens that are not finite (one device synchronisation), PluginError for a plug-in's bad
-    result.
+    ``weights_BT`` are constant factors. Only ``logprobs_BT`` carries a gradient. Raises ValueError for wrong shapes,
+    and for values of trained tokens that are not finite (this check synchronises with the device); PluginError for a
+    plug-in's bad result.
     """
     inputs = {"sampler logprob": old_logprobs_BT, "advantage": advantages_BT, "trainer logprob": logprobs_BT}
     for name, values_BT in inputs.items():
@@ -244,10 +244,10 @@ def _require_finite(name: str, values_BT: Tensor, mask_BT: Tensor) -> None:
 class PolicyTerm(Term):
     """The policy loss, with an optional ``correction`` of the mismatch between sampler and trainer.
 
-    A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. In the
-    only update of a batch π_old is π: the ratio is 1, the statistics compare π with the sampler, and what the
-    correction cuts counts as clipped. In several updates π_old is the batch's ``old_logprobs_BT``, and the statistics
-    are the loss's. The batch's ``policy_weights_BT``, 0 for rejected tokens, is one more factor.
+    A correction splits π/π_sampler into the ratio π/π_old, which the loss clips, and the weight π_old/π_sampler. If a
+    batch has one update, π_old is π: the ratio is 1, the statistics compare π with the sampler, and tokens that the
+    correction cuts count as clipped. If it has several, π_old is ``old_logprobs_BT``, and the statistics are those of
+    the loss. ``policy_weights_BT``, 0 for rejected tokens, is one more factor of the loss.
     """
 
     loss: PolicyLoss
@@ -291,7 +291,8 @@ class PolicyTerm(Term):
 
 @dataclass(frozen=True)
 class KLTerm(Term):
-    """``coef`` · k2 to the frozen base, whose gradient is the reverse KL's; 0 only logs it."""
+    """``coef`` times k2, an estimate of the KL to the frozen base that has the reverse KL's gradient. A ``coef`` of 0
+    only logs the KL."""
 
     coef: float = 0.0
     needs: ClassVar[frozenset[Want]] = frozenset({Want.REFERENCE, Want.LOGPROBS})
@@ -302,7 +303,7 @@ class KLTerm(Term):
         return self.coef > 0
 
     def per_token(self, batch: MicroBatch, scores: TokenScores) -> tuple[Tensor | None, Sums]:
-        """Return k2 per token, and as statistics k3 over trained tokens and k1 over all action tokens by sequence."""
+        """Return ``coef`` · k2 (None for 0), and the sums of k3 over trained tokens and k1 over all action tokens."""
         assert scores.reference_BT is not None
         assert scores.logprobs_BT is not None
         mask_BT, reference_BT, logprobs_BT = batch.loss_mask_BT, scores.reference_BT, scores.logprobs_BT.detach()
@@ -318,7 +319,7 @@ class KLTerm(Term):
 
 @dataclass(frozen=True)
 class EntropyTerm(Term):
-    """A bonus of ``coef`` times the full-vocabulary entropy; 0 only logs it."""
+    """A bonus of ``coef`` times the full-vocabulary entropy. A ``coef`` of 0 only logs it."""
 
     coef: float = 0.0
     logged: bool = False
@@ -337,7 +338,8 @@ class EntropyTerm(Term):
 
 @dataclass(frozen=True)
 class ValueTerm(Term):
-    """``coef`` · a critic's squared error, its values clipped to ±``clip`` (PPO, arXiv 1707.06347)."""
+    """``coef`` times a critic's squared error, with values clipped to ±``clip`` of the old ones (PPO,
+    arXiv 1707.06347)."""
 
     coef: float
     clip: float
@@ -359,8 +361,9 @@ class ValueTerm(Term):
 def value_loss(
     values_BT: Floats_BT, old_values_BT: Floats_BT, targets_BT: Floats_BT, mask_BT: Mask_BT, clip: float
 ) -> tuple[Floats_BT, Mask_BT]:
-    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, 0 outside the mask, and a mask of those
-    whose clipped term is the larger. A ``clip`` of 0 clips nothing. Gradient flows through ``values_BT`` alone."""
+    """Return ½·max((V − R)², (clip(V, V_old ± ``clip``) − R)²) of every token, R being its target, 0 outside the mask;
+    and a mask of tokens whose clipped error is larger. A ``clip`` of 0 clips nothing. Only ``values_BT`` gets a
+    gradient."""
     error_BT = torch.where(mask_BT, values_BT - targets_BT.detach(), 0.0).square()
     if clip == 0.0:
         return 0.5 * error_BT, torch.zeros_like(mask_BT)
@@ -373,7 +376,7 @@ def value_loss(
 
 @dataclass(frozen=True)
 class TeacherTerm(Term):
-    """``weight`` · D_α of the full distribution from a teacher's (``policy.head``); 0 without a teacher."""
+    """``weight`` times the divergence D_α from a teacher's distribution (``head_divergence``); 0 without a teacher."""
 
     weight: float
     alpha: float

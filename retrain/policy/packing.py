@@ -1,10 +1,10 @@
 """Packed micro-batches: prompts once per group, no padding, and attention over the sequences.
 
 Only attention mixes tokens, so a micro-batch can be one row: each group's prompt, then the rest of each of its samples.
-Queries, keys and values are spread to [sequences, longest] for causal attention, and its outputs are gathered again.
-A prompt's hidden states do not depend on what follows, so this equals separate sequences, gradients included.
+Queries, keys and values are spread to [sequences, longest] for causal attention, and its outputs are gathered again. A
+prompt's hidden states do not depend on what follows, so this equals separate sequences, gradients included.
 
-A model that does more with neighbouring tokens (a recurrent state, a short window) takes the padded layout: one row per
+A model in which other layers mix tokens too (a recurrent state, a short window) takes the padded layout: one row per
 sequence, padding on the right, which causality makes harmless.
 
 A step that does not fit in memory is repeated with half the tokens in a micro-batch, down to one sequence at a time;
@@ -38,21 +38,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """Consecutive sequences [first, last) with the same prefix."""
+    """Consecutive sequences with the same prefix: numbers ``first`` to ``last`` − 1."""
 
     first: int
     last: int
-    start: int  # Of its tokens, ``width`` in number
-    width: int
+    start: int  # Index of the prefix in the packed row
+    width: int  # Tokens of the prefix
 
 
 @dataclass
 class Layout:
-    """Token ids [rows, columns], their positions, and indices into the flattened table."""
+    """Token ids [rows, columns], their positions, and indices into the flattened table of hidden states."""
 
     ids_BL: Tensor
     positions_BL: Tensor
-    rows_M: Tensor  # Of the hidden state that predicts each action token, sequence after sequence
+    rows_M: Tensor  # Index of the hidden state that predicts each action token, sequence after sequence
 
     def to(self, device: torch.device) -> Layout:
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -61,11 +61,11 @@ class Layout:
 
 @dataclass
 class PackedLayout(Layout):
-    """A layout of one row, N tokens, for S sequences."""
+    """A layout with one row of N tokens for S sequences."""
 
-    spread_SL: Tensor  # Index of every token of every sequence (padding: any)
-    home_N: Tensor  # For every index one position of ``spread_SL``, flattened, that reads it
-    first_S: Tensor  # Where in ``rows_M`` each sequence begins
+    spread_SL: Tensor  # Index in the row of every token of every sequence (padding: any)
+    home_N: Tensor  # Index in the flattened ``spread_SL`` of one copy of every token of the row
+    first_S: Tensor  # Index in ``rows_M`` at which each sequence begins
     shared: list[SharedPrefix]
 
 
@@ -74,7 +74,7 @@ def prefix_key(sample: Sample) -> bytes:
 
 
 def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
-    """Return the sample with ``prompt_ids`` in place of its prompt, and without credit."""
+    """Return the sample with ``prompt_ids`` in place of its prompt; of its optional arrays only ``support`` is kept."""
     prefix, length = sample.prefix, len(prompt_ids)
 
     def moved(values: np.ndarray, fill: float) -> np.ndarray:
@@ -92,12 +92,13 @@ def with_prompt(sample: Sample, prompt_ids: Sequence[int]) -> Sample:
 
 
 def predicting(states: Tensor, layout: Layout) -> Tensor:
-    """Return the states [M, H], of [rows, columns, H], that predict an action token."""
+    """Select from ``states`` [rows, columns, H] those [M, H] that predict the action tokens."""
     return _RowSelection.apply(states.flatten(0, 1), layout)  # pyright: ignore[reportReturnType]
 
 
 def packed_layout(samples: Sequence[Sample], device: torch.device, share: bool = True) -> PackedLayout:
-    """Return one row without each sample's last token, which predicts nothing; neighbours share an equal prefix."""
+    """Return all samples in one row, without their last tokens, which predict nothing. ``share``: neighbours with an
+    equal prefix share one copy."""
     longest = max(map(len, samples)) - 1
     spread = np.zeros((len(samples), longest), dtype=np.int64)
     ids, positions, rows, home = [], [], [], []
@@ -153,24 +154,24 @@ def padded_layout(samples: Sequence[Sample], device: torch.device, pad_id: int) 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of some samples: what the model reads, and of their action tokens what the loss reads.
+    """Tensors of some samples: inputs of the model, and tables over their action tokens for the loss.
 
-    Tables [B, T] have a row for each sample and its action tokens from the left; the padding after them is 0 or False.
-    A sample with the action tokens 10, 11, 12, of which the last does not train, has ``action_BT`` 1 1 1 0 and
+    Tables [B, T] have a row for each sample, with its action tokens from the left; the padding after them is 0 or
+    False. A sample with the action tokens 10, 11, 12, of which the last does not train, has ``action_BT`` 1 1 1 0 and
     ``loss_mask_BT`` 1 1 0 0 beside a sample of four. Floats have the base's dtype, float32 at least.
     """
 
     layout: Layout
     targets_M: Tensor  # int64 [M]: the action tokens, sample after sample
     action_BT: Tensor  # bool
-    loss_mask_BT: Tensor  # bool: those that train
+    loss_mask_BT: Tensor  # bool: action tokens that train
     advantages_BT: Tensor
     sampler_logprobs_BT: Tensor  # nats
     supports: Supports | None = None  # None where sampling was not truncated
     old_logprobs_BT: Tensor | None = None  # nats, before the first of several updates of a batch
-    values_BT: Tensor | None = None  # The critic's, before the update
-    value_targets_BT: Tensor | None = None  # With a critic
-    policy_weights_BT: Tensor | None = None  # Where tokens can be rejected: 0 for those that were
+    values_BT: Tensor | None = None  # The critic's values before the update
+    value_targets_BT: Tensor | None = None  # Targets of the critic's values
+    policy_weights_BT: Tensor | None = None  # Factors of the policy loss, 0 for rejected tokens
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {name: part.to(device) for name, part in vars(self).items() if part is not None}
@@ -178,7 +179,7 @@ class MicroBatch:
 
 
 def split_microbatches(samples: Sequence[Sample], token_budget: int, *, packed: bool = False) -> list[list[int]]:
-    """Return indices in micro-batches of at most ``token_budget`` tokens, or of one sample.
+    """Return the samples' indices in micro-batches of at most ``token_budget`` tokens, or of one longer sample.
 
     Padded: padding counts, and samples are sorted by length. ``packed``: a prefix counts once for neighbours that share
     it, and groups stay together as far as they fit. The order depends on prefixes and lengths only.
@@ -212,7 +213,7 @@ def _packed_order(samples: Sequence[Sample], keys: Sequence[bytes]) -> list[int]
 
 
 def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int], real: type) -> Tensor | None:
-    """Return an array of every sample over its action tokens [B, T]; None where one has none."""
+    """Return the array ``name`` of all samples over their action tokens [B, T]; None if a sample does not have it."""
     arrays = [getattr(sample, name) for sample in samples]
     if any(array is None for array in arrays):
         return None
@@ -223,7 +224,7 @@ def optional_table(samples: Sequence[Sample], name: str, shape: tuple[int, int],
 
 
 def stacked_supports(samples: Sequence[Sample]) -> Supports | None:
-    """Return the supports of the action tokens, sample after sample; None for the whole vocabulary."""
+    """Return the supports of all action tokens; None if no sample has any. Raises ValueError if only some have."""
     supports = [sample.support for sample in samples if sample.support is not None]
     if not supports:
         return None
@@ -245,9 +246,9 @@ class BudgetState(TypedDict):
 
 @dataclass
 class Budget:
-    """The size of micro-batches, which shrinks when memory runs out."""
+    """The size of micro-batches. It shrinks when memory runs out."""
 
-    tokens: int  # Of a micro-batch
+    tokens: int  # Most tokens of a micro-batch
     checkpointing: bool = False  # Whether layers are computed again in the backward pass
     learnt: bool = False  # Whether memory has run out
     plan: MemoryPlan | None = None  # None where the user has set the tokens
@@ -269,9 +270,10 @@ class Budget:
         compute: Callable[[Sequence[S]], T],
         recomputes: bool = False,
     ) -> T:
-        """Return ``compute(split())``, with smaller micro-batches of ``samples`` while memory runs out.
+        """Return ``compute(split())``. When memory runs out, ``shrink`` and compute again.
 
-        Raises the error where a single sample does not fit, also by recomputing layers if ``recomputes``.
+        If a single sample does not fit, raises the error; with ``recomputes``, raises RunFailed if recomputing layers
+        fails too.
         """
         while True:
             parts = split()
@@ -287,8 +289,8 @@ class Budget:
             self.shrink(sizes, [len(sample) for sample in samples], reason)
 
     def shrink(self, sizes: Sequence[int], lengths: Sequence[int], reason: str) -> None:
-        """Halve the tokens, or else checkpoint layers, after micro-batches of ``sizes`` sequences did not fit;
-        ``lengths`` are all sequences' tokens. Raises RunFailed when nothing is left to reduce."""
+        """Halve the tokens after micro-batches of ``sizes`` sequences did not fit; if these were single, recompute
+        layers from now on. ``lengths``: tokens of all sequences. Raises RunFailed if nothing is left to reduce."""
         # CUDA's messages have paragraphs of advice.
         summary = reason.strip().splitlines()[0] if reason.strip() else "no reason given"
         if max(sizes) > 1:
@@ -315,8 +317,8 @@ class Budget:
         }
 
     def restore(self, state: BudgetState) -> None:
-        """Restore an earlier process's plan, if it fits this device, and what it learnt. A smaller setting of the user
-        stays."""
+        """Restore a checkpoint's planned tokens if they fit this device. If memory had run out, also restore
+        recomputation, and the tokens if the user has not set fewer."""
         before = state["tokens"]
         # Another budget cuts micro-batches elsewhere, which rounds differently: a resumed run keeps the old one if it
         # fits.
@@ -337,7 +339,7 @@ class Budget:
 
 
 class ForwardMode(threading.local):
-    """State of a thread's forward pass: in an update, its packed layout, the context in which layers run again."""
+    """State of a thread's forward pass: the packed layout of an update, and the context to recompute layers in."""
 
     in_update: bool = False
     layout: PackedLayout | None = None
@@ -349,12 +351,12 @@ NAME = "retrain_sdpa"
 
 
 def update_mode(layout: Layout) -> AbstractContextManager[None]:
-    """Run the base's layers as in an update in this thread, with attention by this layout."""
+    """In this thread, run the base's layers as in an update, with attention by this layout."""
     return thread_values(mode, in_update=True, layout=layout if isinstance(layout, PackedLayout) else None)
 
 
 def register_attention() -> None:
-    """Make ``NAME`` known to transformers: its own SDPA attention and masks, unless a layout is active."""
+    """Register ``NAME`` in transformers: attention by the active layout; without one, transformers' SDPA and masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -385,7 +387,7 @@ class LayoutContext(Context):
 
 
 class _Spread(torch.autograd.Function):
-    """[N, heads, d] → [S, L, heads, d]. Copies of a prompt are summed in a fixed order: repeatable on a GPU."""
+    """Copies [N, heads, d] to [S, L, heads, d]. Gradients of a prompt's copies are summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: LayoutContext, x_NHD: Tensor, layout: PackedLayout) -> Tensor:
@@ -409,8 +411,8 @@ class SelectionContext(Context):
 
 
 class _RowSelection(torch.autograd.Function):
-    """Selects rows ``rows_M`` of [N, H]. A group's samples share the end of their prompt, whose gradient is summed in a
-    fixed order."""
+    """Selects the rows ``rows_M`` of [N, H]. A group's samples share the last row of their prompt, whose gradients are
+    summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: SelectionContext, states_NH: Tensor, layout: Layout) -> Tensor:
@@ -433,7 +435,7 @@ class _RowSelection(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """[S, L, heads, d] → [N, heads, d], from one copy of every token."""
+    """Selects [N, heads, d] from [S, L, heads, d]: one copy of every token."""
 
     @staticmethod
     def forward(ctx: LayoutContext, x_SLHD: Tensor, layout: PackedLayout) -> Tensor:

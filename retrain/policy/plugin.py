@@ -1,4 +1,4 @@
-"""Policies by a backend plug-in: a class named ``module:Class`` in ``[backend] backend``, one object per run.
+"""Policies of backend plug-ins: a class named ``module:Class`` in ``[backend] backend``, one object per run.
 
 The backend holds the weights: it samples, takes optimizer steps, saves and loads. Retrain does the rest (problems,
 rewards, advantages, token credit, records, checkpoints, comparison). See ``docs/extending.md``.
@@ -26,7 +26,7 @@ from retrain.records.catalogue import BY_KEY, SECTIONS
 from retrain.types import Action, Denominators, Sample, SampleRequest, Scores, StepBatch, Support, UpdateResult, Want
 
 _OWN = {metric.key for section in ("Loss and optimizer", "Policy") for metric in SECTIONS[section]}
-# Keys of the catalogue that a backend may report; the others are measured here
+# Metric keys of the catalogue that a backend may report; retrain measures the others
 OWN_KEYS = frozenset(_OWN | {key for key in BY_KEY if key.startswith("timing_")})
 FILES = "backend"  # Directory inside a checkpoint with the files of a backend
 
@@ -35,7 +35,7 @@ FILES = "backend"  # Directory inside a checkpoint with the files of a backend
 class TrainSequence:
     """One completion to train on: token ids, and arrays [T] over the completion's tokens.
 
-    ``support``: the tokens that each was sampled from, where the backend reported them.
+    ``support``: the tokens from which each token was sampled; None if the backend did not report them.
     """
 
     prompt_ids: Sequence[int]
@@ -47,8 +47,8 @@ class TrainSequence:
 
     @classmethod
     def of(cls, sample: Sample) -> TrainSequence:
-        """Split a sample into prompt and completion. Observations between actions are part of the completion, have an
-        empty support and do not train."""
+        """Split a sample into prompt and completion. Observations between actions belong to the completion; they have
+        an empty support and do not train."""
         width, support = sample.prefix, sample.support
         if support is not None:
             counts_T = np.zeros(len(sample) - width, dtype=np.int64)
@@ -67,7 +67,7 @@ class TrainSequence:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The completions with signal of one optimizer step.
+    """The completions of one optimizer step, from groups with signal.
 
     ``denominators`` count the whole step, groups without signal included. ``lr`` is the scheduled rate, ``step`` counts
     from 0, ``stream`` names the run's random stream.
@@ -99,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def train_step(self, batch: TrainBatch) -> Mapping[str, object]:
-        """Take one optimizer step and return numbers to log, ``loss`` among them."""
+        """Take one optimizer step and return metrics to log, with the loss as ``loss``."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -110,7 +110,7 @@ class Backend(Protocol):
 
 
 def load_backend(config: Config, base_dir: Path | None) -> Backend:
-    """Return a new backend. Raises PluginError when it cannot be loaded or made."""
+    """Return a new backend. Raises PluginError if the class cannot be loaded or is no backend."""
     plugin = config.backend.backend
     backend = load_function(plugin, base_dir, "[backend] backend =")
     check_backend_class(backend, plugin)
@@ -119,7 +119,7 @@ def load_backend(config: Config, base_dir: Path | None) -> Backend:
 
 @dataclass(frozen=True)
 class PluginSnapshot(PolicySnapshot):
-    """A backend; a resumable snapshot also has the directory of its saved files."""
+    """A backend. A resumable snapshot also has ``files``, the directory of its saved files."""
 
     backend: Backend
     files: Path | None = None
@@ -137,7 +137,7 @@ class PluginSnapshot(PolicySnapshot):
 
 
 class PluginPolicy(Policy):
-    """The policy of ``backend``, an object of the class ``plugin``; snapshots are saved under ``aside``."""
+    """The policy of ``backend``, an object of the class ``plugin``. Snapshots are saved under ``aside``."""
 
     starts_as_base = False
 
@@ -153,7 +153,7 @@ class PluginPolicy(Policy):
         }
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """Return no scores. Raises PluginError when some are requested."""
+        """Return no scores. Raises PluginError if any are requested."""
         if want:
             raise PluginError(f"backend {self.plugin} does not score samples: {', '.join(sorted(want))} cannot be had")
         return Scores()
@@ -170,7 +170,7 @@ class PluginPolicy(Policy):
         return UpdateResult(train_with(self.backend, self.plugin, plugin_batch))
 
     def snapshot(self, resumable: bool = False) -> PluginSnapshot:
-        """Return a snapshot. Raises CheckpointError when the backend saves nothing."""
+        """Return a snapshot, with saved files if ``resumable``. Raises CheckpointError if none were saved."""
         if not resumable:
             return PluginSnapshot(self.backend)
         files = aside_of(self.aside / f"{FILES}_{self.version:06d}")
@@ -182,7 +182,7 @@ class PluginPolicy(Policy):
         return PluginSnapshot(self.backend, files)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint. Raises CheckpointError when it is another policy's."""
+        """Load a checkpoint. Raises CheckpointError if it has no files of a backend."""
         if not (directory / FILES).is_dir():
             raise CheckpointError(f"{directory} is of another backend than {self.plugin}")
         self.backend.load(directory / FILES)
@@ -199,7 +199,7 @@ class PluginPolicy(Policy):
 
 
 def train_with(backend: Backend, plugin: str, batch: TrainBatch) -> dict[str, object]:
-    """Take one step of a plug-in backend and return its checked metrics, its loss as ``loss`` and ``reported_loss``.
+    """Take one step of a plug-in backend. Return its checked metrics, with its loss as ``loss`` and ``reported_loss``.
 
     Raises PluginError if it returns no dictionary of numbers or a key that retrain measures itself, RunFailed if its
     loss is not finite.

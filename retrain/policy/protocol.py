@@ -1,4 +1,4 @@
-"""The interface of a policy, implemented by LoRA adapters (``policy.local``) and plug-ins (``policy.plugin``)."""
+"""The interface of a policy. LoRA adapters (``policy.local``) and plug-ins (``policy.plugin``) implement it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from retrain.types import Sample, Scores, StepBatch, UpdateResult, Want
 
 class PolicyState(TypedDict):
     version: int
-    budget: NotRequired[BudgetState]  # Of policies whose micro-batches are chosen here
+    budget: NotRequired[BudgetState]  # Only of policies whose micro-batches retrain chooses
 
 
 class PolicySnapshot(Protocol):
     """An immutable copy of a policy's weights."""
 
     def write(self, directory: Path) -> None:
-        """Write all that ``Policy.load`` needs into the empty ``directory``; for resumable snapshots only."""
+        """Write all that ``Policy.load`` needs into the empty ``directory``. Only for resumable snapshots."""
         ...
 
     def export(self, directory: Path, checkpoint: Path) -> None:
@@ -33,18 +33,19 @@ class PolicySnapshot(Protocol):
 
 
 class Policy(Protocol):
-    """The trainable model of one run. ``version`` counts the changes of its weights, a critic's included."""
+    """The trainable model of one run. ``version`` counts changes of its weights, a critic's included."""
 
     version: int
-    starts_as_base: bool  # Whether an untrained run is the base model itself, so that one evaluation serves all
+    starts_as_base: bool  # Whether an untrained run equals the base, so that one evaluation serves all runs
 
     @property
     def capabilities(self) -> Mapping[str, bool]:
-        """Return the row's loss_is_placeholder, backend_reports_sync_loss and backend_preserves_token_advantages."""
+        """Return the flags loss_is_placeholder, backend_reports_sync_loss and backend_preserves_token_advantages."""
         ...
 
     def score(self, samples: Sequence[Sample], want: frozenset[Want], weights: PolicySnapshot | None = None) -> Scores:
-        """Score the samples by a fresh forward pass, with the current weights or (all but values) with ``weights``."""
+        """Score the samples by a fresh forward pass with ``weights``, by default the current ones. Values always come
+        from the current critic."""
         ...
 
     def update(self, batch: StepBatch, objective: Objective, lr: float) -> UpdateResult:
@@ -52,17 +53,17 @@ class Policy(Protocol):
         ...
 
     def fingerprint(self) -> str | None:
-        """Return a digest of the trainable weights; None where they cannot be read."""
+        """Return a digest of the trainable weights; None if they cannot be read."""
         return None
 
     def snapshot(self, resumable: bool = False) -> PolicySnapshot:
-        """Copy the weights; if ``resumable``, with everything else that ``load`` needs, in host memory."""
+        """Return a copy of the weights; if ``resumable``, with all else that ``load`` needs, in host memory."""
         ...
 
     def load(self, directory: Path) -> None: ...
 
     def begin_with(self, directory: Path) -> None:
-        """Load the weights that another tool or run wrote."""
+        """Load weights that another tool or run wrote."""
         ...
 
     def read(self, directory: Path) -> PolicySnapshot:
@@ -74,11 +75,11 @@ class Policy(Protocol):
         return []
 
     def state(self) -> PolicyState:
-        """Return the state besides the weights, as strict JSON."""
+        """Return the state that is not weights, as strict JSON."""
         ...
 
     def restore(self, state: PolicyState) -> None: ...
 
     def notes(self) -> list[str]:
-        """Return the log lines since the last call."""
+        """Return the log lines that are new since the last call."""
         return []

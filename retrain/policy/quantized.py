@@ -1,9 +1,9 @@
 """Quantised bases (``[model] quantize``): linear layers of decoder blocks in 8 or 4 bits, and the measured effect.
 
-int8: one scale per output feature, the largest magnitude of its row by 127. nf4: the 16 levels of NormalFloat and one
-scale per 64 numbers (QLoRA, arXiv 2305.14314), by bitsandbytes. Only weights are quantised: each product, in the
-backward pass too, dequantises its weight to the base's number format and does not keep it. Update and sampler read the
-same numbers from ``QuantizedLinear.weight``.
+int8: one scale per output feature, the largest magnitude of its row divided by 127. nf4: the 16 levels of NormalFloat
+and one scale per 64 numbers (QLoRA, arXiv 2305.14314), by bitsandbytes. Only weights are quantised: each product, also
+in the backward pass, dequantises its weight to the base's dtype and does not keep it. Update and sampler read the same
+numbers from ``QuantizedLinear.weight``.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ ANSWER_TOKENS = 32  # Maximum tokens of an answer
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer with its weight in 8 or 4 bits on ``device``."""
-
     packed: Tensor
     scale: Tensor
 
@@ -59,7 +57,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Dequantise the weight [out, in] to the base's number format."""
+        """Dequantise the weight [out, in] to the base's dtype."""
         if self.original is not None:
             return self.original.to(self.packed.device)
         return _UNPACK[self.kind](self.packed, self.scale, (self.out_features, self.in_features), self.dtype)
@@ -132,9 +130,9 @@ def _bitsandbytes() -> ModuleType:
 class QuantizationEffect:
     """Measured effect of quantisation.
 
-    ``k3``: mean of w − 1 − ln w (nats) over ``tokens`` tokens that the quantised base drew, w being the ratio of their
-    unquantised to their quantised probability; an unbiased estimate of KL(quantised ‖ unquantised) per token (Schulman,
-    "Approximating KL divergence"). ``kl``: that divergence over the vocabulary at the same positions.
+    ``k3``: mean of w − 1 − ln w (nats) over ``tokens`` tokens that the quantised base drew, where w is a token's
+    unquantised probability divided by its quantised one. It is an unbiased estimate of KL(quantised ‖ unquantised) per
+    token (Schulman, "Approximating KL divergence"). ``kl``: that divergence over the vocabulary at the same positions.
     """
 
     kind: str
@@ -159,7 +157,6 @@ class QuantizationEffect:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights, quantised ones with their scales."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     return sum(w.nbytes for w in model.parameters()) + sum(m.packed.nbytes + m.scale.nbytes for m in layers)
 
@@ -170,7 +167,7 @@ def quantise(
     """Quantise the linear layers of a model on the host, move it to ``device``, and measure the effect.
 
     Meanwhile the host holds both versions; the device holds one unquantised layer at a time. Raises ModelError for a
-    model without such layers, MissingExtra without the library.
+    model without such layers, MissingExtra for nf4 without bitsandbytes.
     """
     before = weight_bytes(model)
     head = model.get_output_embeddings()
@@ -233,7 +230,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 
 def _answered(model: PreTrainedModel, ids: Tensor, real: Tensor, ends: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the rows with answers drawn by the model, the same at every call, and the mask of tokens."""
+    """Return the prompts with answers that the model draws, the same at every call, and the mask of real tokens."""
     noise = torch.Generator().manual_seed(torch_seed("answers that measure a quantised base"))
     stops = torch.tensor(list(ends), device=ids.device)
     alive = torch.ones(len(ids), dtype=torch.bool, device=ids.device)

@@ -71,9 +71,8 @@ class FsdpUnit:
 
 
 class ShardedWeights:
-    """The sharded weights of a base: units 0, 1, … are its decoder layers, the last unit is everything else. One layer
-    is gathered at a time; the last unit stays gathered until ``in_use`` ends. Not thread-safe.
-    """
+    """The sharded weights of a base. Units 0, 1, … are its decoder layers, the last unit is everything else. One layer
+    is gathered at a time; the last unit stays gathered until ``in_use`` ends. Not thread-safe."""
 
     def __init__(self, ranks: RankGroup, units: Sequence[FsdpUnit], shard_bytes: int):
         self.ranks, self.shard_bytes, self._units, self._ends = ranks, shard_bytes, list(units), len(units) - 1
@@ -86,8 +85,8 @@ class ShardedWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Allow gathers in this block, which all ranks enter together. A rank that has finished or failed keeps joining
-        the gathers of the others until no rank needs a unit."""
+        """Allow gathers in this block, which all ranks enter together. A rank that has finished or failed joins the
+        gathers of the others until no rank needs a unit."""
         self._is_open = True
         try:
             yield
@@ -106,8 +105,8 @@ class ShardedWeights:
             self._gathered.clear()
 
     def layer(self, unit: int) -> None:
-        """Gather a decoder layer and reshard the one before. Raises RankLost when another rank is gone, and
-        out-of-memory errors."""
+        """Gather a unit and reshard the layer before. Raises RunFailed outside ``in_use``, RankLost if another rank is
+        gone, and out-of-memory errors."""
         if unit in self._gathered:
             return
         if not self._is_open:
@@ -149,11 +148,9 @@ class ShardedWeights:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A model of which this rank holds a shard."""
-
     model: PreTrainedModel
     weights: ShardedWeights
-    parts: list[bytes]  # Of the fingerprint, one for each tensor of the state, in the order of the names
+    parts: list[bytes]  # Of the fingerprint, one for each tensor of the state dict, in its order
 
 
 def load_sharded(
@@ -164,8 +161,8 @@ def load_sharded(
     ranks: RankGroup,
     fingerprint: Callable[[str, torch.Tensor], bytes],
 ) -> ShardedModel:
-    """Load this rank's shard of a frozen model to ``device``, with ``from_pretrained``'s options; all ranks call this
-    together. ``fingerprint(name, tensor)`` is called with every full tensor in ``dtype``.
+    """Load this rank's shard of a frozen model to ``device``, with the options of ``from_pretrained``. All ranks call
+    this together. ``fingerprint(name, tensor)`` is called with every full tensor in ``dtype``.
 
     Raises ModelError for a model that cannot be sharded, and the errors of transformers.
     """
@@ -197,7 +194,7 @@ def load_sharded(
 
 
 def _empty_model(source: str, options: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model as ``from_pretrained`` makes it, but with parameters on the meta device; buffers are filled."""
+    """Return the model as ``from_pretrained`` makes it, but with parameters on the meta device. Buffers have values."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -272,7 +269,7 @@ class _Reader:
                 self._fill(weight, self._names[id(weight)])
 
     def fill_buffers(self) -> None:
-        """Fill the buffers that a file has, and move all buffers to the device."""
+        """Fill the buffers that the files contain, and move all buffers to the device."""
         state = self.model.state_dict()
         for module_name, module in self.model.named_modules():
             for leaf, tensor in list(module.named_buffers(recurse=False)):
@@ -299,7 +296,7 @@ class _Reader:
 def _hook(
     weights: ShardedWeights, layers: Sequence[nn.Module], owners: Sequence[nn.Module], outer: Sequence[nn.Module]
 ) -> None:
-    """Add hooks that gather a module's weights before its forward pass, and before the backward pass of its layer."""
+    """Add hooks that gather a module's weights before its forward pass, and before its layer's backward pass."""
     for module in outer:
         module.register_forward_pre_hook(_before_forward(weights.ends))
     for index, layer in enumerate(layers):

@@ -20,16 +20,14 @@ BASE = "base"  # Teacher name that stands for the frozen base model
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """The source of a teacher."""
-
     kind: Literal["base", "policy", "adapter", "model", "server"]
     name: str  # Directory of an adapter or model, hub name, or the server's name of the model
 
 
 def teacher_source(config: Config, folder: Path) -> TeacherSource:
-    """Return the run's teacher, looked for in the TOML's ``folder`` and the current directory.
+    """Return the run's teacher; directories are looked up in the TOML's ``folder`` and the current directory.
 
-    Raises ModelError, whose message is to follow the teacher's name, when it is missing or cannot be loaded.
+    Raises ModelError if it is missing or cannot be loaded; the message is to be put after the teacher's name.
     """
     section = config.distillation
     named = section.teacher or ""
@@ -56,7 +54,7 @@ def _check_model(name: str, config: Config, addition: str) -> None:
 
 
 def _adapter_in(directory: Path) -> Path | None:
-    """Return the adapter directory of a run (``final/``, else the newest checkpoint), or ``directory`` if it is one."""
+    """Return ``directory`` if it is an adapter, else that of a run (``final/`` or the newest checkpoint), else None."""
     checkpoints = reversed(RunReader(directory).checkpoint_directories())
     places = (directory, directory / FINAL, *checkpoints)
     return next((path for path in places if (path / ADAPTER_WEIGHTS).is_file()), None)
@@ -87,7 +85,8 @@ def teacher_fault(config: Config, folder: Path) -> str:
 
 
 def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], name: str) -> str:
-    """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``; "" if it does not."""
+    """Return how the teacher's vocabulary (token → id) differs from that of the student ``name``; "" if it has all of
+    the student's tokens with equal ids."""
     # The teacher may have more tokens than the student, which never samples them.
     wrong = [token for token, number in student.items() if teacher.get(token) != number]
     if not wrong:
@@ -103,8 +102,7 @@ def vocabulary_fault(student: Mapping[str, int], teacher: Mapping[str, int], nam
 
 
 def recorded_base(adapter: Path) -> tuple[str | None, str | None]:
-    """Return fingerprint and dtype of the base that an adapter was trained on, as its run recorded them; None without
-    a record."""
+    """Return fingerprint and dtype of the base on which an adapter was trained, as its run recorded them, else None."""
     for directory in (adapter, *list(adapter.parents)[:2]):
         content = read_object(directory / CONFIG)
         if isinstance(content.get("base"), dict):

@@ -37,8 +37,8 @@ from retrain.threads import Workers
 from retrain.types import Sample, StepBatch, UpdateResult, Want
 
 UPDATE_PHASES = [part for part in TIMED_PARTS if part != "weight_sync_inference"]
-MIN_SHARED_TOKENS = 512  # Micro-batches are not split below this size to give every process one
-BACKWARD_COST = 3  # A forward and a backward pass, in forward passes
+MIN_SHARED_TOKENS = 512  # Micro-batches are not made smaller than this to give every rank one
+BACKWARD_COST = 3  # Cost of a forward and a backward pass, in forward passes
 PROBE_SIZE = 4  # Rollouts on which sampler and trainer are compared in a step without signal: one small forward pass
 # Metrics of the policy where no token is in its loss
 UNTRAINED = {"num_datums": 0, "loss": 0.0, "reported_loss": 0.0, **dict.fromkeys(RATIO_METRICS)}
@@ -48,9 +48,7 @@ MEANS = {"loss/policy_avg": "policy_loss", "policy/entropy_avg": "entropy"}
 
 @dataclass(frozen=True)
 class MicroBatchSpec:
-    """Samples that pass through the model together."""
-
-    index: int  # Its number in the update, which seeds dropout
+    index: int  # Number of the micro-batch in the update, which seeds dropout
     samples: list[Sample]
     needs_gradient: bool
 
@@ -60,8 +58,6 @@ class MicroBatchSpec:
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """A micro-batch's loss and statistics."""
-
     loss: Tensor
     sums: Sums
     timer: PhaseTimer
@@ -84,24 +80,22 @@ class AccumulationResult:
 
 @runtime_checkable
 class DistributionTeacher(Protocol):
-    """A teacher in this process that gives its distributions over the whole vocabulary."""
+    """A teacher in this process that gives its full-vocabulary distributions."""
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[Tensor, Head]:
-        """Return the hidden states [M, H] that predict the sampled tokens, without gradients, and the output layer.
-        ``lanes`` and ``adapter`` are the student's."""
+        """Return the hidden states [M, H] that predict the sampled tokens of ``views``, without gradients, and the
+        output layer. ``views``: samples with the teacher's prompts. ``lanes`` and ``adapter`` are the student's."""
         ...
 
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """Resources and precision of a run's forward and backward passes."""
-
     lanes: Lanes
     budget: Budget
     workers: Workers = field(default_factory=Workers)  # Threads; their number changes no bit of the result
     dropout: float = 0.0
     bfloat16: bool = False  # Round an fp32 base's products (``policy.arithmetic``)
-    ranks: RankGroup | None = None  # Each computes a share of the micro-batches
+    ranks: RankGroup | None = None  # Processes that each compute a share of the micro-batches
     teacher: DistributionTeacher | None = None  # For a ``TeacherTerm``
 
     @property
@@ -118,8 +112,8 @@ def iter_microbatches(
 ) -> Iterator[MicroBatchSpec]:
     """Yield the samples in micro-batches, those with a gradient first.
 
-    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless the objective has a
-    gradient for ``every_sequence``.
+    A sample whose advantages are all 0 needs only a forward pass, for the statistics, unless ``every_sequence``: the
+    objective has a gradient for it too.
     """
     with_gradient = [every_sequence or bool(sample.advantages[sample.loss_mask].any()) for sample in samples]
     numbers = count()
@@ -131,7 +125,7 @@ def iter_microbatches(
 
 @dataclass(frozen=True)
 class GradientAccumulator:
-    """Accumulates the gradient of one objective; with ``frozen`` that of the value ``head`` only."""
+    """Accumulates the gradient of one objective. ``frozen``: only the gradient of the value ``head``."""
 
     context: UpdateContext
     batch: StepBatch
@@ -146,13 +140,13 @@ class GradientAccumulator:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Return the flat gradients of the adapter and of the value head, to accumulate into."""
+        """Return the flat gradients of the adapter and of the value head, which are accumulated in place."""
         weights = [] if self.frozen else [self.adapter.flat]
         grads = [flat.grad for flat in (*weights, *([] if self.head is None else [self.head.flat]))]
         return [grad for grad in grads if grad is not None]
 
     def accumulate(self, samples: Sequence[Sample]) -> AccumulationResult:
-        """Fill ``buffers``; start again with smaller micro-batches while memory runs out."""
+        """Fill ``buffers`` with the samples' gradient; start again with smaller micro-batches if memory runs out."""
         budget = self.context.budget
         budget.note(*backbone_of(self.base).notes)
         specs, results = budget.fit(samples, lambda: self._split(samples), self._fill_buffers, recomputes=True)
@@ -202,7 +196,7 @@ class GradientAccumulator:
         return results
 
     def compute(self, specs: Sequence[MicroBatchSpec], recompute: bool, separate: bool) -> list[MicroBatchResult]:
-        """Run the passes of these micro-batches; gradients are added to ``buffers``, or returned if ``separate``.
+        """Run the passes of these micro-batches. Gradients are added to ``buffers``, or returned if ``separate``.
         ``recompute``: layers are computed again in the backward pass instead of keeping their activations."""
         return self.context.workers.map(lambda spec: self._compute(spec, recompute, separate), specs)
 
@@ -309,7 +303,7 @@ class GradientAccumulator:
 
     @contextmanager
     def _recomputing(self, layout: Layout) -> Iterator[None]:
-        """Restore the state in which a layer ran, as its recomputation may run in a thread of autograd's."""
+        """Set precision, adapter and layout, which are per thread: autograd may recompute a layer in another thread."""
         with products_in_bfloat16(self.context.bfloat16), self._active(), update_mode(layout):
             yield
 
@@ -318,7 +312,7 @@ class GradientAccumulator:
 
 
 class PhaseTimer:
-    """Seconds of ``UPDATE_PHASES``; on a GPU each lap waits for the device, a few times per micro-batch."""
+    """Seconds of ``UPDATE_PHASES``. On a GPU each lap waits for the device, a few times per micro-batch."""
 
     def __init__(self, device: torch.device, microbatches: int = 0):
         self.device, self.microbatches = device, microbatches
@@ -336,7 +330,7 @@ class PhaseTimer:
         self.last = now
 
     def add(self, other: PhaseTimer, share: float = 1.0) -> None:
-        """Add another timer's micro-batches and ``share`` of its seconds, below 1 if several ran in parallel."""
+        """Add another timer's micro-batches, and ``share`` of its seconds: below 1 if several ran in parallel."""
         self.microbatches += other.microbatches
         for phase, seconds in other.totals.items():
             self.totals[phase] += share * seconds
@@ -385,7 +379,7 @@ class PendingUpdate:
         self.metrics |= kl_metrics(sums, self.objective.kl_coef, len(probe))
 
     def apply(self, grad_clip_norm: float) -> UpdateResult:
-        """Step the optimizers. Raises NonFinite, with every weight unchanged, if a gradient is not finite."""
+        """Step the optimizers. Raises NonFinite, with every weight unchanged, if a loss or gradient is not finite."""
         if not self.timer.microbatches:
             return UpdateResult(self.metrics)
         for step in self.steps:
@@ -406,7 +400,7 @@ class PendingUpdate:
         head: ValueHead | None = None,
         frozen: bool = False,
     ) -> AccumulationResult:
-        """Accumulate the gradient of ``objective``. Raises NonFinite when a score of a trained token is not finite."""
+        """Accumulate the gradient of ``objective``. Raises NonFinite if a trained token's score is not finite."""
         accumulator = GradientAccumulator(self.context, self.batch, adapter, objective, head, frozen)
         try:
             result = accumulator.accumulate(samples)
@@ -423,7 +417,7 @@ class PendingUpdate:
 
 
 def without_advantages(sample: Sample) -> Sample:
-    """Return the sample with an advantage of 0 for every sampled token; all of them train."""
+    """Return the sample with an advantage of 0 for every sampled token. All of them train."""
     return replace(sample, advantages=np.zeros(len(sample)), loss_mask=sample.action_mask)
 
 
@@ -431,8 +425,8 @@ def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateRes
     """Take one optimizer step of a policy without a critic.
 
     Without samples (no group had signal) no weight changes and the loss is 0; sampler and trainer are then compared on
-    ``batch.probe``. Raises NonFinite when a loss or gradient is not finite and RunFailed when one sample does not fit
-    in memory; the weights are then unchanged.
+    ``batch.probe``. Raises NonFinite if a loss or gradient is not finite, and RunFailed if one sample does not fit in
+    memory; the weights are then unchanged.
     """
     update.accumulate_policy()
     return update.apply(grad_clip_norm)
@@ -441,10 +435,10 @@ def policy_step(update: PendingUpdate, grad_clip_norm: float = 1.0) -> UpdateRes
 def batch_gradient(
     context: UpdateContext, adapter: Adapter, batch: StepBatch, objective: Objective, head: ValueHead | None = None
 ) -> Tensor:
-    """Return the adapter's gradient before clipping, [D] in fp32; 0 where nothing trains.
+    """Return the adapter's gradient before clipping, [D] in fp32; 0 if nothing trains.
 
-    ``head`` is that of a critic on the same adapter, whose warm-up is ignored. No weight, optimizer or random stream
-    changes. Raises as ``policy_step``.
+    ``head``: value head of a critic that shares the adapter; its warm-up is ignored. No weight, optimizer or random
+    stream changes. Raises as ``policy_step``.
     """
     assert adapter.flat.grad is not None
     samples = batch.samples

@@ -30,8 +30,7 @@ MADE = ".made-by-retrain"  # Marks a shared directory that retrain created
 
 
 def server_rank(rank: int) -> int:
-    """Return the smallest rank that servers accept and that is at least ``rank``. Raises RunFailed above the
-    largest."""
+    """Return the smallest rank from ``rank`` on that servers accept. Raises RunFailed above the largest."""
     for accepted in RANKS:
         if accepted >= rank:
             return accepted
@@ -39,7 +38,7 @@ def server_rank(rank: int) -> int:
 
 
 class PublishedAdapter:
-    """The weights of one policy version and their name on servers; written to disk by the first call of ``write``."""
+    """The weights of one policy version and their name on servers. ``users``: ``sample`` calls that use it now."""
 
     def __init__(self, ref: PolicyRef, snapshot: LocalSnapshot, name: str, store: AdapterStore):
         self.ref, self.snapshot, self.name, self.store = ref, snapshot, name, store
@@ -47,7 +46,7 @@ class PublishedAdapter:
         self._lock, self._path = threading.Lock(), None
 
     def write(self) -> Path:
-        """Return the PEFT directory; thread-safe. Raises StorageError when it cannot be written."""
+        """Return the PEFT directory, written by the first call; thread-safe. Raises StorageError if that fails."""
         with self._lock:
             if self._path is None:
                 self._path = self.store.write(self.name, self.snapshot)
@@ -55,7 +54,7 @@ class PublishedAdapter:
 
 
 class AbandonedAdapters:
-    """The directory of a process that has ended; servers may still have loaded the adapters ``names``."""
+    """The directory of a process that has ended. Servers may still have the adapters ``names`` loaded."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -65,7 +64,6 @@ class AbandonedAdapters:
         self._incomplete = [path for path in paths if path.name[0] == "." and f".{session}." in path.name]
 
     def remove(self) -> None:
-        """Remove the adapters from disk and, last, the file that names the owner."""
         with contextlib.suppress(OSError):
             for path in (*self._incomplete, *(self.directory / name for name in self.names)):
                 shutil.rmtree(path)
@@ -75,7 +73,7 @@ class AbandonedAdapters:
 
 
 class AdapterStore:
-    """This process's subdirectory of the adapter directory, which servers must see under the same path."""
+    """This process's subdirectory of the adapter directory. Servers must see it under the same path."""
 
     def __init__(self, directory: Path, base: str):
         self.shared, self.base = directory.absolute(), base
@@ -91,12 +89,12 @@ class AdapterStore:
             raise UsageError(f"[inference] adapter_dir: {error}") from error
 
     def new_adapter(self, ref: PolicyRef, snapshot: LocalSnapshot) -> PublishedAdapter:
-        """Return the weights under a new, unique name; nothing is written yet."""
+        """Return the weights under a new, unique name. Nothing is written yet."""
         run = ref.run_id.replace("/", "_")
         return PublishedAdapter(ref, snapshot, f"{run}@{ref.version}.{next(self._numbers)}.{self._session}", self)
 
     def abandoned(self) -> list[AbandonedAdapters]:
-        """Return the directories of processes of this machine that have ended without removing them."""
+        """Return the directories that were left by processes of this machine that have ended."""
         abandoned = []
         for directory in sorted(self.shared.glob(f"{OWNED}*")):
             if directory.is_symlink():

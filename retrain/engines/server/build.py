@@ -26,9 +26,9 @@ def server_engine(
     fleet: Fleet | None = None,
 ) -> ServerEngine:
     """Return the engine of ``config`` after its servers have answered. Without a ``fleet``, servers of ``[inference]
-    launch`` are started in ``directory``.
+    launch`` are started; their logs are in ``directory``.
 
-    Raises UsageError when a key is missing or a server does not answer.
+    Raises UsageError if an API key's variable is not set, the adapter directory cannot be made, or no server answers.
     """
     settings, model = config.inference, config.model.model
     key = api_key(settings.api_key_env, "[inference]")

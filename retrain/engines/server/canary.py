@@ -44,8 +44,8 @@ STREAM = ("canary",)
 
 @dataclass(frozen=True)
 class CanarySettings:
-    """An adapter to test servers with. ``tolerance``: largest root mean square difference (nats) of log-probabilities
-    from the trainer's."""
+    """Settings of a test adapter. ``tolerance``: largest root mean square difference (nats) of a server's
+    log-probabilities from the trainer's."""
 
     rank: int
     alpha: float
@@ -55,8 +55,8 @@ class CanarySettings:
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """The test of one server: root mean square differences (nats) of its log-probabilities with the base and with the
-    adapter, and the ``effect`` of the adapter (nats)."""
+    """The test of one server. ``base`` and ``adapter``: root mean square differences (nats) of its log-probabilities
+    from the trainer's, without and with the adapter. ``effect``: that of the adapter (nats)."""
 
     base: float
     adapter: float
@@ -75,8 +75,8 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class ReturnTrial:
-    """The test of a server that returns: one token after each of some prompts. ``logprobs_TV`` (nats): right answers,
-    with ``weights`` of the ``policy`` (the base or the adapter)."""
+    """The test of a server that returns: it samples one token for each request. ``logprobs_TV``: the trainer's
+    log-probabilities (nats) of all tokens with ``weights``. ``policy``: "the base" or "the adapter", for messages."""
 
     requests: Sequence[SampleRequest]
     weights: LocalSnapshot
@@ -100,10 +100,11 @@ class ReturnTrial:
 def run_canaries(
     engine: ServerEngine, base: BaseModel, lanes: Lanes, kinds: Sequence[CanarySettings]
 ) -> Iterator[CanaryResult]:
-    """Test each available server with each kind of adapter. Servers that come later are tested before they are used.
+    """Test every available server with an adapter of each of ``kinds``, and yield the results. Servers that come later
+    are tested before they are used.
 
-    Raises ModelError when log-probabilities differ by more than the tolerance, with the numbers and the likely cause,
-    or when seeds do not repeat; ServerFailed when no server answers.
+    Raises ModelError, with the numbers and the likely cause, if log-probabilities differ by more than the tolerance or
+    seeds do not repeat; ServerFailed if no server answers.
     """
     canaries = [Canary(base, lanes, kind) for kind in kinds]
     engine.set_trials([trial for canary in canaries for trial in canary.return_trials()])
@@ -121,7 +122,7 @@ def run_canaries(
 
 
 class Canary:
-    """A prompt, an adapter without effect (the base), and a random one whose effect is at least ``EFFECT``."""
+    """A prompt, an adapter without effect (the base), and a random adapter whose effect is at least ``EFFECT``."""
 
     def __init__(self, base: BaseModel, lanes: Lanes, settings: CanarySettings):
         self.base, self.lanes, self.settings = base, lanes, settings
@@ -143,7 +144,7 @@ class Canary:
             yield ReturnTrial(requests, LocalSnapshot(weights), table_TV, policy, self.settings.tolerance)
 
     def test(self, engine: ServerEngine, server: ServerClient) -> CanaryResult:
-        """Test one server; raises as ``run_canaries`` does."""
+        """Test one server. Raises ModelError if its log-probabilities or seeds are wrong, or it does not answer."""
         begin = time.perf_counter()
         refs = [PolicyRef("canary-base", 0), PolicyRef("canary", 0)]
         try:

@@ -1,4 +1,4 @@
-"""The client of one server: asks for completions, checks whether it answers, and tracks the adapters it has loaded."""
+"""The client of one server: requests completions, checks the server's health, and tracks the adapters it has loaded."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ HEALTH_TIMEOUT_S, UNLOAD_TIMEOUT_S = 5.0, 10.0
 
 
 class ServerClient:
-    """The client of one address. ``waiting`` counts rows sent and not yet answered; ``alive`` is False from a failed
-    health check until the next answer. ``upload``: send the adapters' files instead of their path."""
+    """The client of one address. ``waiting``: completions that have not been answered. ``alive``: False from a failed
+    health check until the pool readmits the server. ``upload``: send the adapters' files instead of their path."""
 
     def __init__(
         self, url: str, dialect: Dialect, key: str, timeout_s: float, max_in_flight: int, upload: bool = False
@@ -50,17 +50,18 @@ class ServerClient:
         return True
 
     def mark_lost(self) -> None:
-        """Count the server as unavailable. A restarted one has no adapters, the same one still has all of them."""
+        """Mark the server as unavailable. It may return restarted, without its adapters, or with all of them."""
         self.alive = False
         self.adapters.mark_lost()
 
     async def readmit(self) -> None:
-        """Prepare a server that answers again: unload adapters that are no longer in use. Raises RequestFailed."""
+        """Prepare a server that answers again: unload adapters that are no longer used. Raises RequestFailed."""
         await self.query_model()
         await self.adapters.unload_unused()
 
     async def query_model(self) -> None:
-        """Set ``base``, the server's name of ``model``, and ``context``, its longest sequence. Raises RequestFailed."""
+        """Set ``base``, the server's name for ``model``, and ``context`` (tokens; None: unknown). Raises
+        RequestFailed."""
         listed = await self.connection.get("/v1/models", HEALTH_TIMEOUT_S)
         data = listed.get("data") if isinstance(listed, dict) else None
         if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
@@ -77,23 +78,21 @@ class ServerClient:
 
 
 class LoadedAdapters:
-    """The adapters of one server. ``prefix``: that of the server's routes. ``upload``: send the adapters' files instead
-    of their path."""
+    """The adapters that one server has loaded. ``prefix``: beginning of its routes for adapters. ``upload``: send the
+    adapters' files instead of their path."""
 
     def __init__(self, connection: ServerConnection, prefix: str, upload: bool):
         self.connection, self.prefix, self.upload = connection, prefix, upload
         self._loads: dict[str, asyncio.Task[float]] = {}
-        self._maybe_loaded: set[str] = set()  # loaded before the server was lost, and still in use
-        self._to_unload: set[str] = set()  # may be loaded, and no longer in use
+        self._maybe_loaded: set[str] = set()  # perhaps loaded (server lost or load failed), and still in use
+        self._to_unload: set[str] = set()  # perhaps loaded, and no longer in use
 
     def mark_lost(self) -> None:
-        """Note that the server may have been restarted without its adapters, or may still have all of them."""
         self._maybe_loaded |= self._loads.keys()
         self._loads.clear()
 
     async def require(self, published: PublishedAdapter) -> float:
-        """Load the adapter unless it is loaded; return the seconds, 0 if another call loads it. Raises
-        RequestFailed."""
+        """Load the adapter if necessary. Return the seconds, 0 if another call loads it. Raises RequestFailed."""
         name = published.name
         loading = self._loads.get(name)
         if loading is not None:
@@ -139,7 +138,7 @@ class LoadedAdapters:
         self._maybe_loaded.discard(name)
 
     async def unload(self, name: str, now: bool = True) -> None:
-        """Unload the adapter, or with ``now`` False at the next ``unload_unused``. Errors are ignored."""
+        """Unload the adapter now, or at the next ``unload_unused``. Ignores errors."""
         loading = self._loads.get(name)
         if loading is None and name not in self._maybe_loaded and name not in self._to_unload:
             return
@@ -152,12 +151,12 @@ class LoadedAdapters:
                 await self._unload_now(name)
 
     async def unload_all(self) -> None:
-        """Unload all adapters that were loaded here. Raises ServerUnavailable."""
+        """Unload all adapters that this client has loaded. Raises ServerUnavailable."""
         await asyncio.gather(*(self.unload(name) for name in {*self._loads, *self._maybe_loaded}))
         await self.unload_unused()
 
     async def unload_unused(self) -> None:
-        """Unload the adapters that are no longer in use. Raises ServerUnavailable."""
+        """Unload the adapters that are no longer used. Raises ServerUnavailable."""
         # No ``for``: the set changes while a request is awaited.
         while self._to_unload:
             await self._unload_now(next(iter(self._to_unload)))

@@ -1,4 +1,4 @@
-"""Asks servers for completions: again after faults that may pass, and on another server after one is lost."""
+"""Requests completions from servers: again after faults that may pass, and from another server if one is lost."""
 
 import asyncio
 import re
@@ -19,13 +19,13 @@ from retrain.tokenizer import Tokenizer
 from retrain.types import Action, SampleRequest
 
 ATTEMPTS = 5  # Requests for one completion before the step fails; lost servers do not count
-RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, as it appears in the error message
+RANK_HINT = "--max-lora-rank"  # vLLM's option for the largest rank, named in the error message
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The base that servers must hold: ``name`` in the configuration, token ids below ``size``, end tokens ``end_ids``,
-    and ``context``, the most tokens of prompt and completion."""
+    """The base that servers must hold. ``name``: in the configuration. ``size``: token ids are below it. ``end_ids``:
+    end tokens. ``context``: most tokens of a prompt and its completion."""
 
     name: str
     tokenizer: Tokenizer
@@ -35,7 +35,8 @@ class ServedModel:
 
 
 class Trial(Protocol):
-    """A test of a server: the answers to ``requests`` under ``weights`` are known. ``judge`` raises ModelError."""
+    """A test of a server with requests whose answers under ``weights`` are known. ``judge`` raises ModelError if the
+    server's answers differ."""
 
     @property
     def requests(self) -> Sequence[SampleRequest]: ...
@@ -51,15 +52,15 @@ class Completions:
         self.model, self.pool, self.waits = model, pool, waits
 
     async def answer(self, server: ServerClient, request: SampleRequest, name: str, seed: int) -> Action:
-        """Return the server's one answer under the adapter ``name``. Raises RequestFailed, InvalidAnswer."""
+        """Sample one completion on ``server`` with the adapter ``name``. Raises RequestFailed, InvalidAnswer."""
         ask = CompletionRequest(request, name, server.base, seed, self.model.end_ids)
         return action_of(ask, await server.ask(ask), self.model.size, self.model.tokenizer)
 
     async def sample(
         self, request: SampleRequest, sample: int, published: PublishedAdapter, at: ServerClient | None
     ) -> tuple[Action, float]:
-        """Return the sample of this number, drawn on the server ``at`` if not None, and the seconds for which it
-        waited for its adapter to be loaded. Raises ServerFailed."""
+        """Return completion number ``sample`` of the request, and the seconds for which it waited for its adapter to
+        load. ``at``: the server to use; None for any. Raises ServerFailed."""
         faults: list[str] = []
         loading_s, losses = 0.0, 0
         stream = request.streams[sample] if request.streams else (*request.stream, sample)
@@ -98,7 +99,7 @@ class Completions:
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
 
     async def run_trial(self, store: AdapterStore, trial: Trial, server: ServerClient) -> None:
-        """Raises what ``trial`` raises, and RequestFailed, InvalidAnswer."""
+        """Run a trial on one server. Raises ModelError if it fails the trial, RequestFailed, InvalidAnswer."""
         published = store.new_adapter(trial.requests[0].policy, trial.weights)
         try:
             await server.adapters.require(published)

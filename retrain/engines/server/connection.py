@@ -1,4 +1,4 @@
-"""Sends requests to one server over kept connections.
+"""Sends requests to one server over persistent connections.
 
 A request returns an answer or raises a ``RequestFailed``: ``ServerUnavailable`` (no connection, a timeout, HTTP 429 or
 5xx; may succeed later or elsewhere), ``ModelNotFound`` (the server has restarted and lost the adapter) or
@@ -24,7 +24,7 @@ def server_root(address: str) -> str:
 
 
 def api_key(variable: str | None, section: str) -> str:
-    """Return the value of an environment variable, "" without a variable. Raises UsageError when it is not set."""
+    """Return the value of the environment variable, "" if ``variable`` is None. Raises UsageError if it is not set."""
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise UsageError(f"{section} api_key_env: ${variable} is not set: export {variable}=…")
@@ -32,7 +32,7 @@ def api_key(variable: str | None, section: str) -> str:
 
 
 class RequestFailed(Exception):
-    """A request without an answer that can be used."""
+    """A request got no usable answer."""
 
 
 class ServerUnavailable(RequestFailed):
@@ -40,7 +40,7 @@ class ServerUnavailable(RequestFailed):
 
 
 class ServerUnreachable(ServerUnavailable):
-    """There was no connection: the request never reached the server."""
+    """No connection could be made: the request never reached the server."""
 
 
 class ModelNotFound(RequestFailed):
@@ -48,12 +48,12 @@ class ModelNotFound(RequestFailed):
 
 
 class RequestRejected(RequestFailed):
-    """The server answered that it will not do this."""
+    """The server refused the request, and would refuse it again."""
 
 
 class ServerConnection:
-    """The connections to ``url``, at most ``max_in_flight`` of them for completions, for which callers wait at
-    ``slots``."""
+    """The connections to ``url``. A caller holds one of the ``max_in_flight`` ``slots`` while it waits for a
+    completion."""
 
     def __init__(self, url: str, key: str, timeout_s: float, max_in_flight: int):
         self.url, self.timeout_s = url, timeout_s

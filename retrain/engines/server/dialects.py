@@ -24,11 +24,9 @@ class InvalidAnswer(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request for one completion."""
-
     request: SampleRequest
-    model: str  # The server's name of the adapter, or of the base
-    base: str  # The server's name of the base
+    model: str  # The server's name for the adapter, or for the base
+    base: str  # The server's name for the base
     seed: int
     stop_ids: Sequence[int]
 
@@ -39,12 +37,12 @@ class Answer:
     logprobs: Sequence[float]
     finish: str
     model: str | None = None  # None if the server does not echo it
-    prompt_ids: Sequence[int] | None = None  # Likewise
+    prompt_ids: Sequence[int] | None = None  # None if the server does not echo the prompt
 
 
 class Dialect(Protocol):
-    """Requests and answers of one kind of server. Routes that load and unload adapters begin with
-    ``adapter_prefix``."""
+    """Requests and answers of one kind of server. ``adapter_prefix``: beginning of the routes that load and unload
+    adapters."""
 
     completions: str
     adapter_prefix: str
@@ -55,8 +53,8 @@ class Dialect(Protocol):
     def read(self, payload: Any) -> Answer: ...  # Raises InvalidAnswer
 
     def prompt_body(self, model: str, base: str, token_ids: Sequence[int]) -> dict[str, object]:
-        """Return the request for the log-probabilities of these tokens at temperature 1; for ``model`` and ``base`` see
-        ``CompletionRequest``."""
+        """Return the body of a request for the log-probabilities of these tokens at temperature 1. ``model`` and
+        ``base`` are as in ``CompletionRequest``."""
         ...
 
     def read_prompt(self, payload: Any) -> PromptLogprobs: ...  # Raises InvalidAnswer
@@ -64,14 +62,12 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of a prompt's tokens."""
-
     logprobs: Sequence[float | None]  # nats; None for the first token, which nothing predicts
     token_ids: Sequence[int] | None = None  # None if the server does not echo them
 
 
 class OpenAI:
-    """OpenAI's completions: only keys of its API, and ``return_token_ids``."""
+    """OpenAI's completions: only keys of its API, ``return_token_ids``, and top_k and min_p where they are set."""
 
     completions = "/v1/completions"
     adapter_prefix = "/v1"

@@ -29,7 +29,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.policy.protocol import PolicySnapshot
 from retrain.types import Action, PolicyRef, SampleRequest
 
-WAKING_S = 20.0  # Seconds for waking servers at the end
+WAKING_S = 20.0  # Most seconds for waking sleeping servers in ``close``
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Call:
 
 
 class ServerEngine:
-    """Samples with servers that hold the base ``model``; several versions of a run may be published at a time.
+    """Samples with servers that hold the base ``model``; several versions of a run may be published at the same time.
 
     ``new_client`` makes the client of an address. ``notify(text, level)`` is called when servers are lost or return. A
     ``fleet`` starts the servers and provides their addresses; ``close`` closes it too.
@@ -76,7 +76,7 @@ class ServerEngine:
     # -- beginning and end --------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Wait for the servers and query the name that they give the base. Raises UsageError when none answers."""
+        """Wait for the servers and query their names for the base. Raises UsageError if none answers."""
         if self.fleet is not None:
             self.fleet.wait(self.waits.patience_s)
             if not self.fleet.urls and not self.fleet.gave_up:
@@ -188,7 +188,7 @@ class ServerEngine:
     def restore(self, state: EngineState) -> None: ...
 
     def forget_sequences(self) -> None:
-        """Forget which server has which rollout; servers that share the trainer's GPU sleep until the next sample."""
+        """Forget which server has which rollout. Servers on the trainer's GPU sleep until the next ``sample``."""
         self.pool.forget_homes()
         self._loop.run(self._gpu.sleep(self.pool.servers))
 
@@ -202,9 +202,9 @@ class ServerEngine:
         finished: Finished | None = None,
         at: ServerClient | None = None,
     ) -> list[list[Action]]:
-        """Sample as ``Engine.sample`` does, on the server ``at`` if not None. Raises ModelError when a prompt and its
-        completion exceed the model's context, RunFailed for weights that were not published, ServerFailed when no
-        server answers in time or answers stay invalid."""
+        """Sample as ``Engine.sample`` does, on the server ``at`` if not None. Raises ModelError if a prompt and its
+        completion exceed the model's context, RunFailed for weights that were not published, ServerFailed if no server
+        answers in time or answers stay invalid."""
         contexts = [server.context for server in self.pool.servers if server.context]
         context = min([self.model.context, *contexts])
         check_lengths(requests, context, "the server" if context < self.model.context else self.model.name)

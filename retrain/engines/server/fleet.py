@@ -25,14 +25,14 @@ class Fleet(Protocol):
 
     @property
     def gave_up(self) -> str:
-        """Return why no server will come back; "" while one runs or may start."""
+        """Return why no server will come back; "" while a server runs or may start."""
         ...
 
     def listen(self, on_urls: OnUrls) -> None:
         """Call ``on_urls``, from any thread, whenever the addresses change."""
 
     def wait(self, seconds: float) -> None:
-        """Wait for an address, or until ``gave_up``, for at most ``seconds``."""
+        """Wait for the first address, or until ``gave_up`` is set, for at most ``seconds``."""
 
     def close(self) -> None: ...
 
@@ -75,8 +75,8 @@ class LocalFleet:
 
 
 class RemoteFleet:
-    """Servers that another process keeps alive; ``update`` sets their addresses. ``record`` is called with messages
-    about them."""
+    """Servers that another process keeps alive. ``update`` sets their addresses; messages about them go to
+    ``record``."""
 
     def __init__(self) -> None:
         self.record: Notify = lambda text, level: None
@@ -116,7 +116,7 @@ def names_of(replicas: int) -> list[str]:
 
 
 def gpu_shares(gpus: str | None, replicas: int) -> list[str | None]:
-    """Return each server's equal share of ``gpus`` as a value of CUDA_VISIBLE_DEVICES; None: all GPUs."""
+    """Return each server's equal share of ``gpus`` as a value of CUDA_VISIBLE_DEVICES; None for all GPUs."""
     if gpus is None:
         return [None] * replicas
     names = [name.strip() for name in gpus.split(",")]

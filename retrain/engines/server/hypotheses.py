@@ -1,7 +1,7 @@
-"""Computes what known mistakes of a server would give as log-probabilities.
+"""Computes the log-probabilities that a server with a known mistake would return.
 
-The canary and the run's watch call it. A server that misreads an adapter does so in one of a few ways; the hypothesis
-nearest to the server's log-probabilities is reported as the likely cause.
+The canary calls it before training, and ``training.mismatch`` during a run. A server that misreads an adapter does so
+in one of a few ways; the hypothesis nearest to the server's log-probabilities is reported as the likely cause.
 """
 
 import math
@@ -39,13 +39,13 @@ class Hypothesis:
     name: str
     weights: LoraWeights | None  # None: the base
     temperature: float
-    top_p: float = 1.0  # Normalised over this nucleus
+    top_p: float = 1.0  # Below 1: probabilities are renormalised over this nucleus
 
 
 def distances(
     base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypotheses: Sequence[Hypothesis]
 ) -> list[float]:
-    """Return the root mean square difference (nats) of the served log-probabilities from each hypothesis."""
+    """Return, for each hypothesis, the root mean square difference (nats) of the served log-probabilities from it."""
     server_T = np.concatenate([completion.logprobs_T for completion in served])
     return [rms(server_T - trainer_logprobs(base, lanes, served, hypothesis)) for hypothesis in hypotheses]
 
@@ -53,8 +53,8 @@ def distances(
 def trainer_logprobs(
     base: BaseModel, lanes: Lanes, served: Sequence[ServedTokens], hypothesis: Hypothesis
 ) -> np.ndarray:
-    """Return the trainer's log-probabilities (nats) [all tokens] under a hypothesis, by its forward pass, one
-    completion at a time to limit memory."""
+    """Return the log-probabilities (nats) of all served tokens, concatenated, by the trainer's forward pass under a
+    hypothesis. Computes one completion at a time to limit memory."""
     parts = [np.zeros(0)]
     for completion in served:
         with torch.no_grad(), _active(lanes, hypothesis.weights):
@@ -70,8 +70,8 @@ def trainer_logprobs(
 def next_tokens(
     base: BaseModel, lanes: Lanes, prompt: Sequence[int], last: int, weights: LoraWeights, temperature: float
 ) -> np.ndarray:
-    """Return log-probabilities [last, V] of the next token after each of the ``last`` longest prefixes of a prompt,
-    the whole prompt included."""
+    """Return the log-probabilities [last, V] (nats) of the next token after each of the ``last`` longest prefixes of a
+    prompt, the full prompt included."""
     ids = torch.tensor([list(prompt)], device=base.device)
     with torch.no_grad(), _active(lanes, weights):
         logits_TV = base.model(input_ids=ids).logits[0, -last:].double() / (temperature or 1.0)
@@ -79,7 +79,7 @@ def next_tokens(
 
 
 def rms(differences: np.ndarray) -> float:
-    """Return the root mean square; infinite if a token has probability 0 under one side, 0 without tokens."""
+    """Return the root mean square; infinite if a side gives a token probability 0, and 0 without tokens."""
     return float(np.sqrt(np.mean(differences**2))) if len(differences) else 0.0
 
 
@@ -127,7 +127,7 @@ def _active(lanes: Lanes, weights: LoraWeights | None) -> Iterator[None]:
 
 
 def _nucleus_logprobs(base: BaseModel, served: ServedTokens, hypothesis: Hypothesis) -> np.ndarray:
-    """Return log-probabilities (nats) [T] normalised over the nucleus of ``top_p``; −inf for tokens outside it."""
+    """Return log-probabilities (nats) [T], renormalised over the nucleus of ``top_p``; −inf for tokens outside it."""
     ids = torch.tensor([[*served.prompt_ids, *served.token_ids]], device=base.device)
     logits_TV = base.model(input_ids=ids).logits[0, len(served.prompt_ids) - 1 : -1].double() / hypothesis.temperature
     sorted_TV, order_TV = torch.softmax(logits_TV, -1).sort(-1, descending=True)

@@ -52,9 +52,9 @@ def server_environment(gpus: str | None, sleeps: bool = False) -> dict[str, str]
 
 
 class ServerProcess:
-    """A running server. In ``command``, ``{port}``, ``{host}`` and ``{model}`` are replaced; a free port and ``host``
-    are added as options unless it has them. ``name`` is the stem of its log file. Raises UsageError when the command
-    cannot be started."""
+    """A running server. In ``command``, ``{port}``, ``{host}`` and ``{model}`` are replaced; a command without
+    ``--port`` or ``--host`` gets a free port and ``host``. ``name`` is the stem of the log file. Raises UsageError if
+    the command cannot be started."""
 
     def __init__(
         self,
@@ -179,7 +179,8 @@ class Restarts:
     count: int = 0
 
     def count_end(self, answered_s: float) -> bool:
-        """Count an end and return whether there were too many; ``STEADY_S`` of answers reset the count."""
+        """Count an end of the server; return whether there were more than ``RESTARTS`` in a row. Answers for longer
+        than ``STEADY_S`` before the end reset the count."""
         if answered_s > STEADY_S:
             self.count = 0
         self.count += 1
@@ -187,7 +188,7 @@ class Restarts:
 
 
 class Health:
-    """Detects a server that has answered before and does not answer any more; any HTTP status is an answer."""
+    """Detects a server that has answered before and no longer does; any HTTP status is an answer."""
 
     def __init__(self, url: str, waits: HealthWaits):
         self.url, self.waits = url, waits
@@ -198,7 +199,7 @@ class Health:
         return self._answered - self._first
 
     def is_hung(self) -> bool:
-        """Return whether the server has not answered for ``hung_s``; sends a request every ``check_s``."""
+        """Return whether the server has not answered for ``hung_s``. Sends a request every ``check_s``."""
         now = time.monotonic()
         if now - self._checked < self.waits.check_s:
             return False
@@ -231,7 +232,6 @@ def _release_minder(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(leader: int, poll: Callable[[], int | None]) -> None:
-    """End a process group by SIGTERM, after ``GRACE_S`` by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(leader, number)
@@ -245,7 +245,7 @@ def _end(leader: int, poll: Callable[[], int | None]) -> None:
 
 
 def _filled(command: str, model: str, host: str) -> tuple[list[str], str, int]:
-    """Return the arguments with placeholders replaced, and the host and port to send requests to."""
+    """Return the arguments with placeholders replaced, and the host and port to which requests are sent."""
     try:
         arguments = shlex.split(command)
     except ValueError as error:

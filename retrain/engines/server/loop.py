@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, which several threads hand coroutines to."""
+"""An event loop in its own thread, to which other threads submit coroutines. The server engine uses it."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ class LoopThread:
         self._calls: set[Future[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result] | None":
-        """Start a coroutine and return its future; None, and nothing runs, once the loop is closed."""
+        """Start a coroutine and return its future. Once the loop is closed, return None and run nothing."""
         with self._lock:  # nothing may enter a loop that is about to stop
             if self._closed:
                 coroutine.close()
@@ -26,8 +26,8 @@ class LoopThread:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine and return its result; an exception that interrupts the wait cancels it. Raises RuntimeError
-        once the loop is closed."""
+        """Run a coroutine and return its result. An exception that interrupts the wait also cancels the coroutine.
+        Raises RuntimeError once the loop is closed."""
         future = self.start(coroutine)
         if future is None:
             raise RuntimeError("the engine is closed")
@@ -41,12 +41,11 @@ class LoopThread:
             self._calls.discard(future)
 
     def cancel(self) -> None:
-        """Cancel the coroutines of all calls of ``run``."""
         for call in list(self._calls):
             call.cancel()
 
     def close(self, last: Coroutine[Any, Any, None]) -> bool:
-        """Cancel all calls, run ``last``, cancel what is left and stop; return False if it was closed before."""
+        """Cancel all calls, run ``last``, cancel other tasks and stop. Return False if it was already closed."""
         with self._lock:
             was_closed, self._closed = self._closed, True
         if was_closed:

@@ -16,7 +16,7 @@ from retrain.errors import ServerFailed, UsageError
 
 @dataclass(frozen=True)
 class Waits:
-    patience_s: float = 600.0  # For any server to answer, before the run stops
+    patience_s: float = 600.0  # For any server to answer; then the run stops
     pause_s: float = 0.25  # Before the second attempt at a completion; doubled before each later one
     probe_s: tuple[float, float] = (0.5, 10.0)  # Between probes of an unavailable server: first, and most
     start_s: float = 20.0  # For the first answer of a server that retrain did not start
@@ -29,8 +29,8 @@ WAITS = Waits()
 
 class ServerPool:
     """The servers of an engine, initially at ``urls``; ``new_client`` makes the client of an address. All methods run
-    in the engine's event loop. ``gave_up`` returns why no server will come back, or "". ``trials`` raise for a server
-    whose log-probabilities are wrong."""
+    in the engine's event loop. ``gave_up`` returns why no server will come back, or "". A server must pass ``trials``,
+    which raise if its log-probabilities are wrong."""
 
     def __init__(
         self,
@@ -56,8 +56,8 @@ class ServerPool:
             await self._opened(server)
 
     async def first_answers(self, patience_s: float) -> list[tuple[ServerClient, bool]]:
-        """Return each server and whether it answers: once all do, or any after ``start_s``. Raises UsageError when none
-        does within ``patience_s``, or none will be started."""
+        """Return every server and whether it answers: as soon as all do, or after ``start_s`` if some do. Raises
+        UsageError if none does within ``patience_s``, or the fleet gives up."""
         waited = 0.0
         while True:
             servers = self.servers
@@ -73,7 +73,7 @@ class ServerPool:
             waited += 0.5
 
     async def follow(self, urls: Sequence[str]) -> None:
-        """Replace the servers: add new addresses once they answer and pass the trials, and close missing ones."""
+        """Change to the servers at ``urls``: close missing ones; use new ones once they answer and pass the trials."""
         present = {server.url for server in self.servers}
         new = [self._new_client(url) for url in dict.fromkeys(urls) if url not in present]
         gone = [server for server in self.servers if server.url not in urls]
@@ -94,7 +94,7 @@ class ServerPool:
 
     async def choose(self, key: Hashable, at: ServerClient | None = None) -> ServerClient:
         """Return the server for the rollouts of this key: ``at`` if not None, else the server of their earlier turns,
-        else the least loaded. Raises ServerFailed when none answers in time."""
+        else the least loaded one. Raises ServerFailed if none answers in time."""
         await self.wait_for(at)
         if at is not None:
             return at
@@ -108,7 +108,7 @@ class ServerPool:
         self._homes.clear()
 
     async def recheck(self, server: ServerClient, reason: str) -> None:
-        """Exclude the server after a failed request, unless its health check succeeds."""
+        """Exclude the server after a failed request, unless it passes a health check now."""
         if not server.alive or await server.check():
             return
         if server.alive:  # another request may have excluded it during the check
@@ -152,8 +152,8 @@ class ServerPool:
         return True
 
     async def wait_for(self, server: ServerClient | None = None) -> None:
-        """Wait until this server, or any, answers. Raises ServerFailed when none does in time, or when this one was
-        removed."""
+        """Wait until ``server`` answers, or any server if it is None. Raises ServerFailed if none does in time, or if
+        ``server`` was removed."""
         begin = time.monotonic()
         while True:
             if server is not None and server not in self.servers:

@@ -1,8 +1,8 @@
-"""Scores the student's samples with a teacher behind a server, by the log-probabilities of prompts.
+"""Scores the student's samples with a teacher on a server, which returns the log-probabilities of prompts.
 
-The server holds the teacher under its own name: nothing is sampled and no adapter is loaded. Each call has its own
-event loop, so that several runs may score at once. An unavailable server is retried for ``patience_s``; then the run
-stops and is saved, as with servers that sample.
+The server serves the teacher under its own name: nothing is sampled and no adapter is loaded. Each call has its own
+event loop, so that several runs may score at the same time. An unavailable server is retried for ``patience_s``; then
+the run stops and is saved, as with servers that sample.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class ServerTeacher:
         self.base, self.first_s = model, 0.0
 
     def open(self) -> None:
-        """Send a first request. Raises UsageError when the server or the model does not answer."""
+        """Send a first request. Raises UsageError if the server does not answer or does not have the model."""
         begin = time.perf_counter()
         try:
             asyncio.run(self._query_base())
@@ -115,7 +115,7 @@ class ServerTeacher:
 
 def checked_prompt(answer: PromptLogprobs, token_ids: Sequence[int]) -> np.ndarray:
     """Return the log-probabilities [L] of these tokens, 0 for the first, which nothing predicts. Raises InvalidAnswer
-    when the answer is for other tokens, or a value is not a log-probability."""
+    if the answer is for other tokens, or contains a value that is no log-probability."""
     if answer.token_ids is not None and list(answer.token_ids) != list(token_ids):
         raise InvalidAnswer(f"the tokens came back as {len(answer.token_ids)} other ids: they were not read as sent")
     if len(answer.logprobs) != len(token_ids):
@@ -129,7 +129,7 @@ def checked_prompt(answer: PromptLogprobs, token_ids: Sequence[int]) -> np.ndarr
 
 
 def server_teacher(config: Config) -> ServerTeacher:
-    """Return the teacher at ``[distillation] url`` after its first answer. Raises UsageError without one."""
+    """Return the teacher at ``[distillation] url`` after its first answer. Raises UsageError if it does not answer."""
     settings = config.distillation
     key, url = api_key(settings.api_key_env, "[distillation]"), server_root(settings.url or "")
     dialect = DIALECTS[settings.server]
