@@ -98,7 +98,7 @@ class Completions:
         raise ServerFailed(f"a completion was asked for {ATTEMPTS} times, the last answer: {last}{again}")
 
     async def run_trial(self, store: AdapterStore, trial: Trial, server: ServerClient) -> None:
-        """Raises what ``trial`` raises, and RequestFailed, InvalidAnswer."""
+        """Run a trial of a server. Raises what ``trial.judge`` raises, and RequestFailed, InvalidAnswer."""
         published = store.new_adapter(trial.requests[0].policy, trial.weights)
         try:
             await server.adapters.require(published)

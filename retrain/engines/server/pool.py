@@ -28,9 +28,9 @@ WAITS = Waits()
 
 
 class ServerPool:
-    """The servers of an engine, initially at ``urls``; ``new_client`` makes the client of an address. All methods run
-    in the engine's event loop. ``gave_up`` returns why no server will come back, or "". ``trials`` raise for a server
-    whose log-probabilities are wrong."""
+    """The servers of an engine, initially at ``urls``; ``new_client`` makes the client of an address. All coroutines
+    run in the engine's event loop. ``gave_up`` returns why no server will come back, or "". ``trials`` raise for a
+    server whose log-probabilities are wrong."""
 
     def __init__(
         self,
