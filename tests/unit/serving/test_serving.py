@@ -111,6 +111,9 @@ def test_echo_repeats_the_prompt_with_the_model_s_own_logprobs(world):
     longer = world.complete(**body, echo=True, logprobs=2, max_tokens=5, return_token_ids=True)["choices"][0]
     assert longer["text"] == scored["text"] + world.complete(**body, max_tokens=5)["choices"][0]["text"]
     assert len(longer["logprobs"]["tokens"]) == len(PROMPTS[2]) + len(longer["token_ids"])
+    [chunk] = world.stream("/v1/completions", {**body, "echo": True, "max_tokens": 0})
+    [part] = chunk["choices"]
+    assert (part["text"], part["finish_reason"]) == (scored["text"], "length")
 
 
 def test_a_seed_alone_decides_whatever_else_is_drawn(world):
@@ -356,6 +359,18 @@ def test_malformed_requests_are_refused_in_openai_s_words(world, path, sound, ma
             assert error["message"], case
             assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param), case
     assert world.post("/v1/completions", {"prompt": "a", "n": 2, "temperature": 0}).json()["error"]["param"] == "n"
+
+
+def test_nulls_and_values_without_effect_are_accepted(world):
+    neutral = {
+        "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "response_format": {"type": "text"},
+        "best_of": 1, "suffix": "", "top_k": -1, "user": "somebody",
+    }  # fmt: skip
+    nulls = dict.fromkeys(("n", "temperature", "top_p", "stop", "stream", "logprobs", "echo", "prompt_logprobs"))
+    assert ids_of(world.complete(**asked(), **neutral, **nulls)) == ids_of(world.complete(**asked()))
+    chat = {"seed": 3, "max_tokens": 9, "return_token_ids": True}
+    nulls = dict.fromkeys(("tools", "tool_choice", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"))
+    assert ids_of(world.chat(**chat, **nulls)) == ids_of(world.chat(**chat))
 
 
 def test_models_paths_and_methods_that_are_not_there(world):
