@@ -147,11 +147,12 @@ def _truncated(a: torch.Tensor, b: torch.Tensor, scale: float, rank: int, new_sc
 
 
 def squeeze(directory: Path, to: int | None = None, out: Path | None = None, pattern: bool = False) -> Row:
-    """Analyse the adapter of a run directory; with ``to``, also compress it to that rank. With ``pattern`` each module
-    gets its own rank, and the adapter as much energy as with rank ``to``.
+    """Return the rank analysis of a run directory's adapter; with ``to``, also compress the adapter to that rank. With
+    ``pattern``, each module gets its own rank: the fewest in total that keep the energy Σ s² that rank ``to`` keeps.
 
-    The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` beside the adapter. Accuracy by rank is
-    read from the adapter's verification, if there is one.
+    The compressed adapter goes to ``out``, by default ``squeeze/rank_<to>`` or ``squeeze/pattern_<to>`` beside the
+    adapter; without ``to``, the analysis goes to ``out``. Keys are those of ``analyse_adapter``, with ``compressed``,
+    the path, and ``verified``, the accuracy by rank if it was measured.
     """
     adapter = find_adapter(directory)
     analysis = analyse_adapter(adapter, _settings(adapter))

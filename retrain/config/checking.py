@@ -292,10 +292,10 @@ def why_fixed(dotted: str) -> str:
 
 
 def fold(condition: Mapping[str, object], path: Path) -> tuple[dict[str, Any], dict[str, Path], list[Mistake]]:
-    """Convert a condition as written at ``path`` to the form of ``Condition``.
+    """Convert a condition from the form in a file (overrides dotted, bare or flat) to that of ``Condition`` (tables).
 
-    Returns the condition with its overrides as tables, the location of each override by dotted key, and the mistakes.
-    Wrong overrides are left out of the first two.
+    ``path`` has the keys and indices that lead to it. Returns the converted condition, the path of each override by its
+    dotted key, and the mistakes. Wrong overrides are left out of the first two.
     """
     folded: dict[str, Any] = {}
     locations: dict[str, Path] = {}

@@ -14,7 +14,8 @@ from retrain.config.root import Config, differs
 
 
 def overlong_rules(config: Config) -> Iterator[ConfigIssue]:
-    """Report a length penalty above the token limit, in episodes of several turns, or with unit-reward advantages."""
+    """Report `overlong_tokens` above `max_tokens`, in episodes of several turns, or with advantages that are defined
+    only for rewards in [0, 1]."""
     soft, longest, mode = config.reward.overlong_tokens, config.training.max_tokens, config.algorithm.advantage_mode
     if not soft:
         return

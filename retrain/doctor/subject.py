@@ -213,7 +213,8 @@ class DoctorModel:
         return LocalPolicy(self.base, self.lanes, config, (config.campaign.seed, lane), self.workers)
 
     def trained(self, lane: int, clipped: bool = True) -> LocalPolicy:
-        """Return a policy whose adapter contributes ``ADAPTER_SHARE`` to every layer, different for each lane."""
+        """Return the policy of a lane (see ``policy``) with a random adapter that changes every layer's output by about
+        ``ADAPTER_SHARE`` of its size."""
         policy = self.policy(lane, clipped)
         adapter = policy.adapter
         with torch.no_grad():

@@ -189,10 +189,10 @@ class PartialPrefill(NamedTuple):
 
 
 class SlotBatch:
-    """Decodes the sequences of ``indices``, at most ``max_rows`` at once.
+    """Decodes the samples ``indices`` of ``requests``, at most ``max_rows`` at once but at least one of each lane.
 
-    ``blocks`` are the decoder's blocks with the adapters of these sequences' lanes, in order. ``finished`` is called
-    for each request as soon as all of its samples in ``indices`` have ended.
+    ``blocks`` are the decoder's blocks with the adapters of these samples' lanes, in ascending order of lanes.
+    ``finished`` gets a request's number and actions as soon as all of its samples in ``indices`` have ended.
     """
 
     def __init__(

@@ -24,9 +24,10 @@ REJECTIONS = ("geometric", "k3", "veto")
 class Correction:
     """A weight of the policy loss: ``kind`` is one of ``CORRECTIONS``, ``low`` and ``high`` bound it.
 
-    ``tis`` min(w, high) (truncated importance sampling); ``mis`` w where w ≤ high, else 0 (masked); ``icepop`` w inside
-    [low, high], else 0 (arXiv 2510.18855); ``decoupled`` w itself (arXiv 2110.00641); ``seq_tis`` and ``seq_mis`` as
-    ``tis`` and ``mis`` with W. Raises ValueError for an unknown kind or invalid bounds.
+    With w = π_trainer/π_sampler of a token and W its product over the sequence: ``tis`` min(w, high) (truncated
+    importance sampling); ``mis`` w where w ≤ high, else 0 (masked); ``icepop`` w inside [low, high], else 0 (arXiv
+    2510.18855); ``decoupled`` w itself (arXiv 2110.00641); ``seq_tis`` and ``seq_mis`` as ``tis`` and ``mis`` with W.
+    Raises ValueError for an unknown kind or invalid bounds.
     """
 
     kind: str

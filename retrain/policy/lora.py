@@ -41,8 +41,8 @@ class LayerShape:
 
 
 class LoraWeights:
-    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``; constant unless an
-    ``Adapter``.
+    """LoRA weights: A [r, in] and B [out, r] by layer, views of one fp32 buffer ``flat``. Only those of the subclass
+    ``Adapter`` are trained; others never change.
 
     ``scale`` is alpha/r. The first ``live_rank`` rows of A and columns of B are in use; the others are 0.
     """

@@ -83,8 +83,12 @@ class DistributionTeacher(Protocol):
     """A teacher in this process that gives its full-vocabulary distributions."""
 
     def states(self, lanes: Lanes, adapter: Adapter, views: Sequence[Sample]) -> tuple[Tensor, Head]:
-        """Return the hidden states [M, H] that predict the sampled tokens of ``views``, without gradients, and the
-        output layer. ``views``: samples with the teacher's prompts. ``lanes`` and ``adapter`` are the student's."""
+        """Return the teacher's hidden states [M, H] that predict the sampled tokens of ``views``, without gradients,
+        and its output layer.
+
+        ``views`` are the student's samples after the teacher's prompts. A teacher that shares weights with the student
+        uses the student's ``lanes`` and ``adapter``.
+        """
         ...
 
 

@@ -158,9 +158,12 @@ class Interpreter:
             send(self.orders, code)
 
     def watch(self, deadline: float, setup: Setup, calls: int) -> dict[str, object]:
-        """Wait until the code of ``order`` ends. Return its output, its exit ``status`` and, as ``ended``, ``done``,
-        ``exit`` (the interpreter ended) or the limit it exceeded (``time``, ``memory``, ``output``). Exits this
-        process, and with it the sandbox, when the other end of ``calls`` is closed."""
+        """Wait until the code given to ``order`` ends or exceeds a limit. Return its output, its exit ``status`` and,
+        as ``ended``, ``done``, ``exit`` (the interpreter ended) or the limit (``time``, ``memory``, ``output``).
+
+        ``calls`` is the descriptor from which calls are read: when its other end is closed, this process exits, and
+        with it the sandbox.
+        """
         text, ended, status = Excerpt(setup["output_characters"]), "", 0
         poll = select.poll()
         for descriptor in (self.output, self.done, self.process):

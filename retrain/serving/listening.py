@@ -63,6 +63,8 @@ class TimedProtocol(H11Protocol):
             self._began = self.loop.time()
         self._received += len(data)
         super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # also after the rest of a request that was refused before it had arrived
+            self._received = len(self.conn.trailing_data[0])
 
     def on_response_complete(self) -> None:
         self._began, self._received = self.loop.time(), len(self.conn.trailing_data[0])

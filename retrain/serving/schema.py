@@ -169,7 +169,7 @@ def _prompts(prompt: object, validate: ValidatorFunctionWrapHandler) -> object:
     try:
         return validate([prompt] if is_single else prompt)
     except ValidationError as error:
-        message = "prompt must be a text, token ids, or a list of texts or of lists of token ids"
+        message = "must be a text, token ids, or a list of texts or of lists of token ids"
         raise PydanticCustomError("prompt", message) from error
 
 
@@ -244,7 +244,7 @@ class ChatBody(SamplingBody):
     echo: Literal[False] = False
 
     @model_validator(mode="after")
-    def check_tops(self) -> "ChatBody":
+    def check_chat(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise ServingError(400, "top_logprobs needs logprobs = true", "top_logprobs")
         self.tools = [] if self.tool_choice == "none" else self.tools

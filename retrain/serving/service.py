@@ -59,6 +59,9 @@ class Service:
         self._encoder: Any = copy.deepcopy(base.tokenizer)
         self._encoder_thread = ThreadPoolExecutor(1, "tokenizer")
         self._numbers = itertools.count()
+        longest = max(map(len, base.tokenizer.get_vocab()), default=1)
+        # Largest accepted request body in bytes: every prompt that fits the context, with all characters escaped
+        self.max_body = min(MAX_BODY, MIN_BODY + base.context_length * longest * JSON_BYTES)
         self.served: dict[str, ServedWeights] = {}  # the base, then the adapters; used by the event loop's thread alone
         self._put(self.name, base.name, zero_weights(self.lanes.shapes, 1, 1.0, base.device)).result()
 
@@ -137,12 +140,6 @@ class Service:
     async def with_tokenizer(self, task: Callable[[Any], T]) -> T:
         """Return ``task(tokenizer)``, run in a thread: long texts would block the event loop for seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder_thread, task, self._encoder)
-
-    @property
-    def max_body(self) -> int:
-        """Largest accepted request body in bytes: every prompt that fits the context, with all characters escaped."""
-        longest = max(map(len, self._encoder.get_vocab()), default=1)
-        return min(MAX_BODY, MIN_BODY + self.base.context_length * longest * JSON_BYTES)
 
     def begin(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, body: SamplingBody) -> list[GenerationState]:
         """Start ``n`` generations after every prompt; those of 0 tokens end at once. Raises ServingError.

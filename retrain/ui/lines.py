@@ -99,10 +99,11 @@ def run_line(line: Line, most: int, part: Window | None) -> JsonObject:
 
 
 def mean_and_band(lines: Sequence[Line], share: bool, part: Window | None, band: str = "interval") -> JsonObject:
-    """Return ``mean`` [x, y], ``raw`` (mean of unsmoothed values), ``band`` [x, low, high] and ``n``, the run count.
+    """Return the mean of runs at the steps that all have, within ``part`` of the x axis.
 
-    The mean is at the steps that all runs have; ``of``: over "finished" runs, or "all" if none is. ``band``: 95 %
-    interval (three runs or more), or with "range" the least and the greatest value.
+    Keys: ``mean`` [x, y], ``raw`` (mean of unsmoothed values), ``band`` [x, low, high], ``n`` (number of runs) and
+    ``of`` (which runs: "finished", or "all" if none is). The band is the 95 % interval (three runs or more; clipped to
+    [0, 1] for a ``share``), or with "range" the least and the greatest value.
     """
     finished = [line for line in lines if line.run.state == "done"]
     chosen, of = (finished, "finished") if finished else (list(lines), "all")

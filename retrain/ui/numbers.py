@@ -87,7 +87,8 @@ class RunNumbers:
         self._keys: dict[str, None] | None = None
 
     def refresh(self, make: bool = False) -> None:
-        """Read what is new. The missing columns of a long run are made only with ``make``, as that takes seconds."""
+        """Read what is new in the files. A long run without recorded or cached columns has no rows, and ``reading`` is
+        True, until a call with ``make`` writes the cache, which takes seconds."""
         is_deferred = self._lacks_columns() and not make and not self._is_made()
         if not is_deferred and self._lacks_columns():
             self._make()

@@ -62,11 +62,12 @@ def compare_runs(
     rule: DeclaredRule = NO_RULE,
     standing: Standing = ALL_DECLARED,
 ) -> Comparison:
-    """Compare conditions over seeds.
+    """Compare the conditions ``labels`` by their runs, paired by seed. The baseline is by default the first label.
 
     ``metric`` is a text for ``Measure.parse``; the default is the final held-out accuracy, or without held-out
     evaluations the correct rate of training. The campaign declared ``margin`` and ``rule``; ``standing`` decides
-    whether verdicts may be given. Raises UsageError for an unknown metric or baseline.
+    whether verdicts may be given. ``warnings`` are put before those found here. Raises UsageError for an unknown metric
+    or baseline.
     """
     first = baseline_of(baseline, labels)
     order = [first, *(label for label in labels if label != first)]

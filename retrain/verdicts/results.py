@@ -94,7 +94,7 @@ class RunResult:
     """One run with its state and its rows (all that were written, also by a run that failed).
 
     Runs of different conditions with equal ``pair`` (campaign seed, run seed) share random streams and are compared.
-    ``facts`` are the content of the run's ``config.json``; ``config`` are the sections of its configuration in it.
+    ``facts`` is the whole ``config.json`` of the run, ``config`` only its configuration sections.
     """
 
     run_id: str

@@ -134,7 +134,8 @@ def interim_analysis(differences: Floats, planned: int, margin: float | None = N
 
 
 def typical_differences(values: Floats) -> Floats:
-    """Return for each row the value about which clipped differences sum to 0, float64 [rows]; NaN for an empty row."""
+    """Return for each row the m for which ``cut(row - m)`` sums to 0, a mean that outliers hardly move: float64 [rows];
+    NaN for a row without values."""
     low, high = _range(values)
     for _ in range(60):  # More halvings than a float64 has bits
         middle = (low + high) / 2

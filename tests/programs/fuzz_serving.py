@@ -49,7 +49,7 @@ WELL_FORMED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/nowhere", "load_inplace": True}),
     ("/v1/load_lora_adapter", {"lora_name": "x", "files": FILES}),
     ("/v1/unload_lora_adapter", {"lora_name": "x", "lora_int_id": 1}),
-    ("/tokenize", {"prompt": "12 + 34", "add_special_tokens": True, "return_token_strs": True}),
+    ("/tokenize", {"prompt": "12 + 34", "add_special_tokens": True}),
     ("/tokenize", {"messages": [CHAT]}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
-        self._lock, self._closed = threading.Lock(), False
+        self._lock, self._closed = threading.RLock(), False
         self._calls: set[Future[Any]] = set()
 
     def start(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result] | None":
@@ -28,10 +28,11 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine and return its result. An exception that interrupts the wait also cancels the coroutine.
         Raises RuntimeError once the loop is closed."""
-        future = self.start(coroutine)
-        if future is None:
-            raise RuntimeError("the engine is closed")
-        self._calls.add(future)
+        with self._lock:  # ``close`` cancels all calls that have started
+            future = self.start(coroutine)
+            if future is None:
+                raise RuntimeError("the engine is closed")
+            self._calls.add(future)
         try:
             return future.result()
         except BaseException:

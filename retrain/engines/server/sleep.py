@@ -11,7 +11,6 @@ import torch
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import RequestFailed, ServerUnavailable
-from retrain.engines.server.dialects import InvalidAnswer
 from retrain.errors import ServerFailed
 
 
@@ -55,7 +54,7 @@ async def _post(server: ServerClient, path: str) -> None:
         await server.connection.post(path, {})
     except ServerUnavailable:
         return  # a restarted server is awake
-    except (RequestFailed, InvalidAnswer) as error:
+    except RequestFailed as error:
         raise ServerFailed(
             f"{server.url} cannot {path.strip('/').partition('?')[0]}: {error}; start vLLM with --enable-sleep-mode "
             "and VLLM_SERVER_DEV_MODE=1 in its environment, or type: sleep = false"

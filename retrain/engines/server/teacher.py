@@ -27,7 +27,7 @@ START_PATIENCE_S = 20.0  # Seconds to wait for the first answer, before training
 
 
 class ServerTeacher:
-    """The teacher ``model`` at ``url``. ``first_s``: seconds until its first answer."""
+    """The teacher ``model`` on the server at ``url``. ``first_s``: seconds that its first answer took."""
 
     def __init__(
         self,

@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
+from http.client import HTTPConnection
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from retrain.policy.local import LocalSnapshot
 from retrain.rng import stream_key
 from retrain.serving.app import app_of
 from retrain.serving.batching import GenerationState
+from retrain.serving.listening import HttpServer, listening_socket
 from retrain.serving.schema import SamplingBody
 from retrain.serving.service import Service
 from retrain.types import Action, PolicyRef, SampleRequest
@@ -108,6 +111,9 @@ def test_echo_repeats_the_prompt_with_the_model_s_own_logprobs(world):
     longer = world.complete(**body, echo=True, logprobs=2, max_tokens=5, return_token_ids=True)["choices"][0]
     assert longer["text"] == scored["text"] + world.complete(**body, max_tokens=5)["choices"][0]["text"]
     assert len(longer["logprobs"]["tokens"]) == len(PROMPTS[2]) + len(longer["token_ids"])
+    [chunk] = world.stream("/v1/completions", {**body, "echo": True, "max_tokens": 0})
+    [part] = chunk["choices"]
+    assert (part["text"], part["finish_reason"]) == (scored["text"], "length")
 
 
 def test_a_seed_alone_decides_whatever_else_is_drawn(world):
@@ -355,6 +361,18 @@ def test_malformed_requests_are_refused_in_openai_s_words(world, path, sound, ma
     assert world.post("/v1/completions", {"prompt": "a", "n": 2, "temperature": 0}).json()["error"]["param"] == "n"
 
 
+def test_nulls_and_values_without_effect_are_accepted(world):
+    neutral = {
+        "frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "response_format": {"type": "text"},
+        "best_of": 1, "suffix": "", "top_k": -1, "user": "somebody",
+    }  # fmt: skip
+    nulls = dict.fromkeys(("n", "temperature", "top_p", "stop", "stream", "logprobs", "echo", "prompt_logprobs"))
+    assert ids_of(world.complete(**asked(), **neutral, **nulls)) == ids_of(world.complete(**asked()))
+    chat = {"seed": 3, "max_tokens": 9, "return_token_ids": True}
+    nulls = dict.fromkeys(("tools", "tool_choice", "top_logprobs", "max_completion_tokens", "chat_template_kwargs"))
+    assert ids_of(world.chat(**chat, **nulls)) == ids_of(world.chat(**chat))
+
+
 def test_models_paths_and_methods_that_are_not_there(world):
     bodies = {
         "/v1/completions": {"prompt": "a", "model": "three"},
@@ -532,20 +550,42 @@ def test_the_queue_is_bounded_and_time_too(tmp_path):
         world.service.close()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_who_has_left_is_drawn_for_no_longer(world, stream):
-    async def leave(client):
-        body = asked(n=4, max_tokens=1500, ignore_eos=True, stream=stream)
-        asking = asyncio.ensure_future(client.post("/v1/completions", json=body))
-        while world.service.batcher.load[0] < 4:
-            await asyncio.sleep(0.001)
-        drawn = list(world.service.batcher._active)
-        asking.cancel()
-        await asyncio.to_thread(eventually, lambda: world.service.batcher.load == (0, 0))
-        assert [len(each.total.token_ids) < 1500 for each in drawn] == [True] * 4
+@pytest.fixture
+def address(world):
+    """The application as ``retrain serve`` runs it, for requests that arrive within 0.4 seconds."""
+    ready, bound = threading.Event(), listening_socket("127.0.0.1", 0)
+    server = HttpServer(world.app, ready.set, arrival_s=0.4)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    ready.wait(20)
+    yield bound.getsockname()
+    server.should_exit = True
+    thread.join()
 
-    world.run(leave)
-    assert world.post("/v1/completions", asked(max_tokens=4)).status_code == 200
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_left_is_drawn_for_no_longer(world, address, stream):
+    client, body = HTTPConnection(*address, timeout=20), asked(n=4, max_tokens=1500, ignore_eos=True, stream=stream)
+    client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    eventually(lambda: world.service.batcher.load == (4, 0))
+    drawn = list(world.service.batcher._active)
+    client.close()
+    eventually(lambda: world.service.batcher.load == (0, 0))
+    assert [len(each.total.token_ids) < 1500 for each in drawn] == [True] * 4
+
+
+def test_a_request_that_is_refused_before_it_has_arrived_keeps_its_connection(address):
+    client = HTTPConnection(*address, timeout=20)
+    client.putrequest("POST", "/nothing")
+    client.putheader("Content-Length", "2")
+    client.endheaders()
+    assert client.getresponse().read()
+    client.send(b"{}")
+    time.sleep(1)  # longer than a request may take
+    connection = client.sock
+    client.request("GET", "/health")
+    assert (client.getresponse().status, client.sock) == (200, connection)
+    client.close()
 
 
 def test_failures_end_their_own_requests_only(world, monkeypatch, capfd):
