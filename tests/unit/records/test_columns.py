@@ -92,7 +92,7 @@ def test_a_torn_or_foreign_cache_is_not_believed_and_then_mended(tmp_path):
         assert_same(read(tmp_path), tmp_path)
     (tmp_path / "metrics.f32").write_bytes(whole + b"rubbish" * 100)
     assert_same(read(tmp_path), tmp_path)
-    ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow()
+    assert ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow() == [], "all blocks are there"
     assert (tmp_path / "metrics.f32").read_bytes() == whole
     # A release that knows nothing of columns continued the lines after a cut:
     other = [row(number) | {"loss": -7.0} for number in range(2 * BLOCK + 3)]
