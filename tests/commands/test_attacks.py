@@ -112,6 +112,11 @@ def test_an_entry_that_is_removed_from_the_manifest(first):
     assert said(first, f"1 missing run is not in the means: {RUN}", "does not have its declaration") == "interim"
 
 
+def test_a_run_directory_that_is_deleted(first):
+    shutil.rmtree(first / "runs" / RUN)
+    assert said(first, f"1 unfinished run is not in the means: {RUN}", "missing seeds could change") == "interim"
+
+
 def test_a_seed_that_is_changed(first):
     edit_manifest(first, lambda content, entry: entry.update(seed=99))
     assert said(first, "protocol deviation: 1 seed was added: 99", "the seed in the manifest is not") == "exploratory"
