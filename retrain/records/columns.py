@@ -174,6 +174,8 @@ class ColumnWriter(Columns):
             end = blocks[-1].end if blocks else 0
             if self.columns.exists() and self.columns.stat().st_size > end:
                 os.truncate(self.columns, end)
+        if blocks:
+            self._blocks, self._lines = blocks, NewLines(self.metrics, blocks[-1].last_line)
 
     def follow(self) -> list[Path]:
         """Read the new complete lines of ``metrics`` and write full blocks; return the paths that were written."""

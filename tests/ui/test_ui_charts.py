@@ -1,5 +1,6 @@
 import csv
 import re
+import struct
 
 import pytest
 from helpers.pages import LABELS, campaign, row
@@ -148,6 +149,24 @@ def saved(page, card, kind):
     with page.page.expect_download() as download:
         card.get_by_role("button", name=kind, exact=True).click()
     return download.value.suggested_filename, download.value.path().read_bytes()
+
+
+def test_a_line_chart_is_saved_as_table_and_picture_of_its_canvas(page):
+    page.open(CHARTS)
+    card = page.page.locator(".chartcard").first
+    rows = list(csv.reader(saved(page, card, "CSV")[1].decode().splitlines()))
+    assert rows[0][0] == "step"
+    assert len(rows) > 100
+    name, data = saved(page, card, "PNG")
+    assert name.endswith(".png")
+    width, height = struct.unpack(">II", data[16:24])
+    canvas = page.page.evaluate("() => { const {width, height} = document.querySelector('.plot canvas');"
+                                " return [width, height]; }")  # fmt: skip
+    assert width == canvas[0]
+    assert height >= canvas[1] + 40, "title and legend stand above"
+    assert len(data) > 5000, "something is drawn"
+    card.locator("summary[aria-label='save this chart']").click()
+    assert card.get_by_role("button", name="SVG", exact=True).count() == 0
 
 
 def test_forests_are_saved_as_table_and_picture(page):

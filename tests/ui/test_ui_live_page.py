@@ -170,6 +170,37 @@ def test_a_page_that_is_opened_before_anything_is_recorded_fills_and_shows_later
     following.fine()
 
 
+def test_the_choice_of_a_run_shows_the_run_in_sight(following, training):
+    training.step(0)
+    following.open(f"/lora/two?run={quote(OTHER)}x")
+    assert following.page.get_by_label("run", exact=True).input_value() == OWN
+    following.page.get_by_label("run", exact=True).select_option(OTHER)
+    assert following.query == {"run": OTHER}
+
+
+def test_a_log_is_read_a_page_at_a_time(live, home):
+    page, _ = live
+    log = home / "runs/grpo+none_s1/run.log"
+    log.write_text("".join(f"2026-01-01 00:00:09 info    line {number}.\n" for number in range(700)))
+    page.open(f"/notes/{RUN}?q=line")
+    assert page.text(".log").startswith("2026-01-01 00:00:09 info    line 200.")
+    for button, has in (("Older lines", "line 0."), ("Newest lines", "line 699.")):
+        page.page.get_by_role("button", name=button).click()
+        page.settle()
+        assert has in page.text(".log")
+    page.page.get_by_role("button", name="Older lines").click()
+    page.settle()
+    with open(log, "a") as file:
+        file.write("2026-01-01 00:00:09 info    line 700.\n")
+    page.page.wait_for_timeout(1000 * SEEN_S)
+    assert "line 199." in page.text(".log"), "older lines stay"
+    page.page.locator("input[type=search]").fill("line 7")
+    page.press("Tab")
+    assert "before" not in page.query
+    page.until("() => document.querySelector('.log').innerText.includes('line 700.')", "the newest lines")
+    page.fine()
+
+
 def test_pages_whose_server_came_back_show_what_happened_meanwhile(home, tmp_path, context):
     pages = {view: Watched(context.new_page(), "") for view in ("problems", "notes", "metrics")}
     with serving([home], tmp_path / "cache") as url:

@@ -134,6 +134,10 @@ def test_pinned_charts_are_kept_in_the_address(page):
     page.until("() => document.querySelectorAll('.plot[tabindex]').length === 2", "the charts")
     page.page.get_by_role("button", name="take entropy out of Mine").click()
     assert page.query["keys"] == "mean_reward"
+    page.open("/metrics/long?keys=entropy,mean_reward,entropy")
+    assert page.page.locator(".chartplace").count() == 2, "each once"
+    page.page.get_by_role("button", name="move entropy back").click()
+    assert page.query["keys"] == "mean_reward,entropy"
 
 
 # All within one frame, in which uPlot's own selection has not yet followed the pointer.

@@ -149,6 +149,17 @@ def test_the_step_that_a_sample_is_chosen_from_stays(page):
     assert page.text("h1 + p").startswith("train · step 0")
 
 
+def test_a_page_behind_the_last_row_leads_back(page):
+    page.open(f"{ADDRESS}?iteration=1&first=200")
+    page.page.get_by_role("button", name="← previous").click()
+    page.settle()
+    assert page.query == {"iteration": "1", "first": "100"}
+    page.page.get_by_role("button", name="← previous").click()
+    page.settle()
+    assert page.query == {"iteration": "1"}
+    assert len(shown(page)) == 6
+
+
 def test_a_click_on_a_step_of_a_metric_opens_its_rollouts(page):
     page.open(f"/metrics{RUN}?keys=mean_reward")
     area = page.page.locator(".chartcard .plot .u-over").first

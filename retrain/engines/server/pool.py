@@ -29,8 +29,8 @@ WAITS = Waits()
 
 class ServerPool:
     """The servers of an engine, initially at ``urls``; ``new_client`` makes the client of an address. All coroutines
-    run in the engine's event loop. ``gave_up`` returns why no server will come back, or "". A server must pass ``trials``,
-    which raise if its log-probabilities are wrong."""
+    run in the engine's event loop. ``gave_up`` returns why no server will come back, or "". A server must pass
+    ``trials``, which raise if its log-probabilities are wrong."""
 
     def __init__(
         self,

@@ -92,14 +92,20 @@ def test_a_torn_or_foreign_cache_is_not_believed_and_then_mended(tmp_path):
         assert_same(read(tmp_path), tmp_path)
     (tmp_path / "metrics.f32").write_bytes(whole + b"rubbish" * 100)
     assert_same(read(tmp_path), tmp_path)
-    ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow()
+    assert ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow() == [], "all blocks are there"
     assert (tmp_path / "metrics.f32").read_bytes() == whole
     # A release that knows nothing of columns continued the lines after a cut:
     other = [row(number) | {"loss": -7.0} for number in range(2 * BLOCK + 3)]
     (tmp_path / "metrics.jsonl").unlink()
     append_jsonl(tmp_path / "metrics.jsonl", other)
     assert_same(read(tmp_path), tmp_path)
-    ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32").follow()
+    writer = ColumnWriter(tmp_path / "metrics.jsonl", tmp_path / "metrics.f32")
+    assert writer.follow() == [tmp_path / "metrics.f32"]
+    assert read(tmp_path).uncovered == 3
+    # The same while a writer is at it:
+    truncate_jsonl(tmp_path / "metrics.jsonl", BLOCK + 3)
+    append_jsonl(tmp_path / "metrics.jsonl", [row(number) for number in range(2 * BLOCK)])
+    writer.follow()
     assert read(tmp_path).uncovered == 3
     assert_same(read(tmp_path), tmp_path)
 

@@ -111,6 +111,7 @@ def test_remarks_stand_in_the_log_and_in_a_file_once_and_warnings_are_heard(tmp_
             update = {"loss": 1e-9, "optim/grad_norm": 0.1}
             recorder.record_step(step([group([0.0, 0.0], [3, 4], stops=[False, False])], number, update))
     log = (tmp_path / "run.log").read_text()
+    assert log.splitlines()[0].endswith(" start grpo+none_s1: grpo+none, seed 1")
     assert log.count("ended at max_tokens = 16") == 1
     lines = read_jsonl(tmp_path / "notes.jsonl")
     keys = [line["key"] for line in lines]

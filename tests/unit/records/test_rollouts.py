@@ -26,7 +26,7 @@ from helpers.records import (
 from retrain.files import read_jsonl
 from retrain.records.pages.rollouts import SAMPLE_CHARACTERS, TABLE_ROWS, rollout_page
 from retrain.records.recorder import RunRecorder, write_rollouts
-from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree
+from retrain.records.rollouts import MESSAGE_CHARACTERS, Batch, logtree, summary_rows
 from retrain.types import Action, CreditedGroup, Group, Problem, Prompt, RewardResult, Turn, single_turn
 from retrain.util.text import visible
 
@@ -187,6 +187,14 @@ def two_turns(critic: bool = True) -> CreditedGroup:
         credit["values_T"] = np.array([-0.25, 0.0, 0.1234, 0.4996, 0.75], dtype=np.float32)
         credit["value_targets_T"] = np.array([0.0, 0.5, 0.25, 1.0, 1.5], dtype=np.float32)
     return updated(CreditedGroup.of(made), credit)
+
+
+def test_a_turn_has_the_means_of_a_critic_s_values_over_its_own_tokens():
+    (with_critic,), (without,) = (summary_rows(batch([two_turns(critic)])) for critic in (True, False))
+    first, second = with_critic["steps"]
+    assert (first["value_mean"], second["value_mean"]) == pytest.approx((-0.1266 / 3, 1.2496 / 2))
+    assert (first["value_target_mean"], second["value_target_mean"]) == (0.25, 1.25)
+    assert not any(key.startswith("value") for turn in without["steps"] for key in turn)
 
 
 def body(text: str) -> str:

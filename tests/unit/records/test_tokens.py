@@ -87,6 +87,7 @@ def test_an_evaluation_has_no_advantages_and_a_batch_may_be_empty(tmp_path):
         assert "entropy" not in file.names  # an engine that gives none
         assert file.rollout(0).pieces() == []
         assert file.rollout(1).pieces() == [["so \\boxed{4}", "", ""]]  # nobody can place its tokens
+        assert file.rollout(1).arrays["trained"].tolist() == [0, 0, 0]  # it has no advantages
 
 
 def test_what_is_no_file_of_tokens_is_told_and_nothing_outside_of_it_is_read(tmp_path):

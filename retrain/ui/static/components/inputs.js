@@ -38,10 +38,12 @@ export function AddressChoice({name, options, usual = options[0] && options[0][0
   return html`<${Choice} ...${rest} options=${options} value=${value} onChoose=${choose} />`;
 }
 
-// The choice of one of `runs`; `run` is the one in sight.
+// The choice of one of `runs`; `run` is the one in sight, which need not be the one that the address names.
 export function RunChoice({label = "run", name = "run", runs, run, resets = {}}) {
+  const {patch} = useAddress();
   const options = runs.map((each) => [each.place, runName(each)]);
-  return html`<${AddressChoice} name=${name} label=${label} options=${options} usual=${run} resets=${resets} />`;
+  const choose = (value) => patch({...resets, [name]: value});
+  return html`<${Choice} label=${label} options=${options} value=${run} onChoose=${choose} />`;
 }
 
 export function AddressTick({name, title, on = "1", resets, children}) {

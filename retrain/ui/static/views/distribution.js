@@ -72,8 +72,8 @@ export function Distribution({place, runs}) {
       at.counts.reduce((sum, n) => sum + n, 0),
       "rollout",
     );
-    const {counts, edges, step: number} = at;
-    const histogram = {title: `${name} at step ${number}`, words, rows: [{counts}], edges, name, noun: "rollout"};
+    const {counts, edges} = at;
+    const histogram = {title: `${name} at step ${at.step}`, words, rows: [{counts}], edges, name, noun: "rollout"};
     return html`<div class="tools">
         <${RunChoice} runs=${runs} run=${run} resets=${{step: null}} />
         <${AddressChoice} name="hist" label="what" options=${at.names.map((each) => [each, each])} usual=${null} />

@@ -5,10 +5,10 @@ export function tabOf({tab = "", keys = ""}) {
   return tab || (keys ? "mine" : "watch");
 }
 
-/** Return the keys of one's own charts; a comma within a key is written as %2C. @returns {string[]} */
+/** Return the keys of one's own charts, each once; a comma within a key is written as %2C. @returns {string[]} */
 export function readMine(text = "") {
   const plain = (key) => key.replace(/%2C/gi, ",").replace(/%25/g, "%");
-  return text.split(",").filter(Boolean).map(plain);
+  return [...new Set(text.split(",").filter(Boolean).map(plain))];
 }
 
 /** @param {string[]} keys */

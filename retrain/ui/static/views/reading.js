@@ -90,7 +90,10 @@ export function Steps({label, steps, step, onStep, hasKeys = false}) {
   useEffect(() => setMoved(null), [step]);
   const before = steps.findLastIndex((each) => step !== null && each <= step);
   const at = moved ?? Math.max(0, before);
-  const move = (by) => () => steps[at + by] !== undefined && onStep(steps[at + by]);
+  const move = (by) => () => {
+    const to = steps[(moved ?? before) + by];
+    if (step !== null && to !== undefined) onStep(to);
+  };
   useKeys(hasKeys ? {h: [`${label} back`, move(-1)], l: [`${label} forward`, move(1)]} : null);
   const text = `step ${steps[at] ?? "–"}`;
   const slide = (event) => {
@@ -140,13 +143,13 @@ export function cycled(list, value, by) {
   return list[(list.indexOf(value) + by + list.length) % list.length];
 }
 
-/** Return the first row of the page in sight, and what leads a page back or on: as far as there are rows. */
+/** Return the first row of the page in sight, and what leads a page back or on, as far as there are rows. */
 export function usePages(size) {
   const {query, patch} = useAddress();
   const first = Math.max(0, Number(query.first) || 0);
   const turn = (by, total) => {
     const to = first + by * size;
-    if (to > -size && to < total) patch({first: Math.max(0, to) || null});
+    if (to > -size && (by < 0 || to < total)) patch({first: Math.max(0, to) || null});
   };
   return {first, size, turn};
 }
