@@ -2,6 +2,7 @@
 
 import {AddressChoice, AddressSearch, RunChoice} from "../components/inputs.js";
 import {Answered, Title} from "../components/states.js";
+import {isCopy} from "../copy.js";
 import {plural} from "../format.js";
 import {step, useKeys} from "../keys.js";
 import {link, useAddress} from "../lib/address.js";
@@ -63,7 +64,7 @@ function Log() {
   const at = query.run || (known || error ? first : null);
   const {q: search, before} = query;
   const answer = useAnswer("log", at && {at, search, before}, {kinds: before ? null : EVERY_KIND});
-  const older = answer.data && answer.data.before;
+  const older = isCopy() || !answer.data ? null : answer.data.before; // a copy has the newest lines alone
   const button = (text, to) => html`<button type="button" onClick=${() => patch({before: to})}>${text}</button>`;
   return html`<div class="tools">
       <${RunChoice} runs=${runs} run=${at} resets=${NEWEST} />
