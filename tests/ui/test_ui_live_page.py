@@ -142,14 +142,10 @@ STEP_6 = {
 
 
 FIRST_STEP = {
-    "campaign/two": ".chartcard .readout b",
-    "metrics/two?keys=mean_reward": ".chartcard .readout .at",
-    "problems/two": ".matrixtable",
-    "prompt/two": ".sides .message",
-    "rollouts/two": "tr[data-key]",
-    "tokens/two": ".t",
+    "campaign/two": ".chartcard .readout b", "metrics/two?keys=mean_reward": ".chartcard .readout .at",
+    "problems/two": ".matrixtable", "prompt/two": ".sides .message", "rollouts/two": "tr[data-key]", "tokens/two": ".t",
     "lora/two": ".matrix",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("view", STEP_6)

@@ -42,15 +42,12 @@ def test_a_new_adapter_is_the_base_and_a_function_of_the_seed(base, lanes):
         assert torch.equal(lane_logits(base, lanes, one), base.model(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize(
-    ("targets", "told"),
-    [
-        (["query", "q_proj"], r'"query", which is no linear layer .*q_proj, up_proj.*: target_modules = \["q_proj"\]'),
-        (["lm_head"], 'names "lm_head", the output layer, which gets no adapter: target_modules = "all-linear"'),
-        (["embed_tokens"], 'names "embed_tokens", which is no linear layer'),
-        (["q_proj", "norm", "roj"], '"norm", which is no linear layer(.|\n)*"roj"'),
-    ],
-)
+@pytest.mark.parametrize(("targets", "told"), [
+    (["query", "q_proj"], r'"query", which is no linear layer .*q_proj, up_proj.*: target_modules = \["q_proj"\]'),
+    (["lm_head"], 'names "lm_head", the output layer, which gets no adapter: target_modules = "all-linear"'),
+    (["embed_tokens"], 'names "embed_tokens", which is no linear layer'),
+    (["q_proj", "norm", "roj"], '"norm", which is no linear layer(.|\n)*"roj"'),
+])  # fmt: skip
 def test_targets_that_mean_no_layer_are_refused(base, targets, told):
     with pytest.raises(ModelError, match=told):
         Lanes(base, targets)

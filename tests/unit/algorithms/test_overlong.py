@@ -14,11 +14,9 @@ def test_the_penalty_by_hand():
 
 def test_what_is_correct_stays_correct():
     answers = {
-        9: RewardResult(1.0, sample_metrics={"steps": 3.0}),
-        10: RewardResult(0.0),
-        2: RewardResult(0.9),
+        9: RewardResult(1.0, sample_metrics={"steps": 3.0}), 10: RewardResult(0.0), 2: RewardResult(0.9),
         11: RewardResult(None, error="no answer"),
-    }
+    }  # fmt: skip
     rollouts = [
         Rollout(PROMPT, (Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop")),), reward)
         for tokens, reward in answers.items()

@@ -112,19 +112,15 @@ def test_ratios_are_compared_in_double_precision():
     assert weights(batch) == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "expected", "tokens", "sequences"),
-    [
-        ({"rejection": "k3"}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
-        ({"correction": "icepop"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
-        ({"correction": "mis"}, [[1.0, 1.0], [1.0, 1.0, 0.0], [1.0]], 5, 3),
-        ({"correction": "seq_mis", "tis_cap": 1.4}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
-        ({"loss": "m2po", "m2po_threshold": 0.05}, [[1.0, 1.0], [1.0, 0.0, 0.0], [1.0]], 4, 3),
-        ({"loss": "m2po", "m2po_tokens": "harmful"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
-        ({"rejection": "veto", "rejection_limit": 0.5, "correction": "mis"}, [[1.0, 1.0], [0.0] * 3, [1.0]], 3, 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("algorithm", "expected", "tokens", "sequences"), [
+    ({"rejection": "k3"}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
+    ({"correction": "icepop"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+    ({"correction": "mis"}, [[1.0, 1.0], [1.0, 1.0, 0.0], [1.0]], 5, 3),
+    ({"correction": "seq_mis", "tis_cap": 1.4}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
+    ({"loss": "m2po", "m2po_threshold": 0.05}, [[1.0, 1.0], [1.0, 0.0, 0.0], [1.0]], 4, 3),
+    ({"loss": "m2po", "m2po_tokens": "harmful"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+    ({"rejection": "veto", "rejection_limit": 0.5, "correction": "mis"}, [[1.0, 1.0], [0.0] * 3, [1.0]], 3, 2),
+], ids=str)  # fmt: skip
 def test_everything_that_is_left_out_can_leave_the_divisor(algorithm, expected, tokens, sequences):
     batch = rejected(**algorithm, rejection_denominator="kept")
     assert weights(batch) == expected
@@ -179,10 +175,9 @@ def update(samples: list[Sample], number: int, logprobs: list, algorithm) -> tup
     return [sample.policy_weights[sample.action_mask].tolist() for sample in batch.samples], shares, policy.calls
 
 
-@pytest.mark.parametrize(
-    ("tokens", "threshold", "kept"),
-    [("all", 0.04, [[1.0, 1.0, 1.0], [0.0, 1.0]]), ("harmful", 0.02, [[1.0, 1.0, 0.0], [0.0, 1.0]])],
-)
+@pytest.mark.parametrize(("tokens", "threshold", "kept"), [
+    ("all", 0.04, [[1.0, 1.0, 1.0], [0.0, 1.0]]), ("harmful", 0.02, [[1.0, 1.0, 0.0], [0.0, 1.0]]),
+])  # fmt: skip
 def test_before_each_of_several_updates_the_second_moment_is_that_of_the_policy_then(tokens, threshold, kept):
     """The example of the second moment by hand, in two completions, behind two tokens that were read."""
     algorithm = section(loss="m2po", m2po_threshold=threshold, m2po_tokens=tokens)

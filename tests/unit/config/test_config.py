@@ -195,11 +195,8 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
     text = "[training]\ngroup_size = 0\nbatch_size = 0\ntop_k = 1\nmax_steps = 'ten'\n[optimizer]\nwarmup_steps = 500"
     assert [line.split("  ")[1] for line in lines(text, tmp_path)] == [
-        "training.group_size",
-        "training.batch_size",
-        "training.top_k",
-        "training.max_steps",
-    ]
+        "training.group_size", "training.batch_size", "training.top_k", "training.max_steps",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "sepa", "told"), [

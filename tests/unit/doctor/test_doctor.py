@@ -310,17 +310,14 @@ def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
         random_base({"model_type": "no-such-type", "vocab_size": 3}, huge.config)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
-        (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
-        (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
-        (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
-        (["--device", "cpu", "--json", "."], "is a directory"),
-        (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
+    (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
+    (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
+    (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
+    (["--device", "cpu", "--json", "."], "is a directory"),
+    (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     contents = {"faulty.toml": "[model]\nlora_rnk = 8", "other.json": '{"kind": "something else"}'}

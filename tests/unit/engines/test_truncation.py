@@ -30,12 +30,9 @@ from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
 
 CUTS = {
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 5},
-    "min_p": {"min_p": 0.1},
-    "top_p, top_k": {"top_p": 0.8, "top_k": 6},
+    "top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.1}, "top_p, top_k": {"top_p": 0.8, "top_k": 6},
     "all": {"top_p": 0.9, "top_k": 40, "min_p": 0.02},
-}
+}  # fmt: skip
 
 
 def kept_by_hand(p: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> set[int]:

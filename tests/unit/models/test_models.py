@@ -70,13 +70,10 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, fault, d
     assert fault in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda folder: set_config(folder, hidden_size="wide"),
-        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # no pickle
-    ],
-)
+@pytest.mark.parametrize("work", [
+    lambda folder: set_config(folder, hidden_size="wide"),
+    lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # no pickle
+])  # fmt: skip
 def test_what_only_loading_finds_is_one_line_too(tmp_path, work):
     model = Path(shutil.copytree(str(BUNDLED), tmp_path / "model"))
     work(model)
@@ -85,18 +82,15 @@ def test_what_only_loading_finds_is_one_line_too(tmp_path, work):
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Qwen/Qwen3-8B", ""),
-        ("tiny-reasoner", ""),
-        (str(BUNDLED), ""),
-        ("tiny-resoner", 'did you mean "tiny-reasoner"'),
-        ("Qwen/Qwen3 8B", "it is neither a directory nor a hub name"),
-        ("a/b/c", "there is no such directory"),
-        ("~/no/such/model", "there is no such directory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("Qwen/Qwen3-8B", ""),
+    ("tiny-reasoner", ""),
+    (str(BUNDLED), ""),
+    ("tiny-resoner", 'did you mean "tiny-reasoner"'),
+    ("Qwen/Qwen3 8B", "it is neither a directory nor a hub name"),
+    ("a/b/c", "there is no such directory"),
+    ("~/no/such/model", "there is no such directory"),
+])  # fmt: skip
 def test_names(name, expected):
     fault = model_fault(name)
     assert (expected in fault) if expected else fault == ""

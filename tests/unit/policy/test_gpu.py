@@ -210,17 +210,14 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
     assert len(attempts) == 1
 
 
-@pytest.mark.parametrize(
-    ("message", "is_lost"),
-    [
-        (STICKY, True),
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("CUDA error: uncorrectable ECC error encountered", True),
-        ("CUDA error: out of memory", False),
-        (CAPTURING, False),
-        ("CUDA error: no kernel image is available for execution on the device", False),
-    ],
-)
+@pytest.mark.parametrize(("message", "is_lost"), [
+    (STICKY, True),
+    ("CUDA error: an illegal memory access was encountered", True),
+    ("CUDA error: uncorrectable ECC error encountered", True),
+    ("CUDA error: out of memory", False),
+    (CAPTURING, False),
+    ("CUDA error: no kernel image is available for execution on the device", False),
+])  # fmt: skip
 def test_only_errors_after_which_the_context_is_dead_count_as_lost(message, is_lost):
     error, outer = RuntimeError(message), ValueError("while reporting it")
     outer.__cause__ = error

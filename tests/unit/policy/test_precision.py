@@ -80,11 +80,8 @@ def gradients(function, inputs, grad):
 
 
 @pytest.mark.parametrize(("fused", "plain", "shapes"), [
-    (
-        lambda x: rms_norm(x, torch.linspace(0.5, 2.0, 64).to(BF16), 1e-6),
-        lambda x: F.rms_norm(x, (64,), torch.linspace(0.5, 2.0, 64).to(BF16).to(x), 1e-6),
-        [(40, 64)],
-    ),
+    (lambda x: rms_norm(x, torch.linspace(0.5, 2.0, 64).to(BF16), 1e-6),
+     lambda x: F.rms_norm(x, (64,), torch.linspace(0.5, 2.0, 64).to(BF16).to(x), 1e-6), [(40, 64)]),
     (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), 3 * [(2, 4, 30, 16)]),
     (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), [(2, 4, 30, 16), *2 * [(2, 2, 30, 16)]]),
 ], ids=["norm", "attention", "attention with shared heads"])  # fmt: skip

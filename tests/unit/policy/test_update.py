@@ -113,17 +113,10 @@ def test_gradient_is_that_of_the_plain_formula(lanes, samples, turns):
 ALL_TERMS = {"correction": TIS, "kl_coef": 0.7, "entropy_coef": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "options"),
-    [
-        ("tokens", {"dual_clip": 1.5, "clip_eps_high": 0.1}),
-        ("tokens", {"correction": ICEPOP}),
-        ("tokens", ALL_TERMS),
-        ("sequences", ALL_TERMS),
-        ("constant", ALL_TERMS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("normalizer", "options"), [
+    ("tokens", {"dual_clip": 1.5, "clip_eps_high": 0.1}), ("tokens", {"correction": ICEPOP}), ("tokens", ALL_TERMS),
+    ("sequences", ALL_TERMS), ("constant", ALL_TERMS),
+], ids=str)  # fmt: skip
 def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, normalizer, options):
     settings = {"normalizer": normalizer, "max_tokens": 12}
     whole, metrics = gradient(lanes, off_policy, **settings, **options)
@@ -364,13 +357,10 @@ def test_updates_side_by_side_equal_one_after_the_other(lanes, samples):
             assert torch.equal(torch.as_tensor(expected), torch.as_tensor(value))
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message", "is_retried"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), RunFailed, r"one sequence .* not fit .* max_tokens", True),
-        (RuntimeError("shapes cannot be multiplied"), RuntimeError, "shapes cannot be multiplied", False),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "message", "is_retried"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), RunFailed, r"one sequence .* not fit .* max_tokens", True),
+    (RuntimeError("shapes cannot be multiplied"), RuntimeError, "shapes cannot be multiplied", False),
+])  # fmt: skip
 def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(
     base, lanes, samples, error, kind, message, is_retried
 ):

@@ -99,12 +99,9 @@ BUNDLED = (
 """That of the model that ships with the package."""
 
 TEMPLATES = {
-    "qwen2.5": (QWEN_2_5, "<|im_end|>"),
-    "qwen3": (QWEN_3, "<|im_end|>"),
-    "llama3": (LLAMA_3, "<|eot_id|>"),
-    "mistral": (MISTRAL, "</s>"),
-    "bundled": (BUNDLED, "<|end|>"),
-}
+    "qwen2.5": (QWEN_2_5, "<|im_end|>"), "qwen3": (QWEN_3, "<|im_end|>"), "llama3": (LLAMA_3, "<|eot_id|>"),
+    "mistral": (MISTRAL, "</s>"), "bundled": (BUNDLED, "<|end|>"),
+}  # fmt: skip
 """With the text of the token that ends an answer."""
 
 
@@ -226,15 +223,12 @@ def test_end_tokens_are_read_once_and_the_text_of_an_action_changes_nothing(name
         assert begun(made)[0].reply(Action([9], text, np.zeros(1), None, "stop"), AGAIN) == expected
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        # The last message alone; the system prompt before the last question, wherever that is.
-        "<turn>{{ messages[-1]['content'] }}<turn>",
-        "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}<turn>",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    # The last message alone; the system prompt before the last question, wherever that is.
+    "<turn>{{ messages[-1]['content'] }}<turn>",
+    "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}<turn>",
+])  # fmt: skip
 def test_a_template_that_rewrites_earlier_turns_is_read_anew(template):
     made = word_tokenizer(["12+34=46 let me check"])
     made.chat_template = template

@@ -166,24 +166,18 @@ def test_seeds_are_beyond_all_that_are_in_use(trained: tuple[Path, Path]):
     assert plan_fork(plan, checkpoint, 1, 3).seeds == [1008, 1009, 1010]
 
 
-@pytest.mark.parametrize(
-    ("options", "sets", "message"),
-    [
-        (["--fork", "2"], [], "--fork and --at belong together"),
-        (["--at", "{at}"], [], "--fork and --at belong together"),
-        (["--fork", "2", "--at", "{at}", "--batches", "4"], [], "--batches is for a probe without --fork"),
-        (["--seeds", "3"], [], "--seeds is for --fork"),
-        (["--fork", "2", "--at", "{at}/nowhere"], [], "nowhere is no checkpoint"),
-        (["--fork", "4", "--at", "{at}"], [], "is at step 3 of 6: --fork 4 goes beyond the end"),
-        (["--fork", "2", "--at", "{at}"], ["model.model=tiny-reasoner"], "trains tiny-reasoner: name one of its own"),
-        (["--fork", "2", "--at", "{at}"], ["campaign.vary=init"], "makes all seeds of a fork alike"),
-        (
-            ["--fork", "2", "--at", "{at}"],
-            ["evaluation.problems=0", "training.eval_every=0"],
-            "no held-out problems to rank by",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "sets", "message"), [
+    (["--fork", "2"], [], "--fork and --at belong together"),
+    (["--at", "{at}"], [], "--fork and --at belong together"),
+    (["--fork", "2", "--at", "{at}", "--batches", "4"], [], "--batches is for a probe without --fork"),
+    (["--seeds", "3"], [], "--seeds is for --fork"),
+    (["--fork", "2", "--at", "{at}/nowhere"], [], "nowhere is no checkpoint"),
+    (["--fork", "4", "--at", "{at}"], [], "is at step 3 of 6: --fork 4 goes beyond the end"),
+    (["--fork", "2", "--at", "{at}"], ["model.model=tiny-reasoner"], "trains tiny-reasoner: name one of its own"),
+    (["--fork", "2", "--at", "{at}"], ["campaign.vary=init"], "makes all seeds of a fork alike"),
+    (["--fork", "2", "--at", "{at}"], ["evaluation.problems=0", "training.eval_every=0"],
+     "no held-out problems to rank by"),
+])  # fmt: skip
 def test_mistakes_are_one_line(trained: tuple[Path, Path], options: list[str], sets: list[str], message: str):
     path, checkpoint = trained
     words = [word.format(at=checkpoint) for word in options]
