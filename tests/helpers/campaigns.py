@@ -145,8 +145,8 @@ group_size = 6
 batch_size = 2
 "model.lora_rank" = 2
 """
-BASE, CHANGED = 0, 1
-"""Positions of the two conditions of a campaign in ``runs_of``."""
+BASE = 0
+"""Position of the first condition of a campaign in ``runs_of``."""
 
 
 def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:

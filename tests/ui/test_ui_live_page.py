@@ -140,7 +140,6 @@ STEP_6 = {
     "notes/two": f"{TEXT}.includes('about number 6')",
 }  # fmt: skip
 
-
 FIRST_STEP = {
     "campaign/two": ".chartcard .readout b", "metrics/two?keys=mean_reward": ".chartcard .readout .at",
     "problems/two": ".matrixtable", "prompt/two": ".sides .message", "rollouts/two": "tr[data-key]", "tokens/two": ".t",

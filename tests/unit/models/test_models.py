@@ -2,11 +2,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.campaigns import run_cli
-from helpers.models import TINY_RUN
+from helpers.models import TINY_RUN, set_config
 
 from retrain.errors import ModelError
 from retrain.models.directory import bundled_model_path, directory_fault, model_fault
@@ -14,11 +13,6 @@ from retrain.policy.base import load_base
 
 BUNDLED = bundled_model_path("tiny-reasoner")
 WEIGHTS = "model.safetensors"
-
-
-def set_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def sharded(folder: Path, *present: str) -> None:

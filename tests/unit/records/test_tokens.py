@@ -26,15 +26,11 @@ def episode() -> CreditedRollout:
     message = {"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}
     turns = (Turn((7, 8, 9), said), Turn((5,), then, (message,), reward=0.5, metrics={"calls": 1.0}))
     return CreditedRollout(
-        Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)),
-        turns,
-        RewardResult(1.0),
-        advantage=2.0,
-        token_advantages_T=np.arange(5.0),
-        planning_T=np.array([0, 1, 0, 0, 0], bool),
+        Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)), turns, RewardResult(1.0), advantage=2.0,
+        token_advantages_T=np.arange(5.0), planning_T=np.array([0, 1, 0, 0, 0], bool),
         loss_mask_T=np.array([1, 1, 1, 1, 0], bool),
         old_logprobs_T=np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32),
-    )
+    )  # fmt: skip
 
 
 def batch(split: str, groups: list[CreditedGroup], **more) -> Batch:

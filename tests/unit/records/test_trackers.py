@@ -45,13 +45,10 @@ EXPECTED = {
 def wandb_context():
     pytest.importorskip("wandb")
     cfg = config(
-        logging={"wandb_project": "house", "wandb_mode": "offline"},
-        algorithm={"transform_mode": "gtpo_sepa"},
-        gtpo={"beta": 0.1},
-        hicra={"alpha": 0.2},
-        sepa={"steps": 50, "delay_steps": 5, "correct_rate_gate": 0.1},
+        logging={"wandb_project": "house", "wandb_mode": "offline"}, algorithm={"transform_mode": "gtpo_sepa"},
+        gtpo={"beta": 0.1}, hicra={"alpha": 0.2}, sepa={"steps": 50, "delay_steps": 5, "correct_rate_gate": 0.1},
         backend={"backend": "local"},
-    )
+    )  # fmt: skip
     return context(config=cfg, condition="maxrl+gtpo_sepa", run_id="maxrl+gtpo_sepa_s3", seed=3, is_campaign=True)
 
 

@@ -78,8 +78,7 @@ def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
 
 
 class Collecting:
-    """A tracker that records its calls; it hangs until ``gate`` opens and then raises ``error``, in ``log`` or in
-    ``start``."""
+    """A tracker that records its calls, hangs until ``gate`` opens and raises ``error`` in ``log`` or ``start``."""
 
     def __init__(self, gate: threading.Event | None = None, error: BaseException | None = None, hangs_in: str = "log"):
         self.gate, self.error, self.hangs_in = gate, error, hangs_in

@@ -1,5 +1,4 @@
-"""Reward functions as users have them: written for TRL, asynchronous, as classes, several at once; and what is wrong
-with their parameters is found before anything is loaded."""
+"""Reward functions as users have them: written for TRL, asynchronous, as classes, several at once."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,7 @@
 import math
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -20,9 +21,7 @@ from retrain.util.answers import normalise, reference_answer
 ADD = Problem("p", "6*7=?", "42", ("easy",))
 MEGABYTE = 1 << 20
 
-
-def problem(answer: str) -> Problem:
-    return Problem("p", "?", answer)
+problem = partial(Problem, "p", "?")
 
 
 def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardResult:

@@ -31,8 +31,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "", **keys: Any) -> Path:
-    """A campaign file; ``last`` is a line of the last condition. The toy model is never right: its metric is the mean
-    reward."""
+    """A campaign file; ``last`` is a line of the last condition. Its metric is the mean reward: no answer is right."""
     path = folder / "toy.toml"
     keys = {"seeds": [1], "max_steps": STEPS, "primary_metric": "final:reward_mean", "allow_confounded": True, **keys}
     head = campaign_head(*conditions, **keys)
@@ -103,8 +102,7 @@ def test_the_command_ranks_the_conditions_and_writes_nothing(trained: tuple[Path
 
 
 def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, trained: tuple[Path, Path], report):
-    """Before the end and to the end: the learning rate falls over all steps of the file, and SEPA's λ rises over
-    them."""
+    """To the end: the learning rate falls over all steps of the file, and SEPA's λ rises over them."""
     path, checkpoint = trained
     train(path, tmp_path / "out", f"resume.from={str(checkpoint)!r}", "campaign.seeds=[1001, 1002]")
     to_the_end = forked(path, checkpoint, steps=STEPS - AT)

@@ -180,8 +180,7 @@ class Slow:
 
 @pytest.fixture
 def collecting():
-    """Return what is collected, in order, events for which steps wait, and what collects; a request is the number of
-    its step."""
+    """Return what is collected in order, events for which steps wait, and a collector; requests are step numbers."""
     order, held = [], {}
 
     def collect(engine, requests, rows=None):
