@@ -55,8 +55,7 @@ def host_memory(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """The GPUs of this machine as ``torch.cuda`` reports them; a test sets their ``count`` and facts, which all share.
-    ``limits`` records the limits on memory that were set."""
+    """The GPUs of this machine as ``torch.cuda`` reports them, all alike; ``limits`` records limits on memory."""
     import torch
 
     facts = SimpleNamespace(

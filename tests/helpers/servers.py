@@ -140,12 +140,9 @@ def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
     """SGLang's request in vLLM's words."""
     how = asked["sampling_params"]
     body = {
-        "model": asked.get("lora_path", "base"),
-        "prompt": asked["input_ids"],
-        "max_tokens": how["max_new_tokens"],
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+        "model": asked.get("lora_path", "base"), "prompt": asked["input_ids"], "max_tokens": how["max_new_tokens"],
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
     if how["max_new_tokens"] == 0:
         assert asked["return_logprob"]
         assert asked["logprob_start_len"] == 0

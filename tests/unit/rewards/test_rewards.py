@@ -76,15 +76,12 @@ def test_an_empty_answer_never_equals_an_empty_reference():
 
 
 HOSTILE = {
-    "digits": "9" * MEGABYTE,
-    "boxes": r"\boxed{" * (MEGABYTE // 7),
-    "deep and open": r"\boxed{" + "{" * 500_000,
-    "backslashes": r"\boxed{" + "\\" * MEGABYTE,
-    "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
+    "digits": "9" * MEGABYTE, "boxes": r"\boxed{" * (MEGABYTE // 7), "deep and open": r"\boxed{" + "{" * 500_000,
+    "backslashes": r"\boxed{" + "\\" * MEGABYTE, "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
     "hashes": "####" * (MEGABYTE // 4),
     "control characters": "".join(map(chr, range(32))) * 1000 + r"\boxed{42}" + "\x1b[2J",
     "surrogates": "\ud800\udfff" * 1000 + r"\boxed{" + "\udc80" + "}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -64,8 +64,7 @@ def graded(grader: Grader) -> SplitEnvironment:
 
 
 class Scripted:
-    """Answers with texts by problem, in the order in which the engine is done with them, and with "more" in later
-    turns. ``between`` is called after each problem."""
+    """Answers by problem, in the order of the script, then with "more". Calls ``between`` after each problem."""
 
     gives_entropy, exact, is_concurrent = True, False, False
 
