@@ -334,9 +334,10 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
         samples = samples_of_rollout(rollout)
         assert len(samples) == 1 + rewrites
         for sample in samples:
-            assert set(sample.versions[sample.action_mask]) == {5}
-            assert set(sample.versions[~sample.action_mask]) == {-1}
+            assert (sample.versions == np.where(sample.action_mask, 5, -1)).all()
             assert not sample.logprobs[~sample.action_mask].any()
+        drawn_T = np.concatenate([sample.logprobs[sample.action_mask] for sample in samples])
+        assert drawn_T.tolist() == rollout.logprobs_T.tolist()
         before = [] if rewrites else [*first.observation_ids, *first.action.token_ids]
         for turn, history in ((first, []), (second, before)):
             read = [*history, *turn.observation_ids]
