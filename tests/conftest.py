@@ -55,8 +55,7 @@ def host_memory(monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """The GPUs of this machine as ``torch.cuda`` reports them; a test sets their ``count`` and facts, which all share.
-    ``limits`` records the limits on memory that were set."""
+    """The GPUs of this machine as ``torch.cuda`` reports them, all alike; ``limits`` records limits on memory."""
     import torch
 
     facts = SimpleNamespace(
@@ -151,8 +150,7 @@ def world(model):
 
 @pytest.fixture
 def lanes(base):
-    """The lanes of that base, taken off again at the end with whatever sampling and updates have put on it: the next
-    test finds the base as it was loaded."""
+    """The lanes of that base, which is left as it was loaded."""
     from retrain.policy.lora import Lanes
 
     yield Lanes(base)
@@ -175,8 +173,7 @@ def toy_home(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mixed_campaign(toy_home, tmp_path_factory):
-    """The directory of ``mixed.toml`` and its finished campaign ``out``: a cohort of two conditions that differ in
-    every key that has reached sampling and update."""
+    """``mixed.toml`` and its campaign ``out``: two conditions that differ in keys of sampling and update."""
     from helpers.campaigns import OTHER, toy_file, train
 
     folder = tmp_path_factory.mktemp("mixed")
@@ -188,8 +185,7 @@ def mixed_campaign(toy_home, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def silent_campaign(toy_home, tmp_path_factory):
-    """The directory of ``silent.toml`` and its finished campaign ``out``, in which all completions score the same: no
-    update, the adapters stay as initialised."""
+    """``silent.toml`` and its campaign ``out``, in which all completions score the same: no update is made."""
     from helpers.campaigns import toy_file, train
 
     folder = tmp_path_factory.mktemp("silent")

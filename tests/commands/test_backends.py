@@ -12,6 +12,7 @@ from helpers.campaigns import run_cli, timeless
 from helpers.models import campaign_head
 
 from retrain.algorithms.algorithm import training_samples
+from retrain.config.describe import document
 from retrain.files import read_json, read_jsonl
 from retrain.policy.plugin import TrainSequence
 from retrain.types import Action, CreditedRollout, Problem, Prompt, RewardResult, Support, Turn
@@ -20,20 +21,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
 CODE = re.search(r"```python\n(# my_backend\.py\n.*?)```", PAGE, re.DOTALL)[1]
 TOML = re.search(r"```toml\n(\[backend\].*?)```", PAGE, re.DOTALL)[1]
-REST = """
-[data]
-source = "digits.jsonl"
-eval_source = "heldout.jsonl"
-[training]
-max_steps = 12
-batch_size = 4
-group_size = 8
-max_tokens = 16
-save_every = 4
-[evaluation]
-problems = 4
-samples = 4
-"""
+REST = document({
+    "data": {"source": "digits.jsonl", "eval_source": "heldout.jsonl"}, "evaluation": {"problems": 4, "samples": 4},
+    "training": {"max_steps": 12, "batch_size": 4, "group_size": 8, "max_tokens": 16, "save_every": 4},
+})  # fmt: skip
 
 
 @pytest.fixture

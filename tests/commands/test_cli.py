@@ -135,12 +135,10 @@ def test_five_mistakes_are_five_lines(tmp_path, monkeypatch, command):
     result = run_cli(command, "wrong.toml")
     assert (result.exit_code, result.stdout) == (2, "")
     assert [line.split("  ")[:2] for line in result.stderr.splitlines()] == [
-        ["wrong.toml:4", "model.lora_rnk"],
-        ["wrong.toml:6", "training.batch_size"],
-        ["wrong.toml:7", "training.max_steps"],
-        ["wrong.toml:9", "algorithm.advantage_mode"],
+        ["wrong.toml:4", "model.lora_rnk"], ["wrong.toml:6", "training.batch_size"],
+        ["wrong.toml:7", "training.max_steps"], ["wrong.toml:9", "algorithm.advantage_mode"],
         ["wrong.toml:10", "bakcend"],
-    ]
+    ]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["wrong.toml"]
 
 

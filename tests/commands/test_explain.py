@@ -16,7 +16,6 @@ from retrain.tokenizer import light_tokenizer
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "campaigns" / "quickstart.toml"
 
-
 NO_VERDICT = ("--set", "campaign.primary_metric=final:loss")
 """Without an assumed spread of the metric, ``explain`` simulates no verdict, which takes seconds."""
 

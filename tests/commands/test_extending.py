@@ -23,14 +23,11 @@ from retrain.files import read_jsonl
 
 PAGE = FENCE.findall((ROOT / "docs" / "extending.md").read_text(encoding="utf-8"))
 WORLD = {
-    "campaign": {"seeds": [1], "max_steps": 2, "executor": "polite"},
-    "model": {"lora_rank": 4},
-    "inference": {"engine": "my_server"},
-    "data": {"source": "digits.jsonl"},
-    "training": {"batch_size": 2, "group_size": 4, "max_tokens": 8, "lr": 0.01},
-    "evaluation": {"problems": 0},
+    "campaign": {"seeds": [1], "max_steps": 2, "executor": "polite"}, "model": {"lora_rank": 4},
+    "inference": {"engine": "my_server"}, "data": {"source": "digits.jsonl"},
+    "training": {"batch_size": 2, "group_size": 4, "max_tokens": 8, "lr": 0.01}, "evaluation": {"problems": 0},
     "squeeze": {"enabled": False},
-}
+}  # fmt: skip
 
 
 def blocks_of(language: str) -> list[str]:

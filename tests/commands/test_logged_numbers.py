@@ -41,12 +41,9 @@ def test_uniform_groups_are_measured_and_take_part_in_the_step_where_they_are_ke
 
 
 SEPA = {
-    "algorithm": {"transform_mode": "gtpo_sepa"},
-    "gtpo": {"beta": 0.5},
-    "sepa": {"steps": 2, "correct_rate_gate": 0.0},
-    "training": {"max_steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 40},
-    "backend": {"devices": "cpu"},
-}
+    "algorithm": {"transform_mode": "gtpo_sepa"}, "gtpo": {"beta": 0.5}, "sepa": {"steps": 2, "correct_rate_gate": 0.0},
+    "training": {"max_steps": 3, "batch_size": 4, "group_size": 4, "max_tokens": 40}, "backend": {"devices": "cpu"},
+}  # fmt: skip
 
 
 def test_pooling_changes_no_planning_weight_in_the_logs(tmp_path):

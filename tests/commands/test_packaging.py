@@ -31,14 +31,10 @@ def test_commands_import_no_torch(tmp_path):
     (tmp_path / "my_backend.py").write_text(backend)
     (tmp_path / "own.toml").write_text('[backend]\nbackend = "my_backend:Table"\n')
     commands = [
-        ["--version"],
-        ["schema"],
-        ["status", "."],
-        ["check", "own.toml"],
-        ["check", f"{ROOT}/campaigns/quickstart.toml"],
-        ["train", "own.toml", "--dry-run"],
+        ["--version"], ["schema"], ["status", "."], ["check", "own.toml"],
+        ["check", f"{ROOT}/campaigns/quickstart.toml"], ["train", "own.toml", "--dry-run"],
         ["explain", f"{ROOT}/campaigns/gsm8k.toml"],
-    ]
+    ]  # fmt: skip
     command = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)

@@ -11,7 +11,6 @@ from retrain.models.directory import bundled_model_path
 
 ROOT = Path(__file__).parents[2]
 
-
 STEPS = 18
 
 

@@ -145,8 +145,8 @@ group_size = 6
 batch_size = 2
 "model.lora_rank" = 2
 """
-BASE, CHANGED = 0, 1
-"""Positions of the two conditions of a campaign in ``runs_of``."""
+BASE = 0
+"""Position of the first condition of a campaign in ``runs_of``."""
 
 
 def toy_file(home: Path, path: Path, *, pair: str | None = None, reward: str = "score") -> Path:
@@ -253,8 +253,7 @@ def differing(mine: dict, reference: dict, runs: int = 8) -> list[str]:
 
 
 class Heard(NullObserver):
-    """What was told; ``on_step`` is called after each step with the number of steps so far, and the evaluation
-    ``stop``, a pair (name, step), interrupts the process."""
+    """Records what is told; ``on_step`` gets the count of steps; the evaluation ``stop`` (name, step) interrupts."""
 
     def __init__(self, on_step=lambda spec, count: None, stop: tuple[str, int] | None = None):
         self.on_step, self.stop, self.steps, self.workers = on_step, stop, 0, {}

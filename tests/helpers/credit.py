@@ -37,12 +37,9 @@ def algorithm_of(config: dict[str, Any], tokenizer: Any = None, modes: Modes | N
 
 
 def credit(
-    groups: Sequence[Group],
-    config: dict[str, Any] | None = None,
-    tokenizer: Any = None,
-    modes: Modes | None = None,
+    groups: Sequence[Group], config: dict[str, Any] | None = None, tokenizer: Any = None, modes: Modes | None = None,
     scores: Scores | None = None,
-) -> CreditedBatch:
+) -> CreditedBatch:  # fmt: skip
     """Return the groups with the credit of step 0 of a configuration."""
     return algorithm_of(config or {}, tokenizer, modes).credit(batch_of(groups), scores or Scores(), 0)
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,18 @@ def sample(
     return engine.sample(asked, **options)
 
 
+def tokens(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
+    return [[action.token_ids for action in group] for group in groups]
+
+
+def assert_same(groups: Sequence[Sequence[Action]], others: Sequence[Sequence[Action]], atol: float = 1e-4) -> None:
+    """Check that both have the same tokens, and the same log-probabilities up to rounding."""
+    assert tokens(groups) == tokens(others)
+    for one, other in zip(chain(*groups), chain(*others), strict=True):
+        assert one.stop_reason == other.stop_reason
+        np.testing.assert_allclose(one.logprobs_T, other.logprobs_T, atol=atol)
+
+
 def decoded(base, lanes, adapters, asked, **options):
     """Return tokens, log-probabilities and entropies of all completions, exactly."""
     groups = sample(LocalEngine(base, lanes, **options), asked, adapters)
@@ -155,13 +168,10 @@ def in_turns(of: Sample) -> Sample:
     read = np.zeros(len(of), dtype=bool)
     read[of.action_mask] = (place_T % 5 >= 3) & (place_T < place_T[-1])
     return replace(
-        of,
-        action_mask=of.action_mask & ~read,
-        logprobs=np.where(read, 0, of.logprobs),
-        versions=np.where(read, -1, of.versions),
-        advantages=np.where(read, 0, of.advantages),
+        of, action_mask=of.action_mask & ~read, logprobs=np.where(read, 0, of.logprobs),
+        versions=np.where(read, -1, of.versions), advantages=np.where(read, 0, of.advantages),
         loss_mask=of.loss_mask & ~read,
-    )
+    )  # fmt: skip
 
 
 def with_values(samples: Sequence[Sample], seed: int = 0) -> list[Sample]:
@@ -186,8 +196,7 @@ def fresh_logits(lanes: Lanes, adapter: Adapter, of: Sample) -> torch.Tensor:
 
 
 def fresh_scores(lanes: Lanes, adapter: Adapter, of: Sample, temperature: float = 1.0):
-    """Return log-probabilities [T] and entropies [T] of the action tokens, with gradient, by one unpadded forward pass,
-    over the recorded sets of tokens if there are any."""
+    """Return log-probabilities [T] and entropies [T] by one unpadded pass, with gradient, over recorded supports."""
     logits_TV = fresh_logits(lanes, adapter, of)
     logits_TV = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV) / temperature
     if of.support is not None:
@@ -220,24 +229,12 @@ def adamw(adapter: Adapter, lr: float = 1e-3, weight_decay: float = 0.0) -> torc
 
 
 def update(
-    lanes: Lanes,
-    adapter: Adapter,
-    samples: Sequence[Sample],
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    denominators: Denominators | None = None,
-    lr: float = 1e-3,
-    step: int = 0,
-    stream: tuple[int | str, ...] = (),
-    probe: Sequence[Sample] = (),
-    micro_batch_tokens: int = 16384,
-    budget: Budget | None = None,
-    grad_clip_norm: float = 0.0,
-    dropout: float = 0.0,
-    workers: Workers | None = None,
-    bfloat16: bool = False,
+    lanes: Lanes, adapter: Adapter, samples: Sequence[Sample], *, optimizer: torch.optim.Optimizer | None = None,
+    denominators: Denominators | None = None, lr: float = 1e-3, step: int = 0, stream: tuple[int | str, ...] = (),
+    probe: Sequence[Sample] = (), micro_batch_tokens: int = 16384, budget: Budget | None = None,
+    grad_clip_norm: float = 0.0, dropout: float = 0.0, workers: Workers | None = None, bfloat16: bool = False,
     **keys: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Make one optimizer step on these samples with the objective of ``keys``, by default without clipping."""
     batch = StepBatch(samples, denominators or totals(samples), step, stream, probe)
     context = UpdateContext(lanes, budget or Budget(micro_batch_tokens), workers or Workers(), dropout, bfloat16)

@@ -157,8 +157,7 @@ def trainer_state(path: Path, steps: int) -> None:
 
 
 def trackio_project(path: Path, runs: Sequence[tuple[str, dict[str, Any]]], steps: int) -> sqlite3.Connection:
-    """Write a project as trackio 0.43.0 does, with JSON as bytes. Return the open connection: closing it would end the
-    write-ahead log."""
+    """Write a project as trackio 0.43.0 does. Return the open connection, which keeps its write-ahead log."""
     database = sqlite3.connect(path)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute(

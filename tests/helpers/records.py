@@ -25,17 +25,7 @@ from retrain.records.reader import read_manifest
 from retrain.records.schema.campaign import RunEntry, Seal
 from retrain.records.schema.layout import EVALS, EVALUATIONS
 from retrain.records.seals import chained
-from retrain.types import (
-    Action,
-    CreditedGroup,
-    EvalRecord,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    StepRecord,
-    single_turn,
-)
+from retrain.types import Action, CreditedGroup, EvalRecord, Problem, Prompt, RewardResult, StepRecord, single_turn
 from retrain.verdicts.pooling import conclude
 from retrain.verdicts.results import METRIC
 
@@ -49,14 +39,9 @@ def completion(length: int, text: str = "so \\boxed{4}", stop: bool = True, entr
 
 
 def group(
-    rewards: Sequence[float | RewardResult | None],
-    lengths: list[int],
-    prompt_length: int = 3,
-    tags: tuple[str, ...] = (),
-    stops: list[bool] | None = None,
-    discarded: str | None = None,
-    problem_id: str = "p0",
-) -> CreditedGroup:
+    rewards: Sequence[float | RewardResult | None], lengths: list[int], prompt_length: int = 3,
+    tags: tuple[str, ...] = (), stops: list[bool] | None = None, discarded: str | None = None, problem_id: str = "p0",
+) -> CreditedGroup:  # fmt: skip
     """A group whose advantages are reward − mean, NaN where there is no reward."""
     results = [r if isinstance(r, RewardResult) else RewardResult(r, error=None if r is not None else "timed out")
                for r in rewards]  # fmt: skip
@@ -94,7 +79,7 @@ def step(
     return StepRecord(number, groups, update or {}, state, spans, start, start + 4.0)
 
 
-def evaluation(groups: Sequence[Group], number: int = 0, name: str = "heldout") -> EvalRecord:
+def evaluation(groups: Sequence[CreditedGroup], number: int = 0, name: str = "heldout") -> EvalRecord:
     return EvalRecord(name, number, list(groups), temperature=1.0, samples=1, seconds=0.5)
 
 
@@ -142,13 +127,9 @@ BASE = [0.60, 0.64, 0.58, 0.66, 0.62, 0.59, 0.65, 0.61]
 
 
 def campaign(
-    folder: Path,
-    results: Mapping[str, Sequence[float | None]],
-    config: dict[str, Any] | None = None,
-    states: dict[str, str] | None = None,
-    heldout: str = "problems A",
-    seeds: list[int] | None = None,
-) -> Path:
+    folder: Path, results: Mapping[str, Sequence[float | None]], config: dict[str, Any] | None = None,
+    states: dict[str, str] | None = None, heldout: str = "problems A", seeds: list[int] | None = None,
+) -> Path:  # fmt: skip
     """A campaign's directory: held-out accuracy 0.5 before, half-way there, and the given values by seed."""
     runs = []
     for label, values in results.items():

@@ -122,7 +122,7 @@ class StandIn:
         if generate and asked["sampling_params"].get("top_k") == 0:  # SGLang's value without top-k is -1
             status, payload = 400, {"error": {"message": "top_k must be -1 (disable) or at least 1"}}
         if generate and status == 200:
-            payload = _as_scored(payload) if asked["sampling_params"]["max_new_tokens"] == 0 else _as_generated(payload)
+            payload = _as_generated(payload, scored=asked["sampling_params"]["max_new_tokens"] == 0)
         fault = self.faults.popleft() if self.faults else self.always
         changed = (status, payload) if fault is None else fault(status, payload)
         if inspect.isawaitable(changed):
@@ -140,12 +140,9 @@ def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
     """SGLang's request in vLLM's words."""
     how = asked["sampling_params"]
     body = {
-        "model": asked.get("lora_path", "base"),
-        "prompt": asked["input_ids"],
-        "max_tokens": how["max_new_tokens"],
-        "logprobs": 0,
-        "return_token_ids": True,
-    }
+        "model": asked.get("lora_path", "base"), "prompt": asked["input_ids"], "max_tokens": how["max_new_tokens"],
+        "logprobs": 0, "return_token_ids": True,
+    }  # fmt: skip
     if how["max_new_tokens"] == 0:
         assert asked["return_logprob"]
         assert asked["logprob_start_len"] == 0
@@ -154,20 +151,17 @@ def _as_completion(asked: dict[str, Any]) -> dict[str, Any]:
     return body | {"seed": how["sampling_seed"]} | {key: how[key] for key in same}
 
 
-def _as_generated(payload: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's answer in SGLang's words."""
+def _as_generated(payload: dict[str, Any], scored: bool) -> dict[str, Any]:
+    """vLLM's answer in SGLang's words: a completion, or only the prompt's log-probabilities."""
     choice = payload["choices"][0]
+    if scored:
+        return {"text": "", "meta_info": {"input_token_logprobs": _triples(choice, "prompt_token_ids")}}
     about = {
         "finish_reason": {"type": choice["finish_reason"]},
         "output_token_logprobs": _triples(choice, "token_ids"),
         "prompt_tokens": len(choice["prompt_token_ids"]),
     }
     return {"text": choice["text"], "meta_info": about}
-
-
-def _as_scored(payload: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM says of a prompt's tokens in SGLang's words."""
-    return {"text": "", "meta_info": {"input_token_logprobs": _triples(payload["choices"][0], "prompt_token_ids")}}
 
 
 def _triples(choice: dict[str, Any], tokens: str) -> list[list[Any]]:
@@ -177,20 +171,13 @@ def _triples(choice: dict[str, Any], tokens: str) -> list[list[Any]]:
 
 TEXTS = ["12+34=? the answer is \\boxed{46}", canary.TEXT]
 
-
 IMPATIENT = Waits(pause_s=0.01, probe_s=(0.05, 0.1), start_s=1.0)
 
 
 def engine_of(
-    base: BaseModel,
-    urls: Sequence[str],
-    folder: Path,
-    dialect: str = "vllm",
-    client: type[ServerClient] = ServerClient,
-    waits: Waits = IMPATIENT,
-    patience_s: float = 600.0,
-    **keys: Any,
-) -> ServerEngine:
+    base: BaseModel, urls: Sequence[str], folder: Path, dialect: str = "vllm",
+    client: type[ServerClient] = ServerClient, waits: Waits = IMPATIENT, patience_s: float = 600.0, **keys: Any,
+) -> ServerEngine:  # fmt: skip
     """An engine that samples at these addresses through this class of clients."""
     settings = {"key": "", "timeout_s": 60.0, "max_in_flight": 64} | {
         key: keys.pop(key) for key in ("key", "timeout_s", "max_in_flight", "upload") if key in keys
@@ -198,13 +185,9 @@ def engine_of(
     served = ServedModel(base.name, base.text, base.vocab_size, base.eos_ids, base.context_length)
     store = AdapterStore(folder, base.name)
     engine = ServerEngine(
-        served,
-        urls,
-        lambda url: client(url, DIALECTS[dialect], **settings),
-        store,
-        waits=replace(waits, patience_s=patience_s),
-        **keys,
-    )
+        served, urls, lambda url: client(url, DIALECTS[dialect], **settings), store,
+        waits=replace(waits, patience_s=patience_s), **keys,
+    )  # fmt: skip
     try:
         engine.open()
     except Exception:
@@ -243,10 +226,6 @@ def apart(base: BaseModel, lanes: Lanes, own: LoraWeights | None, asked: Sequenc
     ]
     mine = trainer_logprobs(base, lanes, said, Hypothesis("", own, asked[0].temperature))
     return float(np.abs(mine - np.concatenate([each.logprobs_T for each in said])).max())
-
-
-def ids(groups: Sequence[Sequence[Action]]) -> list[list[list[int]]]:
-    return [[action.token_ids for action in group] for group in groups]
 
 
 def served_world() -> tuple[Any, ...]:

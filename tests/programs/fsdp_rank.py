@@ -146,11 +146,9 @@ def several_bases(ranks: RankGroup, folder: str) -> dict:
                 equal = torch.equal(logits, own.model(input_ids=ids).logits)
             buffers = [{key: each.dtype for key, each in model.named_buffers()} for model in (base.model, own.model)]
             found[name] = {
-                "fast": engine.fast,
-                "equal": equal,
-                "fingerprint": base.fingerprint == own.fingerprint,
+                "fast": engine.fast, "equal": equal, "fingerprint": base.fingerprint == own.fingerprint,
                 "buffers": buffers[0] == buffers[1],
-            }
+            }  # fmt: skip
         try:
             bases.load(config_of(str(Path(folder) / "misnamed"), "fsdp2", ranks.count))
         except ModelError as error:

@@ -47,18 +47,12 @@ def questions(models: list[str], count: int) -> list[dict[str, Any]]:
     """Return bodies that differ in model, length, sampling and seed."""
     return [
         {
-            "model": models[k % len(models)],
-            "prompt": f"<|user|>{10 + k * 7 % 89} + {11 + k * 13 % 88}<|assistant|>",
-            "max_tokens": 16 + k * 5 % 80,
-            "temperature": (1.0, 0.7, 1.3)[k % 3],
-            "top_p": (1.0, 0.9)[k % 2],
-            "seed": k,
-            "logprobs": 0,
-            "return_token_ids": True,
-            "ignore_eos": k % 4 == 0,
+            "model": models[k % len(models)], "prompt": f"<|user|>{10 + k * 7 % 89} + {11 + k * 13 % 88}<|assistant|>",
+            "max_tokens": 16 + k * 5 % 80, "temperature": (1.0, 0.7, 1.3)[k % 3], "top_p": (1.0, 0.9)[k % 2], "seed": k,
+            "logprobs": 0, "return_token_ids": True, "ignore_eos": k % 4 == 0,
         }
         for k in range(count)
-    ]
+    ]  # fmt: skip
 
 
 async def ask(client: httpx.AsyncClient, body: dict[str, Any], stream: bool) -> tuple[list[int], list[float], int]:

@@ -14,10 +14,12 @@ import httpx
 import numpy as np
 import pytest
 from helpers.campaigns import Heard, StopAfter, continue_training, eventually, train
-from helpers.lanes import in_turns, local_policy, rollout, trained
-from helpers.servers import StandIn, apart, engine_of, ids, publish, requests, weights
+from helpers.lanes import in_turns, local_policy, rollout, tokens, trained
+from helpers.models import campaign_head
+from helpers.servers import StandIn, apart, engine_of, publish, requests, weights
 
 from retrain.algorithms.distillation import AdapterTeacher, ModelTeacher
+from retrain.config.describe import document
 from retrain.engines.server.canary import Canary, CanarySettings
 from retrain.engines.server.dialects import DIALECTS
 from retrain.engines.server.launch import ServerProcess, server_environment
@@ -40,40 +42,6 @@ COMMAND = (
 )
 MODEL = str(bundled_model_path("tiny-reasoner"))
 real = pytest.mark.skipif(not VLLM, reason="no vLLM here: make test-servers")
-TOML = """\
-[campaign]
-seeds = {seeds}
-max_steps = {steps}
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-{more}
-[model]
-model = "tiny-reasoner"
-lora_rank = 16
-[reward]
-type = "match"
-[training]
-batch_size = {batch}
-group_size = {batch}
-max_tokens = {max_tokens}
-lr = {lr}
-eval_every = 0
-save_every = 2
-[evaluation]
-problems = {problems}
-[squeeze]
-enabled = false
-"""
-SERVED = """\
-[[campaign.conditions]]
-advantage_mode = "maxrl"
-transform_mode = "none"
-[inference]
-engine = "vllm"
-patience_s = 600.0
-"""
-DISTILLED = '[distillation]\nteacher = "base"\nreward_weight = 1.0\n'
 
 
 @contextmanager
@@ -128,6 +96,16 @@ def engine(base, server, tmp_path):
     made.close()
 
 
+def written(path: Path, training: dict[str, float], conditions: list[str], problems: int = 0, *, seeds: list[int],
+            max_steps: int, **sections: dict[str, object]) -> Path:  # fmt: skip
+    """Write a campaign that learns arithmetic with these advantage modes."""
+    sections |= {"model": {"model": "tiny-reasoner", "lora_rank": 16}, "reward": {"type": "match"}}
+    sections |= {"training": {"eval_every": 0, "save_every": 2, **training}, "evaluation": {"problems": problems}}
+    head = campaign_head(*((mode, "none") for mode in conditions), seeds=seeds, max_steps=max_steps)
+    path.write_text(head + document(sections | {"squeeze": {"enabled": False}}))
+    return path
+
+
 def names_at(url: str) -> list[str]:
     return [each["id"] for each in httpx.get(f"{url}/v1/models").json()["data"] if each["parent"]]
 
@@ -163,10 +141,11 @@ def test_an_adapter_teaches_one_question_at_a_time(base, lanes, engine, server):
 def test_students_learn_from_a_teacher_behind_it_as_from_the_model_itself(tmp_path, teaching):
     """Paid for answers too, so that students leave the teacher and are pulled back."""
     learned = []
-    for place, keys in (("here", ""), ("there", f'url = "{teaching}"\n')):
-        sizes = {"seeds": [1, 2], "steps": 4, "problems": 0, "batch": 4, "max_tokens": 60, "lr": 1e-2}
-        (tmp_path / f"{place}.toml").write_text(TOML.format(more=DISTILLED + keys, **sizes))
-        train(tmp_path / f"{place}.toml", tmp_path / place)
+    for place, keys in (("here", {}), ("there", {"url": teaching})):
+        teacher = {"teacher": "base", "reward_weight": 1.0, **keys}
+        training = {"batch_size": 4, "group_size": 4, "max_tokens": 60, "lr": 1e-2}
+        file = written(tmp_path / f"{place}.toml", training, ["grpo"], seeds=[1, 2], max_steps=4, distillation=teacher)
+        train(file, tmp_path / place)
         rows = [row for own in rows_of(tmp_path / place).values() for row in own]
         learned.append([row["distillation/reverse_kl"] for row in rows])
     assert len(learned[0]) == 2 * 4
@@ -184,7 +163,7 @@ def test_versions_are_swapped_and_none_is_mistaken_for_another(base, lanes, engi
         part = slice(2 * version, 2 * version + 2)
         assert apart(base, lanes, each, asked[part], groups[part]) < 1e-4
         assert apart(base, lanes, own[version - 1], asked[part], groups[part]) > 1e-2
-    assert ids(engine.sample(asked)) == ids(groups)
+    assert tokens(engine.sample(asked)) == tokens(groups)
     assert len(names_at(server)) == 4
     for ref in refs:
         engine.retire(ref)
@@ -200,14 +179,14 @@ def test_the_canary_passes(base, lanes, engine):
 def test_what_is_sampled_does_not_depend_on_the_batch(lanes, engine):
     ref = publish(engine, weights(lanes, 1, 16, 32.0, 0.03))
     asked = requests(ref, 4, 4, max_tokens=24)
-    assert ids(engine.sample(asked, max_rows=1)) == ids(engine.sample(asked))
+    assert tokens(engine.sample(asked, max_rows=1)) == tokens(engine.sample(asked))
 
 
-def file_of(tmp_path: Path, server: str, steps: int, problems: int = 0) -> Path:
-    path = tmp_path / "served.toml"
-    sizes = {"seeds": [1], "steps": steps, "problems": problems, "batch": 8, "max_tokens": 80, "lr": 2e-3}
-    path.write_text(TOML.format(more=SERVED + server, **sizes))
-    return path
+def file_of(tmp_path: Path, server: dict[str, str], steps: int, problems: int = 0) -> Path:
+    training = {"batch_size": 8, "group_size": 8, "max_tokens": 80, "lr": 2e-3}
+    inference = {"engine": "vllm", "patience_s": 600.0, **server}
+    head = {"seeds": [1], "max_steps": steps, "inference": inference}
+    return written(tmp_path / "served.toml", training, ["grpo", "maxrl"], problems, **head)
 
 
 def mismatches(directory: Path) -> list[float]:
@@ -216,7 +195,7 @@ def mismatches(directory: Path) -> list[float]:
 
 @real
 def test_two_lanes_learn_arithmetic(tmp_path, server):
-    path = file_of(tmp_path, f'url = "{server}"', 30, 128)
+    path = file_of(tmp_path, {"url": server}, 30, 128)
     train(path, tmp_path / "out")
     assert len(mismatches(tmp_path / "out")) == 60
     assert max(mismatches(tmp_path / "out")) < 1e-4
@@ -230,7 +209,7 @@ def test_two_lanes_learn_arithmetic(tmp_path, server):
 def test_two_conditions_and_two_seeds_end_in_a_report(tmp_path, server, behind):
     """Four adapters in one server; where rollouts may be behind, it samples while the update goes on."""
     sets = ["campaign.seeds=[1, 2]", f"training.max_off_policy_steps={behind}", "algorithm.correction='tis'"]
-    path = file_of(tmp_path, f'url = "{server}"', 4, 16)
+    path = file_of(tmp_path, {"url": server}, 4, 16)
     train(path, tmp_path / "out", *sets, "training.max_tokens=40")
     assert names_at(server) == []
     rows = rows_of(tmp_path / "out")
@@ -259,7 +238,7 @@ LAUNCHES = {"standin": SERVE, "vllm": COMMAND}
 @real
 @pytest.mark.parametrize("kind", list(LAUNCHES))
 def test_a_server_that_is_killed_in_the_middle_of_a_step(tmp_path, kind):
-    path = file_of(tmp_path, f"launch = '{LAUNCHES[kind]}'", 4)
+    path = file_of(tmp_path, {"launch": LAUNCHES[kind]}, 4)
     undisturbed = tmp_path / "undisturbed"
     train(path, undisturbed)
     told = kill_in_the_middle(tmp_path / "out/server.json")
@@ -283,7 +262,7 @@ def test_two_workers_share_two_servers(tmp_path, executor):
         if executor == "ray":
             nodes = stack.enter_context(cluster_of({"num_cpus": 2}, {"num_cpus": 2}))
             sets.append(f"ray.address={nodes.address}")
-        train(file_of(tmp_path, f"launch = '{command}'", 3), out, *sets, observer=told)
+        train(file_of(tmp_path, {"launch": command}, 3), out, *sets, observer=told)
     assert any("has died (signal 9) and is started again" in line for line in told.messages)
     assert len(mismatches(out)) == 12
     assert max(mismatches(out)) < 1e-4
@@ -293,7 +272,7 @@ def test_two_workers_share_two_servers(tmp_path, executor):
 
 @real
 def test_a_stopped_campaign_goes_on(tmp_path, server):
-    path = file_of(tmp_path, f'url = "{server}"', 4)
+    path = file_of(tmp_path, {"url": server}, 4)
     train(path, tmp_path / "out", observer=StopAfter(4), status=130)
     continue_training(tmp_path / "out")
     assert len(mismatches(tmp_path / "out")) == 8

@@ -62,8 +62,7 @@ def texts(events: Iterable[Any]) -> list[str]:
 
 
 class SlurmStandin:
-    """The commands of a Slurm with one machine, in ``environment`` for those who are to find them; ``close`` ends all
-    that runs there."""
+    """The commands of a Slurm with one machine, found through ``environment``; ``close`` ends all that runs there."""
 
     def __init__(self, folder: Path):
         self.home, programs = folder / "standin", folder / "bin"

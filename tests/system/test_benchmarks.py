@@ -58,15 +58,12 @@ def test_maxrl_digits_prints_its_tables_and_orders_the_methods(script):
 # -- speed ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("step", ["--only", "ours,limit"], "the limit (bar ≤ 1.15)"),
-        ("turns", ["--threads=1"], "read again"),
-        ("update", ["--only", "plain,rounded"], "| limit in bfloat16 |"),
-        ("ui", [], "the server's memory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), [
+    ("step", ["--only", "ours,limit"], "the limit (bar ≤ 1.15)"),
+    ("turns", ["--threads=1"], "read again"),
+    ("update", ["--only", "plain,rounded"], "| limit in bfloat16 |"),
+    ("ui", [], "the server's memory"),
+])  # fmt: skip
 def test_a_benchmark_prints_its_table_after_equal_work(script, models, name, options, says):
     out, found = script(name, *options, "--models", models)
     assert says in out

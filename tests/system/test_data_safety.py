@@ -1,5 +1,4 @@
-"""What is never lost: a process writes only the directory that is its own, a refused command changes nothing, and
-missing records are named instead of being replaced."""
+"""A process writes only its own directory, a refused command changes nothing, missing records are named."""
 
 import json
 import os
@@ -46,8 +45,7 @@ def single(folder: Path, model: Path, steps: int = 4, rewards: str = "toyrewards
 
 
 def has_recorded(run: Path, step: int) -> bool:
-    """Whether everything about a step of an even number is on the disk: the index of pages, which is written last, and
-    the checkpoint before it, which is written beside the step."""
+    """Whether a step's index of pages, written last, and the checkpoint before it are on the disk."""
     pages = [row["iteration"] for row in read_jsonl(run / "iterations.jsonl") if row["split"] == "train"]
     return step in pages and step in [row["batch"] for row in read_jsonl(run / "checkpoints.jsonl")]
 

@@ -63,8 +63,7 @@ def test_accepted_changes_reach_a_job_that_has_found_them(tmp_path, model):
 
 
 class Player:
-    """An executor that puts runs on the disk and analyses nothing; jobs end last first. The first ``dies`` jobs lose
-    their worker."""
+    """Puts runs on the disk and analyses nothing; jobs end last first, and the first ``dies`` lose their worker."""
 
     slots = 3
 

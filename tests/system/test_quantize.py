@@ -176,8 +176,7 @@ def test_k3_tells_how_far_a_badly_quantised_base_is(toy, tmp_path):
 
 
 def test_answers_that_measure_the_difference_end_with_an_end_token(toy, tmp_path):
-    """Every token ends an answer here, so that each question is answered by one token and no text behind the end of an
-    answer is measured."""
+    """Every token ends an answer here: one token answers a question, and no text behind it is measured."""
     path = shutil.copytree(toy, tmp_path / "model")
     ends = list(range(read_json(path / "config.json")["vocab_size"]))
     for name in ("config.json", "generation_config.json"):

@@ -1,5 +1,4 @@
-"""Servers that are started here and that several workers share: who keeps them alive, and what an engine does when they
-come, go and move."""
+"""Servers that are started here and shared by workers: who keeps them alive, and what engines do meanwhile."""
 
 import subprocess
 import sys

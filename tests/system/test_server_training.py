@@ -133,8 +133,7 @@ def test_a_server_that_computes_otherwise_is_found_out(tmp_path, model, server):
 
 
 def test_the_mismatch_of_sampler_and_trainer_is_half_the_mean_square(tmp_path, model, server):
-    """A difference of 0.01 nats per token is half of the limit in fp32 and is not reported; one of 0.1 nats is reported
-    as 0.005 nats²."""
+    """0.01 nats per token are half of the limit in fp32 and not reported; 0.1 nats are reported as 0.005 nats²."""
 
     def lower(step: int) -> None:
         server.always = with_logprobs(lambda logprob, noise: logprob - (0.01, 0.1, 0.0)[step])

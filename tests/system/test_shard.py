@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from helpers.campaigns import Heard, StopAfter, campaign, contents, continue_training, train
+from helpers.models import campaign_head
 from helpers.servers import StandIn
 
 from retrain.campaign.controller import execute
@@ -25,35 +26,13 @@ from retrain.files import read_json, read_jsonl
 from retrain.records.observer import NullObserver
 from tests.system.clusters import ranks_of
 
-TOML = """
-[campaign]
-seeds = [1]
-max_steps = 5
-lanes = 2
-[[campaign.conditions]]
-advantage_mode = "grpo"
-transform_mode = "none"
-kl_coef = 0.01
-[[campaign.conditions]]
-advantage_mode = "gae"
-transform_mode = "none"
-num_iterations = 2
-critic = { lora_rank = 2 }
-[model]
-lora_rank = 4
-[training]
-batch_size = 8
-group_size = 8
-max_tokens = 16
-lr = 0.002
-save_every = 1
-eval_every = 1
-micro_batch_tokens = 400
-[evaluation]
-problems = 40
-[squeeze]
-enabled = false
-"""
+TOML = (
+    campaign_head(("grpo", "none"), seeds=[1], max_steps=5, lanes=2) + "kl_coef = 0.01\n"
+    '[[campaign.conditions]]\nadvantage_mode = "gae"\ntransform_mode = "none"\nnum_iterations = 2\n'
+    "critic = { lora_rank = 2 }\n[model]\nlora_rank = 4\n[training]\nbatch_size = 8\ngroup_size = 8\nmax_tokens = 16\n"
+    "lr = 0.002\nsave_every = 1\neval_every = 1\nmicro_batch_tokens = 400\n"
+    "[evaluation]\nproblems = 40\n[squeeze]\nenabled = false\n"
+)
 """Two lanes, one with a reference model, one with a critic and several updates; 128 rollouts a step, which decode in
 several pieces, and more micro-batches than ranks."""
 EQUAL = 1e-4
@@ -87,8 +66,7 @@ def trained(out: Path, *sets: str) -> dict[str, Any]:
 
 
 def distance(one: Any, other: Any) -> float:
-    """The largest relative difference of numbers at the same place, infinite where anything else differs; of tensors
-    that of their norms."""
+    """The largest relative difference of numbers, or of norms of tensors; infinite where anything else differs."""
     if isinstance(one, np.ndarray):
         return 0.0 if np.array_equal(one, other) else float(np.linalg.norm(one - other) / np.linalg.norm(other))
     if isinstance(one, tuple) and len(one) == 2 and isinstance(one[1], bytes):

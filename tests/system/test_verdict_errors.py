@@ -22,19 +22,16 @@ def share_found():
     del sys.modules["verdict_errors"]
 
 
-@pytest.mark.parametrize(
-    ("results", "conditions", "seeds", "least"),
-    [
-        ("normal", 1, 10, 0.035),
-        ("noisy_baseline", 3, 8, 0.02),
-        ("heavy_tails", 5, 8, 0.025),
-        ("skew", 2, 10, 0.03),
-        ("collapsing", 3, 10, 0.03),
-        ("half_take_off", 1, 8, 0.03),  # with 8 conditions the rule is conservative there: about 1 %
-        ("normal", 11, 10, 0.03),
-        ("collapsing", 16, 10, 0.03),
-    ],
-)
+@pytest.mark.parametrize(("results", "conditions", "seeds", "least"), [
+    ("normal", 1, 10, 0.035),
+    ("noisy_baseline", 3, 8, 0.02),
+    ("heavy_tails", 5, 8, 0.025),
+    ("skew", 2, 10, 0.03),
+    ("collapsing", 3, 10, 0.03),
+    ("half_take_off", 1, 8, 0.03),  # with 8 conditions the rule is conservative there: about 1 %
+    ("normal", 11, 10, 0.03),
+    ("collapsing", 16, 10, 0.03),
+])  # fmt: skip
 def test_finds_a_difference_in_at_most_one_of_twenty(share_found, results, conditions, seeds, least) -> None:
     assert least < share_found(results, conditions, seeds, CAMPAIGNS) < LIMIT
 

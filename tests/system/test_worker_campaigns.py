@@ -1,5 +1,4 @@
-"""Campaigns that workers train, as processes, jobs of Slurm and actors of Ray: the same bytes as in one process, also
-after deaths, stops and a change of executor."""
+"""Workers train the same bytes as one process, also after deaths, stops and a change of executor."""
 
 import os
 import signal
@@ -201,8 +200,7 @@ def test_the_interim_analysis_decides_the_same_in_workers(tmp_path, world):
 
 @pytest.mark.parametrize("command", ["scancel --signal=USR1", "scontrol requeue"])
 def test_a_worker_that_slurm_preempts_goes_on_from_its_step(tmp_path, world, whole, standin, impatient_slurm, command):
-    """Before its time limit SIGUSR1 to all processes of the job, as Slurm may send it; or SIGTERM and SIGKILL, after
-    which Slurm has the job wait again."""
+    """SIGUSR1 before the time limit; or SIGTERM and SIGKILL, after which the job waits again."""
     out, tasks = tmp_path / "out", []
 
     def preempt(spec, count):

@@ -54,14 +54,11 @@ def test_jobs_go_to_as_many_workers_as_there_are_and_those_are_kept(out, stub_wo
     eventually(lambda: {process_start(pid) for pid in first} == {None})
 
 
-@pytest.mark.parametrize(
-    ("run", "says"),
-    [
-        ("once-die", "was ended by SIGKILL, as when memory runs out"),
-        ("once-exit", "ended with exit status 7"),
-        ("once-lost", "CUDA error: an illegal memory access was encountered"),
-    ],
-)
+@pytest.mark.parametrize(("run", "says"), [
+    ("once-die", "was ended by SIGKILL, as when memory runs out"),
+    ("once-exit", "ended with exit status 7"),
+    ("once-lost", "CUDA error: an illegal memory access was encountered"),
+])  # fmt: skip
 def test_a_worker_that_dies_ends_its_job_and_is_replaced(out, stub_workers, executor, run, says):
     workers = stub_workers(executor)
     first, second = workers.submit(job(out, run)), workers.submit(job(out, "b"))
@@ -149,22 +146,16 @@ def test_cohorts_have_parts_of_a_gpu_or_several(slots):
     assert slots(5, "cpu", 2, ranks=3) == [("cpu", "", 4, 0.5)] * 2
 
 
-@pytest.mark.parametrize(
-    ("count", "asked", "says"),
-    [
-        (2, {"devices": "gpu:0-3"}, "devices has gpu:2: this machine shows 2 GPUs"),
-        (2, {"devices": "all", "workers": 3}, r"workers = 3, and .* means 2 GPUs: .*type --workers 2"),
-        (0, {"devices": "all"}, 'devices = "all": this machine shows no GPU'),
-        (2, {"devices": "all", "workers": 5, "gpus_per_cohort": 0.5}, r"a GPU has 2 workers .*; type --workers 4"),
-        (0, {"devices": "auto", "gpus_per_cohort": 0.5}, r"gpus_per_cohort = 0.5 has no effect: .* no GPU"),
-        (
-            5,
-            {"devices": "all", "workers": 3, "ranks": "auto", "gpus_per_cohort": 2},
-            r"workers = 3, and .* means 5 GPUs: a worker has 2 of them; type --workers 2",
-        ),
-        (5, {"devices": "all", "ranks": "auto", "gpus_per_cohort": 8}, r"each worker has 8 GPUs .* means 5 GPUs; type"),
-    ],
-)
+@pytest.mark.parametrize(("count", "asked", "says"), [
+    (2, {"devices": "gpu:0-3"}, "devices has gpu:2: this machine shows 2 GPUs"),
+    (2, {"devices": "all", "workers": 3}, r"workers = 3, and .* means 2 GPUs: .*type --workers 2"),
+    (0, {"devices": "all"}, 'devices = "all": this machine shows no GPU'),
+    (2, {"devices": "all", "workers": 5, "gpus_per_cohort": 0.5}, r"a GPU has 2 workers .*; type --workers 4"),
+    (0, {"devices": "auto", "gpus_per_cohort": 0.5}, r"gpus_per_cohort = 0.5 has no effect: .* no GPU"),
+    (5, {"devices": "all", "workers": 3, "ranks": "auto", "gpus_per_cohort": 2},
+     r"workers = 3, and .* means 5 GPUs: a worker has 2 of them; type --workers 2"),
+    (5, {"devices": "all", "ranks": "auto", "gpus_per_cohort": 8}, r"each worker has 8 GPUs .* means 5 GPUs; type"),
+])  # fmt: skip
 def test_devices_that_are_not_there(slots, count, asked, says):
     with pytest.raises(UsageError, match=says):
         slots(count, **asked)

@@ -86,11 +86,8 @@ def test_a_chart_reads_out_the_steps_own_value_and_the_smoothed_one(kit):
         kit.page.get_by_role("button", name="CSV").click()
     with open(saved.value.path()) as file:
         assert file.read().splitlines() == [
-            "step,grpo raw,grpo,maxrl",
-            "0,0,0.1,0.4",
-            "1,0.5,0.2,0.3",
-            "2,0.25,0.3,0.2",
-        ]
+            "step,grpo raw,grpo,maxrl", "0,0,0.1,0.4", "1,0.5,0.2,0.3", "2,0.25,0.3,0.2",
+        ]  # fmt: skip
     kit.page.get_by_label("save this chart").click()
     kit.page.get_by_role("button", name="copy as PNG").click()
     kit.until("document.getElementById('toast').textContent === 'Picture copied'", "the picture in the clipboard")
@@ -107,16 +104,13 @@ def test_a_chart_says_that_it_reads_is_empty_or_has_failed(kit):
         assert words in kit.text(".plot")
 
 
-@pytest.mark.parametrize(
-    ("kind", "ticks", "texts"),
-    [
-        ("step", [0, 1, 2], ["0", "1", "2"]),
-        ("step", [10_000, 10_500, 11_000], ["10.0k", "10.5k", "11.0k"]),
-        ("step", [100_000, 100_200, 100_400], ["100000", "100200", "100400"]),
-        ("tokens", [1_000_000, 1_020_000, 1_040_000], ["1000000", "1020000", "1040000"]),
-        ("wall", [90_000, 91_800, 93_600], ["1 d 1 h", "", "1 d 2 h"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "ticks", "texts"), [
+    ("step", [0, 1, 2], ["0", "1", "2"]),
+    ("step", [10_000, 10_500, 11_000], ["10.0k", "10.5k", "11.0k"]),
+    ("step", [100_000, 100_200, 100_400], ["100000", "100200", "100400"]),
+    ("tokens", [1_000_000, 1_020_000, 1_040_000], ["1000000", "1020000", "1040000"]),
+    ("wall", [90_000, 91_800, 93_600], ["1 d 1 h", "", "1 d 2 h"]),
+])  # fmt: skip
 def test_ticks_of_an_axis_do_not_repeat(kit, kind, ticks, texts):
     assert kit.page.evaluate("([kind, ticks]) => kit.xTexts(kind, ticks)", [kind, ticks]) == texts
 

@@ -72,10 +72,8 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
     for name, colour in groups.items():
         by_rate[name.partition(" ·")[0]].add(colour)
     assert {name: len(colours) for name, colours in by_rate.items()} == {
-        "lr 0.00001": 1,
-        "lr 0.0003": 1,
-        "lr not set": 1,
-    }
+        "lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1,
+    }  # fmt: skip
     assert len(set(groups.values())) == 3
     dashes = page.page.locator(".legend button line").evaluate_all(
         "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"

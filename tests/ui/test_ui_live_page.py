@@ -140,16 +140,11 @@ STEP_6 = {
     "notes/two": f"{TEXT}.includes('about number 6')",
 }  # fmt: skip
 
-
 FIRST_STEP = {
-    "campaign/two": ".chartcard .readout b",
-    "metrics/two?keys=mean_reward": ".chartcard .readout .at",
-    "problems/two": ".matrixtable",
-    "prompt/two": ".sides .message",
-    "rollouts/two": "tr[data-key]",
-    "tokens/two": ".t",
+    "campaign/two": ".chartcard .readout b", "metrics/two?keys=mean_reward": ".chartcard .readout .at",
+    "problems/two": ".matrixtable", "prompt/two": ".sides .message", "rollouts/two": "tr[data-key]", "tokens/two": ".t",
     "lora/two": ".matrix",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("view", STEP_6)

@@ -13,8 +13,7 @@ ENDS = 10
 
 
 def solved(label, seed):
-    """Return what a run solves before and after training: under "worse" the first problem falls in every seed, the
-    second in one."""
+    """Return what a run solves before and after: the first problem falls in every seed, the second in one."""
     before = dict.fromkeys(PROBLEMS, 1.0)
     after = before | ({"falls": 0.0, "dips": float(seed > 1)} if label == "worse" else {})
     return {0: before, 6: before, ENDS: after}

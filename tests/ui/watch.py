@@ -41,8 +41,7 @@ SEEN = """() => {
 
 
 class Watched:
-    """A page with what went wrong in it: errors and warnings of the console and of scripts, requests that failed or
-    went elsewhere, dialogs. ``base`` is the server's address."""
+    """A page at ``base`` with its errors, warnings, dialogs, and requests that failed or went elsewhere."""
 
     def __init__(self, page: Any, base: str):
         self.page, self.base = page, base

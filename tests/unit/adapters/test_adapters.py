@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers.lanes import local_policy, save_adapter, trained
+from helpers.lanes import save_adapter, trained
 
 from retrain.adapters.provenance import provenance
 from retrain.adapters.sources import sources
@@ -9,7 +9,6 @@ from retrain.errors import ModelError
 from retrain.files import read_json, write_json
 from retrain.policy.adapter_io import read_adapter
 from retrain.policy.base import load_base
-from retrain.policy.local import LocalPolicy
 from retrain.policy.lora import Lanes
 
 IDS = torch.tensor([[5, 9, 17, 33, 8], [7, 7, 12, 80, 3]])
@@ -42,15 +41,12 @@ def test_a_new_adapter_is_the_base_and_a_function_of_the_seed(base, lanes):
         assert torch.equal(lane_logits(base, lanes, one), base.model(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize(
-    ("targets", "told"),
-    [
-        (["query", "q_proj"], r'"query", which is no linear layer .*q_proj, up_proj.*: target_modules = \["q_proj"\]'),
-        (["lm_head"], 'names "lm_head", the output layer, which gets no adapter: target_modules = "all-linear"'),
-        (["embed_tokens"], 'names "embed_tokens", which is no linear layer'),
-        (["q_proj", "norm", "roj"], '"norm", which is no linear layer(.|\n)*"roj"'),
-    ],
-)
+@pytest.mark.parametrize(("targets", "told"), [
+    (["query", "q_proj"], r'"query", which is no linear layer .*q_proj, up_proj.*: target_modules = \["q_proj"\]'),
+    (["lm_head"], 'names "lm_head", the output layer, which gets no adapter: target_modules = "all-linear"'),
+    (["embed_tokens"], 'names "embed_tokens", which is no linear layer'),
+    (["q_proj", "norm", "roj"], '"norm", which is no linear layer(.|\n)*"roj"'),
+])  # fmt: skip
 def test_targets_that_mean_no_layer_are_refused(base, targets, told):
     with pytest.raises(ModelError, match=told):
         Lanes(base, targets)
@@ -71,31 +67,8 @@ def test_saved_and_read_back(base, lanes, tmp_path):
         lanes.new_adapter(5, 8.0).load(stored.tensors)
 
 
-def stepped(policy: LocalPolicy, times: int) -> None:
-    for i in range(times):
-        policy.adapter.flat.grad.copy_(torch.sin(torch.arange(len(policy.adapter.flat)) * (i + 1.0)))
-        policy.optimizer.step()
-
-
-def test_a_snapshot_does_not_change_while_training_goes_on(base, lanes):
-    """It is written by a thread, or sampled with, during the next step: nothing in it may be the live weights."""
-    policy = local_policy(base, lanes)
-    policy.adapter.load(trained(lanes, 0).tensors())
-    stepped(policy, 1)
-    taken = policy.snapshot(resumable=True)
-    before = {name: (a.clone(), b.clone()) for name, (a, b) in taken.weights.tensors().items()}
-    moments = {name: tensor.clone() for name, tensor in taken.optimizer.items()}
-    assert set(moments) == {"step", "exp_avg", "exp_avg_sq"}
-    stepped(policy, 2)
-    assert not all(torch.equal(now[0], before[name][0]) for name, now in policy.adapter.tensors().items())
-    assert all(torch.equal(a, before[name][0]) and torch.equal(b, before[name][1])
-               for name, (a, b) in taken.weights.tensors().items())  # fmt: skip
-    assert all(torch.equal(tensor, moments[name]) for name, tensor in taken.optimizer.items())
-
-
 def test_the_base_that_is_recorded_is_found_by_peft_and_from_everywhere(tmp_path, monkeypatch):
-    """The bundled model by its path here, also where an earlier release or another machine has written the adapter; a
-    directory by its absolute path; a name of the hub as it is."""
+    """The bundled model and a directory by their paths here, a name of the hub as it is."""
     from peft import AutoPeftModelForCausalLM
 
     monkeypatch.chdir(tmp_path)

@@ -37,12 +37,9 @@ def test_compression_is_the_truncation_of_every_module(tmp_path, rslora):
     tensors["model.embed.lora_embedding_A"] = torch.randn(4, 11, generator=generator)
     tensors["model.embed.lora_embedding_B"] = torch.randn(6, 4, generator=generator)
     source = adapter(
-        tmp_path / "source",
-        tensors,
-        use_rslora=rslora,
-        rank_pattern={"v_proj": 2},
+        tmp_path / "source", tensors, use_rslora=rslora, rank_pattern={"v_proj": 2},
         alpha_pattern={r"0\.[qv]_proj": 2.0},
-    )
+    )  # fmt: skip
     compress_adapter(source, 3, tmp_path / "small")
     with AdapterFile(source) as before, AdapterFile(tmp_path / "small") as after:
         assert before.scales["model.layers.0.q_proj"] == pytest.approx(2.0 / (2 if rslora else 4))

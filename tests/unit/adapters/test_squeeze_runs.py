@@ -35,8 +35,7 @@ def annealed(folder: Path, model: Path, stages: list[list[int]]) -> Path:
     return written(folder, model, lora={"anneal": stages}, training={"max_steps": 4, "save_every": 1})
 
 
-def squeeze(*arguments: str | Path):
-    return run_cli("squeeze", *arguments)
+squeeze = partial(run_cli, "squeeze")
 
 
 def test_an_annealed_run_ends_at_its_last_rank_and_resumes_exactly(model, tmp_path):
@@ -100,8 +99,7 @@ def test_every_condition_has_an_analysis_of_its_own(home):
 
 
 def test_what_a_killed_process_left_out_is_made_up_for(home, tmp_path):
-    """What it verified is not sampled again; also where the first analysis does not say whose it is, as those of
-    earlier releases."""
+    """What it verified is not sampled again, nor a first analysis that names no run, as in earlier releases."""
     out = shutil.copytree(home, tmp_path / "out")
     before = read_json(out / "manifest.json")
     rows = before.pop("squeezes")["maxrl+none"]["rows"]

@@ -103,14 +103,11 @@ def test_whitening_is_the_masked_token_moments(rows):
     assert float(white.repeat_interleave(counts).square().mean()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("mode", "rewards", "message"),
-    [
-        ("rloo", [0.5], "rloo compares with the other completions of the group: it needs group_size >= 2, got 1"),
-        ("maxrl", [0.0, 1.5, -2.0], "maxrl is defined for rewards in [0, 1]: got 1.5"),
-        ("maxrl", [0.0, -2.0], "maxrl is defined for rewards in [0, 1]: got -2"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "rewards", "message"), [
+    ("rloo", [0.5], "rloo compares with the other completions of the group: it needs group_size >= 2, got 1"),
+    ("maxrl", [0.0, 1.5, -2.0], "maxrl is defined for rewards in [0, 1]: got 1.5"),
+    ("maxrl", [0.0, -2.0], "maxrl is defined for rewards in [0, 1]: got -2"),
+])  # fmt: skip
 def test_rewards_for_which_a_mode_is_not_defined(mode, rewards, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         GROUP_ADVANTAGES[mode](torch.tensor(rewards))

@@ -14,18 +14,7 @@ from retrain.algorithms.credit.sepa_pooling import correct_rate
 from retrain.errors import RunFailed
 from retrain.files import dumps
 from retrain.policy.base import BaseModel
-from retrain.types import (
-    MAX_STALENESS,
-    Action,
-    CreditedBatch,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Scores,
-    Turn,
-    single_turn,
-)
+from retrain.types import MAX_STALENESS, Action, CreditedBatch, Problem, Prompt, RewardResult, Scores, Turn, single_turn
 
 TEXTS = ["so x = 4", "wait let me check so x", "notice that x = 4"]
 
@@ -77,7 +66,7 @@ def test_a_reward_that_the_mode_is_not_defined_for_names_the_reward(base, reward
 def test_every_transform_mode_and_an_answer_without_tokens(base, mode):
     one = group(base, [1.0, 0.0, 1.0, 0.0], [*TEXTS, ""])
     empty = Turn(one.prompt.token_ids, Action([], "", np.zeros(0), np.zeros(0), "stop"))
-    one = Group(one.prompt, (*one.rollouts[:3], replace(one.rollouts[3], turns=(empty,))))
+    one = replace(one, rollouts=(*one.rollouts[:3], replace(one.rollouts[3], turns=(empty,))))
     batch = credit([one], {"algorithm": {"transform_mode": mode}}, base.text)
     assert batch.denominators.sequences == 3
     assert len(batch.trained) == 4
@@ -105,8 +94,7 @@ def test_whitening_weighs_every_graded_completion_by_its_tokens(base):
 
 @pytest.mark.parametrize("keys", [{}, {"discard_group_zero_advantage": False}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}])
 def test_denominators_count_skipped_groups(base, keys):
-    """A group without signal stays in the count that the loss is divided by, whether it trains or not; it trains where
-    the loss has another term or it is not to be discarded."""
+    """A group without signal counts in the divisor; it trains where the loss has another term or it is kept."""
     groups = [group(base, [1.0, 0.0]), group(base, [0.0, 0.0]), group(base, [None, 1.0]), group(base, [None, None])]
     batch = credit(groups, {"algorithm": keys})
     without = None if keys else "zero_advantage"
@@ -121,8 +109,7 @@ def test_denominators_count_skipped_groups(base, keys):
 
 @pytest.mark.parametrize("change", [{}, {"kl_coef": 0.1}, {"discard_group_zero_advantage": False}])
 def test_gtpo_paper_decides_by_itself_which_groups_have_signal(base, change):
-    """It goes by what is correct: equal rewards of right and wrong answers train, unequal ones of right ones do not,
-    unless groups without signal are trained on too."""
+    """A group has signal if right and wrong answers are in it, whatever their rewards."""
     equal = group(base, [RewardResult(0.5, correct=True), RewardResult(0.5, correct=False)])
     right = group(base, [0.6, 1.0])
     assert discarded(compare([equal, right], "grpo")) == ["zero_advantage", None]
@@ -142,7 +129,7 @@ def test_no_phrase_spans_two_turns(base):
         replace(rollout, turns=(*rollout.turns, Turn((9, 9), completion(base, text))))
         for rollout, text in zip(one.rollouts, texts, strict=True)
     ]
-    batch = batch_of([Group(one.prompt, tuple(rollouts))])
+    batch = batch_of([replace(one, rollouts=tuple(rollouts))])
     first, second = apply(batch, PlanningTokens(RegexDetector(), base.text)).rollouts
     assert len(first.planning_T) == len(first)
     assert not first.planning_T.any()
@@ -168,8 +155,7 @@ def test_the_gate_counts_every_rollout_that_was_sampled(base):
 
 
 def test_an_algorithm_goes_on_from_its_state(base):
-    """The state before each step, through JSON as a checkpoint keeps it, in an algorithm that saw nothing else. What a
-    batch shows counts from the next step on."""
+    """From the state before each step, through JSON. What a batch shows counts from the next step on."""
     whole, steps = sepa(base), list(batches(base))
     states, metrics = [], []
     for step, batch in steps:

@@ -17,20 +17,12 @@ def correction_weights(correction, old, sampler, mask):
     return torch.where(mask, correction.weights(correction.ratio(old, sampler, mask)), 0.0)
 
 
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
-        (Correction("tis", high=2.0), [1.5, 0.4, 2.0]),
-        (Correction("mis", high=2.0), [1.5, 0.4, 0.0]),
-        (Correction("icepop", 0.5, 2.0), [1.5, 0.0, 0.0]),
-        (Correction("decoupled"), [1.5, 0.4, 2.5]),
-        (Correction("seq_tis", high=2.0), [1.5, 1.5, 1.5]),
-        (Correction("seq_mis", high=2.0), [1.5, 1.5, 1.5]),
-        (Correction("seq_tis", high=1.2), [1.2, 1.2, 1.2]),
-        (Correction("seq_mis", high=1.2), [0.0, 0.0, 0.0]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("correction", "expected"), [
+    (Correction("tis", high=2.0), [1.5, 0.4, 2.0]), (Correction("mis", high=2.0), [1.5, 0.4, 0.0]),
+    (Correction("icepop", 0.5, 2.0), [1.5, 0.0, 0.0]), (Correction("decoupled"), [1.5, 0.4, 2.5]),
+    (Correction("seq_tis", high=2.0), [1.5, 1.5, 1.5]), (Correction("seq_mis", high=2.0), [1.5, 1.5, 1.5]),
+    (Correction("seq_tis", high=1.2), [1.2, 1.2, 1.2]), (Correction("seq_mis", high=1.2), [0.0, 0.0, 0.0]),
+], ids=str)  # fmt: skip
 def test_weights_by_hand(correction, expected):
     """algorithms2 §8."""
     assert correction_weights(correction, OLD, SAMPLER, MASK).tolist()[0] == pytest.approx(expected)
@@ -71,18 +63,15 @@ def test_the_whole_product_is_unbiased_and_single_weights_are_not():
     assert abs(found["decoupled"] - truth) > 0.05
 
 
-@pytest.mark.parametrize(
-    ("kind", "low", "high", "kept"),
-    [
-        ("geometric", 0.5, 1.2, True),  # 1.144714
-        ("geometric", 0.5, 1.14, False),
-        ("geometric", 1.15, 2.0, False),
-        ("k3", 0.0, 0.3316, True),  # 0.331512
-        ("k3", 0.0, 0.3315, False),
-        ("veto", 0.39, math.inf, True),
-        ("veto", 0.41, math.inf, False),
-    ],
-)
+@pytest.mark.parametrize(("kind", "low", "high", "kept"), [
+    ("geometric", 0.5, 1.2, True),  # 1.144714
+    ("geometric", 0.5, 1.14, False),
+    ("geometric", 1.15, 2.0, False),
+    ("k3", 0.0, 0.3316, True),  # 0.331512
+    ("k3", 0.0, 0.3315, False),
+    ("veto", 0.39, math.inf, True),
+    ("veto", 0.41, math.inf, False),
+])  # fmt: skip
 def test_rejected_sequences_by_hand(kind, low, high, kept):
     assert kept_sequences(kind, OLD, SAMPLER, MASK, low, high).tolist() == [[kept]]
 

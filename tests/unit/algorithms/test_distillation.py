@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.credit import apply, batch_of, credit
+from helpers.records import completion
 
 from retrain.algorithms import ZeroAdvantage
 from retrain.algorithms.credit.teacher import distillation_advantages
 from retrain.algorithms.losses import PPO, Reinforce
 from retrain.maths.distillation import divergence, with_tail
 from retrain.policy.objective import policy_loss
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Scores, Turn
+from retrain.types import Problem, Prompt, RewardResult, Scores, single_turn
 
 F64 = torch.float64
 S, T = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([0.7, 0.2, 0.1], dtype=F64)
@@ -19,17 +20,13 @@ REVERSE_GRADIENT = torch.tensor([-0.214253, 0.094030, 0.120223], dtype=F64)
 """Of KL(S ‖ T) with respect to the student's logits."""
 
 
-def mask(*shape):
-    return torch.ones(*shape, dtype=torch.bool)
-
-
 @pytest.mark.parametrize("loss", [PPO(), Reinforce()])
 def test_the_policy_gradient_with_these_advantages_is_the_reverse_divergences(loss):
     """Of E_{y ~ S}[loss(y)] with respect to the logits, every token enumerated; the sampling has no gradient."""
     logits = S.log().requires_grad_()
     row = torch.log_softmax(logits, -1)[None]
     advantages = distillation_advantages(row, T.log()[None], 1.0)
-    per_token = policy_loss(loss, row, row.detach(), advantages, mask(1, 3))[0][0]
+    per_token = policy_loss(loss, row, row.detach(), advantages, torch.ones(1, 3, dtype=torch.bool))[0][0]
     (S * per_token).sum().backward()
     assert logits.grad is not None
     assert torch.allclose(logits.grad, REVERSE_GRADIENT, atol=1e-6)
@@ -81,11 +78,7 @@ def test_weight_and_clamp():
 
 def groups_of(*rewards_and_lengths):
     prompt = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
-    rollouts = [
-        Rollout(prompt, (Turn((1, 2), Action([7] * n, "", np.full(n, -1.0), None, "stop")),), RewardResult(reward))
-        for reward, n in rewards_and_lengths
-    ]
-    return [Group(prompt, (rollout,)) for rollout in rollouts]
+    return [single_turn(prompt, [completion(n)], [RewardResult(reward)]) for reward, n in rewards_and_lengths]
 
 
 def test_alone_a_teacher_compares_no_rewards():

@@ -30,21 +30,18 @@ S = (1.5 * 1.0 * 0.5) ** (1 / 3)
 """The sequence's ratio, 0.9086."""
 
 
-@pytest.mark.parametrize(
-    ("name", "advantages", "parameters", "loss", "slope", "clipped"),
-    [
-        ("ppo", UP, {}, [-1.2, -1.0, -0.5], [0.0, -1.0, -0.5], (0, 1)),
-        ("ppo", DOWN, {}, [1.5, 1.0, 0.8], [1.5, 1.0, 0.0], (1, 0)),
-        ("ppo", UP, {"clip_eps": 0.2, "clip_eps_high": 0.6}, [-1.5, -1.0, -0.5], [-1.5, -1.0, -0.5], (0, 0)),
-        ("ppo", [-2.0, -2.0, 2.0], {"dual_clip": 1.25}, [2.5, 2.0, -1.0], [0.0, 2.0, -1.0], (0, 0)),  # at most c·|A|
-        ("reinforce", MIXED, {}, log_ratio_weighted([1.5, 1.0, 0.5], MIXED), [-1.5, 2.0, -1.5], (0, 0)),
-        ("cispo", MIXED, {"cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
-        ("cispo", UP, {"cap": 1.0}, log_ratio_weighted([1.0, 1.0, 0.5], UP), [-1.0, -1.0, -0.5], (0, 1)),
-        ("gspo", UP, {}, [-S] * 3, [-S] * 3, (0, 0)),
-        ("gspo", DOWN, {"clip_eps": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
-        ("m2po", MIXED, {}, [-1.5, 2.0, -1.5], [-1.5, 2.0, -1.5], (0, 0)),
-    ],
-)
+@pytest.mark.parametrize(("name", "advantages", "parameters", "loss", "slope", "clipped"), [
+    ("ppo", UP, {}, [-1.2, -1.0, -0.5], [0.0, -1.0, -0.5], (0, 1)),
+    ("ppo", DOWN, {}, [1.5, 1.0, 0.8], [1.5, 1.0, 0.0], (1, 0)),
+    ("ppo", UP, {"clip_eps": 0.2, "clip_eps_high": 0.6}, [-1.5, -1.0, -0.5], [-1.5, -1.0, -0.5], (0, 0)),
+    ("ppo", [-2.0, -2.0, 2.0], {"dual_clip": 1.25}, [2.5, 2.0, -1.0], [0.0, 2.0, -1.0], (0, 0)),  # at most c·|A|
+    ("reinforce", MIXED, {}, log_ratio_weighted([1.5, 1.0, 0.5], MIXED), [-1.5, 2.0, -1.5], (0, 0)),
+    ("cispo", MIXED, {"cap": 1.25}, log_ratio_weighted([1.25, 1, 0.5], MIXED), [-1.25, 2.0, -1.5], (0, 1)),
+    ("cispo", UP, {"cap": 1.0}, log_ratio_weighted([1.0, 1.0, 0.5], UP), [-1.0, -1.0, -0.5], (0, 1)),
+    ("gspo", UP, {}, [-S] * 3, [-S] * 3, (0, 0)),
+    ("gspo", DOWN, {"clip_eps": 0.05}, [0.95] * 3, [0.0] * 3, (3, 0)),
+    ("m2po", MIXED, {}, [-1.5, 2.0, -1.5], [-1.5, 2.0, -1.5], (0, 0)),
+])  # fmt: skip
 def test_losses_by_hand(name, advantages, parameters, loss, slope, clipped):
     found, slopes, sums = loss_and_slope(name, advantages, **parameters)
     assert found == pytest.approx(loss)
@@ -162,20 +159,13 @@ def test_metrics_by_hand():
     logs = [math.log(r) for r in ratios]
     assert metrics == pytest.approx(
         {
-            "val/ratio": 1.0,
-            "val/ratio_var": 0.5 / 3,
-            "policy/approxkl_avg": sum(v * v for v in logs) / 6,
-            "policy/clipfrac_avg": 2 / 3,
-            "clip_ratio/low_mean": 1 / 3,
-            "clip_ratio/low_min": 0.0,
-            "clip_ratio/high_mean": 1 / 3,
-            "clip_ratio/high_max": 0.5,
-            "clip_ratio/region_mean": 2 / 3,
-            "kl_sample_train_v1": -sum(logs) / 3,
-            "kl_sample_train_v2": sum(v * v for v in logs) / 6,
+            "val/ratio": 1.0, "val/ratio_var": 0.5 / 3, "policy/approxkl_avg": sum(v * v for v in logs) / 6,
+            "policy/clipfrac_avg": 2 / 3, "clip_ratio/low_mean": 1 / 3, "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_mean": 1 / 3, "clip_ratio/high_max": 0.5, "clip_ratio/region_mean": 2 / 3,
+            "kl_sample_train_v1": -sum(logs) / 3, "kl_sample_train_v2": sum(v * v for v in logs) / 6,
             "kl_divergence_inference": sum(r - 1 - v for r, v in zip(ratios, logs, strict=True)) / 3,
         }
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

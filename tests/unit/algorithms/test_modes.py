@@ -12,11 +12,9 @@ from retrain.errors import ConfigError
 from retrain.policy.objective import NORMALIZERS
 
 FUNCTIONS = {
-    "advantage_mode": {**GROUP_ADVANTAGES, "gae": GaeAdvantage},
-    "transform_mode": TOKEN_CREDIT,
-    "uncertainty_kind": UNCERTAINTIES,
-    "loss": LOSSES,
-}
+    "advantage_mode": {**GROUP_ADVANTAGES, "gae": GaeAdvantage}, "transform_mode": TOKEN_CREDIT,
+    "uncertainty_kind": UNCERTAINTIES, "loss": LOSSES,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", MODES)
@@ -73,19 +71,16 @@ SEPA = {
 PLACEBO = {"algorithm": {"transform_mode": "gtpo_hicra_placebo"}, "hicra": {"alpha": 0.4}}
 
 
-@pytest.mark.parametrize(
-    ("words", "sections", "parts"),
-    [
-        (credit_formula, SEPA, ["0.25", "in 40 steps after 5 once 30% are correct", "your own mine:steps", "entropy"]),
-        (credit_formula, PLACEBO, ["0.4·|x| on as many random tokens"]),
-        (credit_text, {"algorithm": OWN}, ["your own mine:spread"]),
-        (advantage_text, {"algorithm": GAE, "critic": CRITIC}, ["γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8"]),
-        (critic_text, {"algorithm": GAE, "critic": CRITIC}, ["an adapter of its own of rank 4, lr 0.01"]),
-        (loss_text, {"training": PASSES}, ["4 passes × 2 minibatches of whole groups = 8 updates", "exceeds 0.02"]),
-        (loss_text, {"algorithm": {"tis_cap": 2.0}, "training": PASSES}, ["clipped), weighted by π_old/π_sampler"]),
-        (loss_text, {"algorithm": {**KL, "kl_in_reward": "k1"}}, ["KL to the base (k1) taken from the reward of"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "sections", "parts"), [
+    (credit_formula, SEPA, ["0.25", "in 40 steps after 5 once 30% are correct", "your own mine:steps", "entropy"]),
+    (credit_formula, PLACEBO, ["0.4·|x| on as many random tokens"]),
+    (credit_text, {"algorithm": OWN}, ["your own mine:spread"]),
+    (advantage_text, {"algorithm": GAE, "critic": CRITIC}, ["γV_(t+1) − V_t of a critic, γ = 0.9, λ = 0.8"]),
+    (critic_text, {"algorithm": GAE, "critic": CRITIC}, ["an adapter of its own of rank 4, lr 0.01"]),
+    (loss_text, {"training": PASSES}, ["4 passes × 2 minibatches of whole groups = 8 updates", "exceeds 0.02"]),
+    (loss_text, {"algorithm": {"tis_cap": 2.0}, "training": PASSES}, ["clipped), weighted by π_old/π_sampler"]),
+    (loss_text, {"algorithm": {**KL, "kl_in_reward": "k1"}}, ["KL to the base (k1) taken from the reward of"]),
+])  # fmt: skip
 def test_a_run_in_words(words, sections, parts):
     for part in parts:
         assert part in words(parse_dict(sections))

@@ -1,9 +1,7 @@
-import numpy as np
+from helpers.records import completion
 
 from retrain.rewards.overlong import METRIC, overlong_penalty, punish_overlong
-from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Turn
-
-PROMPT = Prompt(Problem("p", "?", "1"), "?", (1, 2))
+from retrain.types import Problem, Prompt, RewardResult, single_turn
 
 
 def test_the_penalty_by_hand():
@@ -14,16 +12,12 @@ def test_the_penalty_by_hand():
 
 def test_what_is_correct_stays_correct():
     answers = {
-        9: RewardResult(1.0, sample_metrics={"steps": 3.0}),
-        10: RewardResult(0.0),
-        2: RewardResult(0.9),
+        9: RewardResult(1.0, sample_metrics={"steps": 3.0}), 10: RewardResult(0.0), 2: RewardResult(0.9),
         11: RewardResult(None, error="no answer"),
-    }
-    rollouts = [
-        Rollout(PROMPT, (Turn((1, 2), Action([7] * tokens, "", np.zeros(tokens), None, "stop")),), reward)
-        for tokens, reward in answers.items()
-    ]
-    (group,) = punish_overlong([Group(PROMPT, tuple(rollouts))], longest=10, soft=4)
+    }  # fmt: skip
+    prompt = Prompt(Problem("p", "?", "1"), "?", (1, 2))
+    group = single_turn(prompt, [completion(tokens) for tokens in answers], list(answers.values()))
+    (group,) = punish_overlong([group], longest=10, soft=4)
     rewards = [rollout.reward for rollout in group.rollouts]
     assert [reward.total_reward for reward in rewards] == [0.25, -1.0, 0.9, None]
     assert [reward.is_correct for reward in rewards] == [True, False, True, False]

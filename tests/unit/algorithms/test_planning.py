@@ -41,19 +41,16 @@ def test_token_oracles():
     assert marked("ok wait let me check now") == [" wait", " let", " me", " check"]  # two phrases overlap
 
 
-@pytest.mark.parametrize(
-    ("text", "phrases"),
-    [
-        ("That’s not right", ["That’s not right"]),
-        ("that`s not right, THAT'S\nNOT RIGHT", ["that`s not right", "THAT'S\nNOT RIGHT"]),
-        ("double-check; double\u2011check", ["double-check", "double\u2011check"]),
-        ("Wait, let me see", ["Wait, let me"]),
-        ("wait. let me see", []),
-        ("the monkey is here, the keys are; the key island, breathe key is", []),
-        ("wait let me check", ["wait let me", "let me check"]),
-        ("İİİ Notice That ok", ["Notice That"]),  # whose lower case is longer
-    ],
-)
+@pytest.mark.parametrize(("text", "phrases"), [
+    ("That’s not right", ["That’s not right"]),
+    ("that`s not right, THAT'S\nNOT RIGHT", ["that`s not right", "THAT'S\nNOT RIGHT"]),
+    ("double-check; double\u2011check", ["double-check", "double\u2011check"]),
+    ("Wait, let me see", ["Wait, let me"]),
+    ("wait. let me see", []),
+    ("the monkey is here, the keys are; the key island, breathe key is", []),
+    ("wait let me check", ["wait let me", "let me check"]),
+    ("İİİ Notice That ok", ["Notice That"]),  # whose lower case is longer
+])  # fmt: skip
 def test_apostrophes_hyphens_breaks_and_words(text, phrases):
     assert found(text) == phrases
 
@@ -84,15 +81,11 @@ def test_offsets_of_split_characters():
     assert text_and_offsets([])[1].shape == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("offsets", "message"),
-    [
-        ([(0, 2, 4)], "token offsets must be (start, end) pairs"),
-        (np.zeros((2, 3), dtype=np.int64), "token offsets must have shape [T, 2]: got (2, 3)"),
-        (np.zeros(4, dtype=np.int64), "token offsets must have shape [T, 2]: got (4,)"),
-    ],
-    ids=["list", "columns", "axes"],
-)
+@pytest.mark.parametrize(("offsets", "message"), [
+    ([(0, 2, 4)], "token offsets must be (start, end) pairs"),
+    (np.zeros((2, 3), dtype=np.int64), "token offsets must have shape [T, 2]: got (2, 3)"),
+    (np.zeros(4, dtype=np.int64), "token offsets must have shape [T, 2]: got (4,)"),
+], ids=["list", "columns", "axes"])  # fmt: skip
 def test_offsets_are_pairs(offsets, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DETECTOR.token_mask("notice that", offsets)

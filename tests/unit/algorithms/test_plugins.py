@@ -71,19 +71,16 @@ def test_where_a_function_is_looked_up(folder, tmp_path_factory, monkeypatch):
     assert sys.modules["statistics"] is statistics
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (None, "no module 'toy_wrong' here or in "),
-        ("def g(): pass", "the module 'toy_wrong' has no function 'f'"),
-        ("f = 3", "has no function 'f'"),
-        ("\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
-        ("def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
-        ("import toy_absent", "no module 'toy_absent'"),
-        ("import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
-        ("import numpy\nnumpy.linalg.inv(numpy.ones(2))", "dimensional (toy_wrong.py:2)"),
-    ],
-)
+@pytest.mark.parametrize(("code", "reason"), [
+    (None, "no module 'toy_wrong' here or in "),
+    ("def g(): pass", "the module 'toy_wrong' has no function 'f'"),
+    ("f = 3", "has no function 'f'"),
+    ("\n\nx = undefined", "NameError: name 'undefined' is not defined (toy_wrong.py:3)"),
+    ("def f(:", "SyntaxError: invalid syntax (toy_wrong.py:1)"),
+    ("import toy_absent", "no module 'toy_absent'"),
+    ("import sys\nsys.exit(3)", "SystemExit: 3 (toy_wrong.py:2)"),
+    ("import numpy\nnumpy.linalg.inv(numpy.ones(2))", "dimensional (toy_wrong.py:2)"),
+])  # fmt: skip
 def test_what_cannot_be_loaded_is_named(folder, code, reason):
     if code is not None:
         (folder / "toy_wrong.py").write_text(code)
@@ -109,35 +106,24 @@ def credit_of(*steps):
     return lambda: apply(compare([group], "dr_grpo"), SpreadAdvantage(False), *steps)
 
 
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (
-            lambda: plugin_advantages(lambda rewards: rewards[:1], torch.ones(2)),
-            r"advantage plug-in .* shape \(1,\) for rewards of shape \(2,\): return one number per completion$",
-        ),
-        (
-            lambda: plugin_advantages(lambda rewards: rewards / 0, torch.ones(2)),
-            r"^advantage plug-in .* returned NaN or infinity: \[inf, inf\]$",
-        ),
-        (
-            credit_of(SURPRISAL, TransformPlugin(lambda h_BT, **rest: h_BT[0])),
-            r"transform plug-in .* shape \(3,\) for tokens of shape \(2, 3\): return one advantage per token$",
-        ),
-        (
-            credit_of(TokenUncertainty(lambda *tensors: tensors[0][0])),
-            r"uncertainty plug-in .* for tokens of shape \(2, 3\): return one number per token$",
-        ),
-        (credit_of(TokenUncertainty(lambda *tensors: tensors[0] / 0)), "uncertainty plug-in .*NaN or infinity"),
-        (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
-        (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
-        (loss_of(torch.zeros_like), "has no gradient"),
-        (masks_of([[True], [True]]), r"returned shape \(1,\) for a completion of 2 tokens: return one entry per token"),
-        (masks_of([[0.5, 1.0], [0.0, 1.0]]), "returned something else than true and false"),
-        (masks_of([["", "1"], ["0", "1"]]), "returned something else than true and false"),
-        (masks_of([[True, False]]), "planning detector .* returned 1 masks for 2 completions: return one for each$"),
-    ],
-)
+@pytest.mark.parametrize(("call", "reason"), [
+    (lambda: plugin_advantages(lambda rewards: rewards[:1], torch.ones(2)),
+     r"advantage plug-in .* shape \(1,\) for rewards of shape \(2,\): return one number per completion$"),
+    (lambda: plugin_advantages(lambda rewards: rewards / 0, torch.ones(2)),
+     r"^advantage plug-in .* returned NaN or infinity: \[inf, inf\]$"),
+    (credit_of(SURPRISAL, TransformPlugin(lambda h_BT, **rest: h_BT[0])),
+     r"transform plug-in .* shape \(3,\) for tokens of shape \(2, 3\): return one advantage per token$"),
+    (credit_of(TokenUncertainty(lambda *tensors: tensors[0][0])),
+     r"uncertainty plug-in .* for tokens of shape \(2, 3\): return one number per token$"),
+    (credit_of(TokenUncertainty(lambda *tensors: tensors[0] / 0)), "uncertainty plug-in .*NaN or infinity"),
+    (loss_of(torch.sum), r"returned shape \(\) for tokens of shape \(3, 5\): return the loss of every token"),
+    (loss_of(lambda logprobs: logprobs / 0), "loss plug-in .* returned NaN or infinity for a trained token"),
+    (loss_of(torch.zeros_like), "has no gradient"),
+    (masks_of([[True], [True]]), r"returned shape \(1,\) for a completion of 2 tokens: return one entry per token"),
+    (masks_of([[0.5, 1.0], [0.0, 1.0]]), "returned something else than true and false"),
+    (masks_of([["", "1"], ["0", "1"]]), "returned something else than true and false"),
+    (masks_of([[True, False]]), "planning detector .* returned 1 masks for 2 completions: return one for each$"),
+])  # fmt: skip
 def test_wrong_results_name_the_plug_in(call, reason):
     with pytest.raises(PluginError, match=reason):
         call()

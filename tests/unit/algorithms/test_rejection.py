@@ -4,28 +4,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.credit import algorithm_of, apply
+from helpers.records import completion, group, updated
 
 from retrain.algorithms.algorithm import training_samples
 from retrain.algorithms.credit.rejection_mask import RejectionMask, mask_minibatch
 from retrain.config import parse_dict
 from retrain.training.updates import denominators_of
-from retrain.types import (
-    Action,
-    CreditedBatch,
-    CreditedGroup,
-    CreditedRollout,
-    Denominators,
-    Problem,
-    Prompt,
-    RewardResult,
-    Sample,
-    Scores,
-    StepBatch,
-    Turn,
-    Want,
-)
+from retrain.types import CreditedBatch, Denominators, Sample, Scores, StepBatch, Turn, Want
 
-PROMPT = Prompt(Problem("0", "1 + 1", "2"), "1 + 1", (1, 2))
 W = ([1.0, 1.0], [1.5, 0.4, 2.5], [1.01])
 """The ratios of three completions: on policy, far away, nearly on policy."""
 
@@ -36,11 +22,10 @@ def section(**keys):
 
 def credited(ratios=W, advantages=(1.0, -1.0, 1.0, 0.0)) -> tuple[CreditedBatch, Scores]:
     """Groups of one rollout, as credited, and the trainer's log-probabilities."""
-    groups = []
-    for row, advantage in zip(ratios, advantages, strict=False):
-        turn = Turn(PROMPT.token_ids, Action([7] * len(row), "", np.full(len(row), -1.0), None, "stop"))
-        rollout = CreditedRollout(PROMPT, (turn,), RewardResult(1.0), advantage=advantage)
-        groups.append(CreditedGroup(PROMPT, (replace(rollout, token_advantages_T=np.full(len(row), advantage)),)))
+    groups = [
+        updated(group([1.0], [len(row)]), {"advantage": own, "token_advantages_T": np.full(len(row), own)})
+        for row, own in zip(ratios, advantages, strict=False)
+    ]
     total = sum(map(len, ratios))
     batch = CreditedBatch(tuple(groups), Denominators(total, len(ratios), action_tokens=total), {"some": 1.0})
     return batch, Scores(logprobs=[np.log(row) - 1.0 for row in map(np.array, ratios)])
@@ -112,19 +97,15 @@ def test_ratios_are_compared_in_double_precision():
     assert weights(batch) == [[1.0], [0.0]]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "expected", "tokens", "sequences"),
-    [
-        ({"rejection": "k3"}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
-        ({"correction": "icepop"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
-        ({"correction": "mis"}, [[1.0, 1.0], [1.0, 1.0, 0.0], [1.0]], 5, 3),
-        ({"correction": "seq_mis", "tis_cap": 1.4}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
-        ({"loss": "m2po", "m2po_threshold": 0.05}, [[1.0, 1.0], [1.0, 0.0, 0.0], [1.0]], 4, 3),
-        ({"loss": "m2po", "m2po_tokens": "harmful"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
-        ({"rejection": "veto", "rejection_limit": 0.5, "correction": "mis"}, [[1.0, 1.0], [0.0] * 3, [1.0]], 3, 2),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("algorithm", "expected", "tokens", "sequences"), [
+    ({"rejection": "k3"}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
+    ({"correction": "icepop"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+    ({"correction": "mis"}, [[1.0, 1.0], [1.0, 1.0, 0.0], [1.0]], 5, 3),
+    ({"correction": "seq_mis", "tis_cap": 1.4}, [[1.0, 1.0], [0.0, 0.0, 0.0], [1.0]], 3, 2),
+    ({"loss": "m2po", "m2po_threshold": 0.05}, [[1.0, 1.0], [1.0, 0.0, 0.0], [1.0]], 4, 3),
+    ({"loss": "m2po", "m2po_tokens": "harmful"}, [[1.0, 1.0], [1.0, 0.0, 1.0], [1.0]], 5, 3),
+    ({"rejection": "veto", "rejection_limit": 0.5, "correction": "mis"}, [[1.0, 1.0], [0.0] * 3, [1.0]], 3, 2),
+], ids=str)  # fmt: skip
 def test_everything_that_is_left_out_can_leave_the_divisor(algorithm, expected, tokens, sequences):
     batch = rejected(**algorithm, rejection_denominator="kept")
     assert weights(batch) == expected
@@ -141,8 +122,7 @@ def test_tokens_that_do_not_train_are_not_in_the_divisor():
 
 def test_a_rewritten_conversation_is_looked_at_sample_by_sample():
     batch, scores = credited(ratios=([3.0, 1.0, 1.0],))
-    first, second = (Action([7] * n, "", np.full(n, -1.0), None, "stop") for n in (1, 2))
-    batch = changed(batch, turns=[(Turn((1, 2), first), Turn((1, 2, 3), second, fresh=True))])
+    batch = changed(batch, turns=[(Turn((1, 2), completion(1)), Turn((1, 2, 3), completion(2), fresh=True))])
     found = apply(batch, RejectionMask(section(rejection="geometric", rejection_denominator="kept")), scores=scores)
     (rollout,) = found.rollouts
     assert weights(found) == [[0.0, 1.0, 1.0]]
@@ -179,10 +159,9 @@ def update(samples: list[Sample], number: int, logprobs: list, algorithm) -> tup
     return [sample.policy_weights[sample.action_mask].tolist() for sample in batch.samples], shares, policy.calls
 
 
-@pytest.mark.parametrize(
-    ("tokens", "threshold", "kept"),
-    [("all", 0.04, [[1.0, 1.0, 1.0], [0.0, 1.0]]), ("harmful", 0.02, [[1.0, 1.0, 0.0], [0.0, 1.0]])],
-)
+@pytest.mark.parametrize(("tokens", "threshold", "kept"), [
+    ("all", 0.04, [[1.0, 1.0, 1.0], [0.0, 1.0]]), ("harmful", 0.02, [[1.0, 1.0, 0.0], [0.0, 1.0]]),
+])  # fmt: skip
 def test_before_each_of_several_updates_the_second_moment_is_that_of_the_policy_then(tokens, threshold, kept):
     """The example of the second moment by hand, in two completions, behind two tokens that were read."""
     algorithm = section(loss="m2po", m2po_threshold=threshold, m2po_tokens=tokens)

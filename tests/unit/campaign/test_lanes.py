@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 from helpers.campaigns import campaign, train
-from helpers.lanes import ref, sample
+from helpers.lanes import ref, sample, tokens
 from helpers.models import toy_base
 
 from retrain.campaign.planning.plan import plan, smaller_cohorts
@@ -102,6 +102,6 @@ def test_a_batch_of_the_models_own_forward_pass_that_does_not_fit_goes_on_with_h
     base.model.register_forward_pre_hook(narrow, with_kwargs=True)
     for _ in range(2):
         tight = sample(engine, asked, adapters)
-        assert [[c.token_ids for c in group] for group in tight] == [[c.token_ids for c in group] for group in free]
+        assert tokens(tight) == tokens(free)
     assert engine.fitting == 8
     assert told.count("out of memory while decoding: continuing with 8 sequences at once") == 1  # then remembered

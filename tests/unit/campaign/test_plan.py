@@ -39,16 +39,11 @@ def test_single_run():
     assert spec.config.logging.wandb_run_name == "rloo+none"
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        '"sepa.steps" = 50\n"training.lr" = 1e-4',
-        "sepa.steps = 50\nlr = 1e-4",
-        "sepa = { steps = 50 }\ntraining = { lr = 1e-4 }",
-        "lr = 1e-4\n[campaign.conditions.sepa]\nsteps = 50",
-        "sepa_steps = 50\ntraining_lr = 0.0001",
-    ],
-)
+@pytest.mark.parametrize("written", [
+    '"sepa.steps" = 50\n"training.lr" = 1e-4', "sepa.steps = 50\nlr = 1e-4",
+    "sepa = { steps = 50 }\ntraining = { lr = 1e-4 }", "lr = 1e-4\n[campaign.conditions.sepa]\nsteps = 50",
+    "sepa_steps = 50\ntraining_lr = 0.0001",
+])  # fmt: skip
 def test_every_way_to_write_an_override_is_the_same_run(written):
     (spec,) = planned("[campaign]\nseeds = [3]\n" + conditions(written))
     assert spec.config.sepa.steps == 50

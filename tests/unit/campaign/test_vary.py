@@ -33,10 +33,9 @@ def drawn(run: Path) -> tuple[list, list]:
     return [row["prompt"] for row in rows], [row["completion"] for row in rows]
 
 
-@pytest.mark.parametrize(
-    ("vary", "other_init", "other_problems"),
-    [("all", True, True), ("init", True, False), ("data", False, True), ("sampling", False, False)],
-)
+@pytest.mark.parametrize(("vary", "other_init", "other_problems"), [
+    ("all", True, True), ("init", True, False), ("data", False, True), ("sampling", False, False),
+])  # fmt: skip
 def test_seeds_differ_in_what_is_named_and_in_nothing_else(made, vary, other_init, other_problems):
     one, two = (made[vary] / "runs" / f"grpo+none_s{seed}" for seed in (1, 2))
     initial = [read_json(run / "config.json")["initial_adapter"] for run in (one, two)]

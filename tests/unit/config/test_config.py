@@ -150,16 +150,12 @@ def test_keys_of_retrain_03_are_told_what_to_use(tmp_path):
 
 
 SYNTAX = [
-    ("[training]\nlr 3", "f.toml:2", "key = value"),
-    ("[data]\nsource = gsm8k", "f.toml:2", 'source = "gsm8k"'),
+    ("[training]\nlr 3", "f.toml:2", "key = value"), ("[data]\nsource = gsm8k", "f.toml:2", 'source = "gsm8k"'),
     ("[squeeze]\nenabled = False", "f.toml:2", "enabled = false"),
     ("[a.b]\nc = 1\n[a]\nb.d = 2\n", "f.toml:4", "cannot redefine namespace a.b at"),
-    ('[data]\n\nsource = "gsm8k', "f.toml:3", "strings are in quotes"),
-    ("a = [1,\n2", "f.toml:2", "end of the file"),
-    ("x = " + "9" * 5000, "f.toml:1", "is not TOML"),
-    ("x = " + "[" * 5000, "f.toml:1", "nested too deeply"),
-]
-
+    ('[data]\n\nsource = "gsm8k', "f.toml:3", "strings are in quotes"), ("a = [1,\n2", "f.toml:2", "end of the file"),
+    ("x = " + "9" * 5000, "f.toml:1", "is not TOML"), ("x = " + "[" * 5000, "f.toml:1", "nested too deeply"),
+]  # fmt: skip
 
 REPEATS = [
     ("[training]\nlr = 1\nlr = 2", "f.toml:3  training.lr  is written twice, first in line 2: keep one of them"),
@@ -195,11 +191,8 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_wrong_keys_do_not_hide_wrong_relations_nor_invent_them(tmp_path):
     text = "[training]\ngroup_size = 0\nbatch_size = 0\ntop_k = 1\nmax_steps = 'ten'\n[optimizer]\nwarmup_steps = 500"
     assert [line.split("  ")[1] for line in lines(text, tmp_path)] == [
-        "training.group_size",
-        "training.batch_size",
-        "training.top_k",
-        "training.max_steps",
-    ]
+        "training.group_size", "training.batch_size", "training.top_k", "training.max_steps",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("steps", "sepa", "told"), [
@@ -270,12 +263,9 @@ SHIPPED = [tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted((R
 VALUES = [0, 1, 2, 3, 7, 0.5, 1e-300, True, "", "auto", "none", "math", "x.jsonl", "a:b", [], [1, 2], ["wandb"], {}]
 names = st.sampled_from([*sections(), *(key.partition(".")[2] for key in keys()), "zzz", "", "a.b", "conditions"])
 scalars = st.one_of(
-    st.sampled_from(VALUES),
-    st.integers(-(10**25), 10**25),
-    st.floats(),
-    st.dates(),
+    st.sampled_from(VALUES), st.integers(-(10**25), 10**25), st.floats(), st.dates(),
     st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-)
+)  # fmt: skip
 tables = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=4), max_leaves=12
 )

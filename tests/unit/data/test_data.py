@@ -104,27 +104,24 @@ def test_files_of_gsm8k_and_math_are_read_as_they_are(tmp_path):
     assert load(math500).train[0].answer == r"\frac{3}{4}"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("a.csv", b"prompt,answer\n1?\n", r"a.csv:2  has 1 values, and the first line names 2 columns"),
-        ("a.csv", b'prompt,answer\n1?,1\n"2?,2\n', "a.csv:3  is not CSV: unexpected end of data"),
-        ("a.csv", b"prompt,answer\n1?,1\n\xff,2\n", "a.csv:3  is not UTF-8"),
-        ("a.csv", b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
-        ("a.csv", b"", "holds no problems"),
-        ("a.jsonl", b"{", "a.jsonl:1  is not JSON: "),
-        ("a.jsonl", b"[1]", "is not an object"),
-        ("a.jsonl", b'{"prompt": "\xff"}', "is not UTF-8"),
-        ("a.jsonl", b'{"text": "1?", "answer": "1"}', "has no column prompt or question or problem: set "),
-        ("a.jsonl", b'{"question": "1?", "answer": "1"}\n{"prompt": "1?"}', 'a.jsonl:2  has no column "question"'),
-        ("a.jsonl", b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
-        ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
-        ("a.jsonl", b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
-        ("a.jsonl", b'{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": ""}', "no completion could ever be"),
-        ("a.jsonl", b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
-        ("a.jsonl", b'{"prompt": "1?", "answer": "1", "level": 1}', r'"tag": set \[data\] tags_column .*answer, level'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("a.csv", b"prompt,answer\n1?\n", r"a.csv:2  has 1 values, and the first line names 2 columns"),
+    ("a.csv", b'prompt,answer\n1?,1\n"2?,2\n', "a.csv:3  is not CSV: unexpected end of data"),
+    ("a.csv", b"prompt,answer\n1?,1\n\xff,2\n", "a.csv:3  is not UTF-8"),
+    ("a.csv", b"prompt,prompt\n1?,1\n", 'names the column "prompt" twice'),
+    ("a.csv", b"", "holds no problems"),
+    ("a.jsonl", b"{", "a.jsonl:1  is not JSON: "),
+    ("a.jsonl", b"[1]", "is not an object"),
+    ("a.jsonl", b'{"prompt": "\xff"}', "is not UTF-8"),
+    ("a.jsonl", b'{"text": "1?", "answer": "1"}', "has no column prompt or question or problem: set "),
+    ("a.jsonl", b'{"question": "1?", "answer": "1"}\n{"prompt": "1?"}', 'a.jsonl:2  has no column "question"'),
+    ("a.jsonl", b'{"prompt": "", "answer": "1"}', 'column "prompt" is empty'),
+    ("a.jsonl", b'{"prompt": [{"role": "assistant", "content": "1"}], "answer": "1"}', "nothing is left to answer"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": true}', "True.*not a text or a number"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": "1"}\n{"prompt": "2?", "answer": ""}', "no completion could ever be"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": "1", "tag": {"a": 1}}', "not a tag or a list of tags"),
+    ("a.jsonl", b'{"prompt": "1?", "answer": "1", "level": 1}', r'"tag": set \[data\] tags_column .*answer, level'),
+])  # fmt: skip
 def test_what_is_wrong_with_a_file_is_named_with_its_line(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
@@ -247,17 +244,14 @@ def test_a_function_can_be_a_source(plugin):
     assert set(prompts(data.train)).isdisjoint(prompts(data.heldout))
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "reason"),
-    [
-        ("my_problems:wrong_type", PluginError, "returned str, not a list of problems"),
-        ("my_problems:bad_row", DataError, "my_problems:bad_row:train:1  has no column answer or solution"),
-        ("my_problems:empty", DataError, "returned no problems"),
-        ("my_problems:raises", KeyError, "my own bug"),
-        ("my_problems:absent", PluginError, "has no function 'absent'"),
-        ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),
-    ],
-)
+@pytest.mark.parametrize(("function", "error", "reason"), [
+    ("my_problems:wrong_type", PluginError, "returned str, not a list of problems"),
+    ("my_problems:bad_row", DataError, "my_problems:bad_row:train:1  has no column answer or solution"),
+    ("my_problems:empty", DataError, "returned no problems"),
+    ("my_problems:raises", KeyError, "my own bug"),
+    ("my_problems:absent", PluginError, "has no function 'absent'"),
+    ("no_such_module_here:f", PluginError, "no module 'no_such_module_here'"),
+])  # fmt: skip
 def test_a_function_that_is_no_source_is_named(plugin, function, error, reason):
     with pytest.raises(error, match=reason):
         plugin(function)

@@ -118,16 +118,13 @@ def test_train_check_and_explain_look_at_every_held_out_set(model, tmp_path):
     assert "every prompt to train on is longer than 3 tokens ([data] max_prompt_tokens = 3); the " in run("check")[1]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("training.max_tokens=2048", "training.max_tokens  is 2048, and {} has a context of 2048 tokens"),
-        ("evaluation.max_tokens=3000", "evaluation.max_tokens  is 3000, and {} has a context of 2048 tokens"),
-        ("training.max_tokens=2044", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
-        ("data.max_prompt_tokens=30", "more than 30 ([data] max_prompt_tokens = 30)"),
-        ("data.max_prompt_tokens=100000", "more than 2040 ("),  # a wish for more than the model holds
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), [
+    ("training.max_tokens=2048", "training.max_tokens  is 2048, and {} has a context of 2048 tokens"),
+    ("evaluation.max_tokens=3000", "evaluation.max_tokens  is 3000, and {} has a context of 2048 tokens"),
+    ("training.max_tokens=2044", 'data.long_prompts  is "error": problems.jsonl:1  the prompt has '),
+    ("data.max_prompt_tokens=30", "more than 30 ([data] max_prompt_tokens = 30)"),
+    ("data.max_prompt_tokens=100000", "more than 2040 ("),  # a wish for more than the model holds
+])  # fmt: skip
 @pytest.mark.usefixtures("weightless")
 def test_check_and_train_refuse_completions_that_leave_no_room(model, tmp_path, setting, message):
     long = "more than" in message

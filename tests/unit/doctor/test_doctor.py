@@ -2,6 +2,7 @@ import json
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,22 +24,8 @@ from retrain.policy import local
 from retrain.policy.local import LocalPolicy
 from retrain.types import Action, Want
 
-TOML = """\
-[model]
-model = "{model}"
-lora_rank = 4
-[training]
-max_tokens = 24
-[inference]
-dtype = "{dtype}"
-"""
-
-
-FAST = {"bandwidth": 1e14, "matrix": 1e14}
-
-
-def run(*arguments: object):
-    return run_cli("doctor", *arguments)
+TOML = '[model]\nmodel = "{model}"\nlora_rank = 4\n[training]\nmax_tokens = 24\n[inference]\ndtype = "{dtype}"\n'
+run = partial(run_cli, "doctor")
 
 
 def write(folder, text: str):
@@ -210,7 +197,8 @@ def test_updates_that_keep_the_version_and_a_checkpoint_without_the_optimizer_fa
 def test_a_machine_far_from_its_roofline_fails(subject):
     """On a machine with fast products the update is too slow, with fast copies also decoding."""
     slow = {"bandwidth": 1e7, "matrix": 1e8}
-    for rates, too_slow in ((slow, None), (slow | {"matrix": 1e14}, "update_share"), (FAST, "decode_share")):
+    fast = {"bandwidth": 1e14, "matrix": 1e14}
+    for rates, too_slow in ((slow, None), (slow | {"matrix": 1e14}, "update_share"), (fast, "decode_share")):
         measures = CHECKS["speed"](replace(subject, rates=rates)).measures
         exceeded = {measure["name"] for measure in measures if not measure["ok"]}
         assert too_slow in exceeded if too_slow else not exceeded
@@ -221,21 +209,15 @@ def test_a_check_that_raises_has_failed_and_the_others_run(monkeypatch, tmp_path
     def broken(subject: DoctorModel) -> Result:
         raise ValueError("no such kernel\nand more")
 
-    checks = {
-        "broken": broken,
-        "wrong": lambda subject: judged(subject.kinds, {"k3": 0.5}),
-        "right": lambda subject: Result(PASS),
-    }
     for name in list(CHECKS):
         monkeypatch.delitem(CHECKS, name)
-    for name, check in checks.items():
-        monkeypatch.setitem(CHECKS, name, check)
+    monkeypatch.setitem(CHECKS, "broken", broken)
+    monkeypatch.setitem(CHECKS, "wrong", lambda subject: judged(subject.kinds, {"k3": 0.5}))
+    monkeypatch.setitem(CHECKS, "right", lambda subject: Result(PASS))
     done = run("--device", "cpu", "--json", tmp_path / "report.json")
     assert done.exit_code == 1
     assert "FAIL  broken             ValueError: no such kernel → report it with --json" in done.stdout
-    assert (
-        "FAIL  wrong              k3 0.5 (at most 1e-08) → sampler and trainer compute different things" in done.stdout
-    )
+    assert "FAIL  wrong              k3 0.5 (at most 1e-08) → sampler and trainer compute different" in done.stdout
     assert "PASS  right" in done.stdout
     assert "2 failed, none skipped" in done.stdout.splitlines()[-1]
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == ["broken", "wrong"]
@@ -310,17 +292,14 @@ def test_a_model_that_is_unknown_or_does_not_fit_is_one_line(tmp_path):
         random_base({"model_type": "no-such-type", "vocab_size": 3}, huge.config)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
-        (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
-        (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
-        (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
-        (["--device", "cpu", "--json", "."], "is a directory"),
-        (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--file", "a.toml"], "--file belongs to the self-check; type: retrain doctor --device auto --file a.toml"),
+    (["--device", "gpu:99"], 'type devices = "auto" or "cpu"'),
+    (["--device", "cpu", "--file", "missing.toml"], "missing.toml: no such file or directory"),
+    (["--device", "cpu", "--file", "faulty.toml"], "faulty.toml:2"),
+    (["--device", "cpu", "--json", "."], "is a directory"),
+    (["--device", "cpu", "--json", "other.json"], "is no report of retrain doctor"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     contents = {"faulty.toml": "[model]\nlora_rnk = 8", "other.json": '{"kind": "something else"}'}

@@ -1,4 +1,5 @@
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ def server(model):
     made.close()
 
 
-def doctor(*arguments: object):
-    return run_cli("doctor", *arguments)
+doctor = partial(run_cli, "doctor")
 
 
 def test_a_sound_server_passes(model, server):

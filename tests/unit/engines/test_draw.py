@@ -29,8 +29,7 @@ def test_the_token_is_the_one_of_the_inverse_in_float64(size, exact_sums):
 @pytest.mark.parametrize("exact_sums", [False, True])
 @pytest.mark.parametrize("size", [2 * BLOCK, 3 * BLOCK + 17])
 def test_tokens_without_mass_are_never_drawn(size, exact_sums):
-    """At the ends of the interval (the largest u below 1 is in fp32 times the total the total itself), at every border
-    of a block, and where whole blocks have no mass."""
+    """At the ends of the interval, at every border of a block, and where whole blocks have no mass."""
     generator = torch.Generator().manual_seed(3)
     mass = torch.rand(300, size, generator=generator) ** 8
     mass[torch.rand(300, size, generator=generator) < 0.9] = 0

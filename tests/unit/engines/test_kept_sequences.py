@@ -1,5 +1,4 @@
-"""Keys and values that are kept between the turns of an episode, or the pieces of a completion: only new tokens are
-computed, and results stay the same."""
+"""Keys and values kept between turns or pieces: only new tokens are computed, and results stay the same."""
 
 from dataclasses import replace
 from itertools import chain
@@ -16,7 +15,6 @@ from retrain.errors import RunFailed
 from retrain.types import Action, PolicyRef, SampleRequest
 
 TURNS, TOKENS = 3, 6
-
 
 Turns = dict[tuple[int, int], list[tuple[list[int], Action]]]
 
@@ -84,8 +82,7 @@ def test_what_is_drawn_is_what_a_fresh_pass_over_all_tokens_says(base, lanes, ad
 
 @pytest.mark.parametrize("later", [(4, 1), (1, 4), (0, 3, 1)])
 def test_runs_with_different_numbers_of_episodes_do_not_disturb_each_other(base, lanes, adapters, later):
-    """Rows that pad a run with few remaining episodes to the size of the others must draw nothing and write nothing:
-    otherwise an episode gets a token that another run's weights drew."""
+    """Rows that pad a run must draw and write nothing, or an episode gets a token of another run's weights."""
     engine, refs = engine_of(base, lanes, adapters[: len(later)])
     assert_fresh(base, lanes, adapters, episodes(engine, refs, later=later))
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 from helpers.campaigns import eventually
-from helpers.servers import IMPATIENT, apart, ids, publish, requests, served_world, weights
+from helpers.lanes import tokens
+from helpers.servers import IMPATIENT, apart, publish, requests, served_world, weights
 
 from retrain.engines.server.client import ServerClient
 from retrain.engines.server.connection import ServerUnavailable
@@ -24,7 +25,6 @@ from retrain.ownership import process_start, this_process
 from retrain.types import PolicyRef, SampleRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*websockets.*:DeprecationWarning")
-
 
 model, base, lanes, standin, server = served_world()
 
@@ -52,10 +52,10 @@ def test_what_is_sampled_depends_on_the_stream_alone(engine, lanes):
     ref = publish(engine, weights(lanes, 1))
     asked = requests(ref, count=4, samples=3)
     alone = [engine.sample([each])[0] for each in asked]
-    assert ids(engine.sample(asked, max_rows=2)) == ids(alone)
+    assert tokens(engine.sample(asked, max_rows=2)) == tokens(alone)
     with ThreadPoolExecutor(2) as threads:
-        assert [ids(groups) for groups in threads.map(engine.sample, (asked, asked))] == [ids(alone)] * 2
-    assert len({tuple(each) for group in ids(alone) for each in group}) > 8
+        assert [tokens(groups) for groups in threads.map(engine.sample, (asked, asked))] == [tokens(alone)] * 2
+    assert len({tuple(each) for group in tokens(alone) for each in group}) > 8
 
 
 def test_the_next_piece_of_a_completion_draws_other_numbers(engine, lanes, server):
@@ -70,7 +70,7 @@ def test_the_next_piece_of_a_completion_draws_other_numbers(engine, lanes, serve
     pieces = engine.sample(further)
     seeds = [body["seed"] for body in server.asked]
     assert len(set(seeds)) == 4
-    assert ids(engine.sample(further)) == ids(pieces)
+    assert tokens(engine.sample(further)) == tokens(pieces)
     assert sorted(body["seed"] for body in server.asked[4:]) == sorted(seeds[2:])
 
 
@@ -239,10 +239,10 @@ FAULTS = {
 def test_a_fault_costs_a_retry_and_if_it_stays_the_step(engine, lanes, server, message):
     ref = publish(engine, weights(lanes, 1))
     asked = requests(ref, 2, 2)
-    sound = ids(engine.sample(asked))
+    sound = tokens(engine.sample(asked))
     server.asked.clear()
     server.faults.extend([FAULTS[message]] * 3)
-    assert ids(engine.sample(asked)) == sound
+    assert tokens(engine.sample(asked)) == sound
     assert len(server.asked) == 4 + 3
     server.always = FAULTS[message]
     with pytest.raises(ServerFailed, match="asked for 5 times") as caught:
@@ -255,15 +255,14 @@ def test_a_fault_costs_a_retry_and_if_it_stays_the_step(engine, lanes, server, m
 def test_an_answer_that_never_comes_is_asked_for_again(connect, lanes, server):
     engine = connect(timeout_s=2.0)
     ref = publish(engine, weights(lanes, 1))
-    sound = ids(engine.sample(requests(ref)))
+    sound = tokens(engine.sample(requests(ref)))
     server.faults.append(lambda status, payload: None)
-    assert ids(engine.sample(requests(ref))) == sound
+    assert tokens(engine.sample(requests(ref))) == sound
     assert not server.faults
 
 
 class ClosesIdle:
-    """A proxy that closes each connection when a second request comes on it, as a server does whose keep-alive time
-    ends at that moment."""
+    """A proxy that closes each connection as its second request comes: a keep-alive time that ends just then."""
 
     def __init__(self, port: int):
         self.closed, self.target = 0, ("127.0.0.1", port)
@@ -307,9 +306,9 @@ def test_a_connection_that_closes_as_a_request_comes_is_no_fault_of_the_server(c
 
 def test_a_server_that_has_forgotten_an_adapter_is_given_it_again(engine, lanes, server):
     ref = publish(engine, weights(lanes, 1))
-    sound = ids(engine.sample(requests(ref)))
+    sound = tokens(engine.sample(requests(ref)))
     server.forget()
-    assert ids(engine.sample(requests(ref))) == sound
+    assert tokens(engine.sample(requests(ref))) == sound
 
 
 def test_a_refusal_is_not_repeated(engine, lanes, server):
@@ -348,10 +347,9 @@ def test_a_key_is_sent(connect, start, lanes, model):
     assert engine.sample(requests(publish(engine, weights(lanes, 1))))
 
 
-@pytest.mark.parametrize(
-    ("listed", "message"),
-    [({"data": ["x"]}, "no server of the kind .* or this is not its url"), ({"data": [{"id": 3}]}, "lists no model")],
-)
+@pytest.mark.parametrize(("listed", "message"), [
+    ({"data": ["x"]}, "no server of the kind .* or this is not its url"), ({"data": [{"id": 3}]}, "lists no model"),
+])  # fmt: skip
 def test_what_is_no_server_of_that_kind(connect, server, listed, message):
     server.listed = listed
     with pytest.raises(UsageError, match=rf"\[inference\] url {server.url}: /v1/models: .*{message}"):
@@ -363,19 +361,19 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     engine = connect(server.url, other.url, notify=lambda text, level: messages.append((level, text)))
     ref = publish(engine, weights(lanes, 1))
     asked = requests(ref, 6, 4)
-    sound = ids(engine.sample(asked))
+    sound = tokens(engine.sample(asked))
     first, second = ([tuple(body["prompt"]) for body in each.asked] for each in (server, other))
     assert len(first) == len(second) == 12
     assert not set(first) & set(second)  # the rollouts of a prompt stay together
     other.stop()
-    assert ids(engine.sample(asked)) == sound
+    assert tokens(engine.sample(asked)) == sound
     level, text = messages[0]
     assert (level, text.partition(": ")[0]) == ("warning", f"{other.url} is left out")
     other.start()
     eventually(lambda: ("info", f"{other.url} is back") in messages)
     other.asked.clear()
     engine.forget_sequences()
-    assert ids(engine.sample(asked)) == sound
+    assert tokens(engine.sample(asked)) == sound
     assert len(other.asked) == 12
     other.stop()
     server.stop()
@@ -386,7 +384,7 @@ def test_several_servers_share_the_load_and_one_that_dies_comes_back(connect, st
     server.start()
     other.start()
     eventually(lambda: engine.pool.servers[0].alive)
-    assert ids(engine.sample(asked)) == sound  # nothing stays broken
+    assert tokens(engine.sample(asked)) == sound  # nothing stays broken
 
 
 def test_closing_does_not_wait_for_a_server_that_never_answers(connect, lanes, server, tmp_path):

@@ -4,20 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.lanes import (
-    decoded,
-    drawn,
-    fresh_logits,
-    fresh_scores,
-    lane_of,
-    ref,
-    requests,
-    rollout,
-    sample,
-    totals,
-    trained,
-    update,
-)
+from helpers.lanes import decoded, drawn, fresh_logits, fresh_scores, ref, requests, rollout, sample, trained, update
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrain.algorithms.algorithm import training_samples
@@ -30,12 +17,9 @@ from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.types import CreditedRollout, Problem, Prompt, RewardResult, Sample, SampleRequest, Turn
 
 CUTS = {
-    "top_p": {"top_p": 0.8},
-    "top_k": {"top_k": 5},
-    "min_p": {"min_p": 0.1},
-    "top_p, top_k": {"top_p": 0.8, "top_k": 6},
+    "top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.1}, "top_p, top_k": {"top_p": 0.8, "top_k": 6},
     "all": {"top_p": 0.9, "top_k": 40, "min_p": 0.02},
-}
+}  # fmt: skip
 
 
 def kept_by_hand(p: np.ndarray, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> set[int]:
@@ -70,8 +54,7 @@ def support_of(completion, t: int) -> list[int]:
 @pytest.mark.parametrize("exact_sums", [False, True])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 def test_a_truncated_draw_by_enumeration(cut, exact_sums):
-    """For a fine grid of uniform numbers, the set kept, every token's share, log-probability and entropy are those of
-    the renormalised distribution."""
+    """Over a fine grid of uniform numbers all is as in the renormalised distribution."""
     torch.manual_seed(3)
     logits_V, temperature, steps = torch.randn(12, dtype=torch.float64) * 2, 0.7, 20_000
     p_V = torch.softmax(logits_V / temperature, -1).numpy()
@@ -79,14 +62,9 @@ def test_a_truncated_draw_by_enumeration(cut, exact_sums):
     assert 1 < len(kept) < 12
     rows = torch.tensor(cuts_of([LaneRequest(ref(0), (1,), 1, 1, temperature, (), **cut)], 12)[:1]).expand(steps, -1)
     token_R, logprob_R, entropy_R, kept_RK = draw(
-        logits_V.expand(steps, -1),
-        torch.arange(steps, dtype=torch.float64) / steps,
-        torch.full((steps, 1), temperature, dtype=torch.float64),
-        None,
-        exact_sums,
-        rows,
-        torch.arange(int(rows[0, 0])),
-    )
+        logits_V.expand(steps, -1), torch.arange(steps, dtype=torch.float64) / steps,
+        torch.full((steps, 1), temperature, dtype=torch.float64), None, exact_sums, rows, torch.arange(int(rows[0, 0])),
+    )  # fmt: skip
     assert {int(i) for i in kept_RK.unique()} - {-1} == kept
     renormalised = {i: p_V[i] / sum(p_V[j] for j in kept) for i in kept}
     shares = torch.bincount(token_R, minlength=12) / steps
@@ -105,7 +83,9 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
     for request, group in zip(asked, sample(LocalEngine(base, lanes, dense=dense_path), asked, adapters), strict=True):
         for completion in group:
             with torch.no_grad():
-                logits_TV = fresh_logits(lanes, adapters[lane_of(request)], sample_of(request, completion)).double()
+                logits_TV = fresh_logits(
+                    lanes, adapters[int(request.policy.run_id)], sample_of(request, completion)
+                ).double()
             p_TV = torch.softmax(logits_TV / request.temperature, -1).numpy()
             assert len(completion.support.offsets) == len(completion) + 1
             for t, token in enumerate(completion.token_ids):
@@ -122,8 +102,7 @@ def test_engines_draw_from_and_record_the_kept_set(base, lanes, cut, dense_path)
 
 @pytest.mark.parametrize("dense_path", [True, False], ids=["dense", "plain"])
 def test_runs_with_other_settings_in_the_same_batch_change_nothing(base, lanes, dense_path):
-    """Whole distributions, truncated ones and a greedy one in one batch give what each gives alone, the whole ones to
-    the last bit and without a support."""
+    """Each gives what it gives alone, whole distributions to the last bit and without a support."""
     endless = dataclasses.replace(base, eos_ids=(10**6,))  # no row leaves: shapes change the last bits
     adapters = [trained(lanes, lane, rank=2) for lane in range(4)]
     each = [asked_for(0), asked_for(1, top_p=0.8), asked_for(2, top_k=3, min_p=0.05)]
@@ -172,8 +151,7 @@ class LargestIntegers(TorchDispatchMode):
 
 
 def test_the_record_holds_nothing_of_sequences_that_have_ended(base, lanes):
-    """In every lane but one a single sequence is left beside rows that have nothing to do: were their draws recorded
-    too, the record would take four times the memory."""
+    """Six of seven lanes have one sequence left: recorded idle rows would take four times the memory."""
     adapters, steps = [trained(lanes, lane) for lane in range(7)], 60
     asked = asked_for(0, prompts=1, samples=8, max_tokens=steps, top_k=100)
     for lane in range(1, 7):
@@ -208,7 +186,10 @@ def test_loss_kl_and_entropy_of_the_truncated_distribution_by_autograd(base, lan
     adapter = trained(lanes, 0)
     samples = rollout(base, lanes, adapter, asked=asked_for(top_p=0.8, min_p=0.02))
     terms = {"loss": "reinforce", "temperature": 0.7, "kl_coef": 0.4, "entropy_coef": 0.3}
-    metrics, tokens = update(lanes, adapter, samples, micro_batch_tokens=60, **terms), totals(samples).tokens
+    metrics, tokens = (
+        update(lanes, adapter, samples, micro_batch_tokens=60, **terms),
+        sum(map(len, map(drawn, samples))),
+    )
     grad, adapter, loss, k3 = adapter.flat.grad.clone(), trained(lanes, 0), 0.0, 0.0
     for s in samples:
         chosen_T, entropy_T = fresh_scores(lanes, adapter, s, 0.7)

@@ -65,15 +65,10 @@ def test_problems_and_episodes_are_those_of_the_environment(echo):
     assert (result.total_reward, result.sample_metrics, result.is_correct) == (3.0, {"words": 3.0}, True)
 
 
-@pytest.mark.parametrize(
-    ("text", "ended", "reason"),
-    [
-        ("raise", "raised", "an environment with a mistake"),
-        ("hang", "timeout", "longer than 3 s"),
-        ("die", "died", "exit status 3"),
-        ("flood", "flooded", "2,000,000 characters"),
-    ],
-)
+@pytest.mark.parametrize(("text", "ended", "reason"), [
+    ("raise", "raised", "an environment with a mistake"), ("hang", "timeout", "longer than 3 s"),
+    ("die", "died", "exit status 3"), ("flood", "flooded", "2,000,000 characters"),
+])  # fmt: skip
 def test_what_goes_wrong_ends_one_episode_and_the_others_continue(echo, text, ended, reason):
     problem = echo.problems("train")[0]
     others = [echo.start(problem, seed) for seed in (9, 10)]
@@ -134,14 +129,11 @@ def test_what_is_held_out_must_not_train(monkeypatch):
         close_hosted()
 
 
-@pytest.mark.parametrize(
-    ("keys", "fault"),
-    [
-        ({"provider": "toy_environments:Nothing"}, "no function 'Nothing'"),
-        ({"args": {"turn": 3}}, r"\[environment\] args: got an unexpected keyword argument 'turn'"),
-        ({"python": "no/such/python"}, "no such file"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "fault"), [
+    ({"provider": "toy_environments:Nothing"}, "no function 'Nothing'"),
+    ({"args": {"turn": 3}}, r"\[environment\] args: got an unexpected keyword argument 'turn'"),
+    ({"python": "no/such/python"}, "no such file"),
+])  # fmt: skip
 def test_what_cannot_be_made_says_so_in_one_line(host, keys, fault):
     with pytest.raises(PluginMissing, match=fault) as caught:
         host(**keys)

@@ -201,30 +201,24 @@ def test_a_server_ends_with_whoever_started_it():
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"url": "http://a:1", "command": ["a"]}, "takes either url = "),
-        ({"command": "python x.py"}, "command is 'python x.py': Input should be a valid list"),
-        ({"url": "http://a:1", "sise": 3}, r"has no argument 'sise' \(did you mean 'size'\?\)"),
-        ({"url": "http://a:1", "reward_range": [1, 0]}, "whose first number is not below its second"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"url": "http://a:1", "command": ["a"]}, "takes either url = "),
+    ({"command": "python x.py"}, "command is 'python x.py': Input should be a valid list"),
+    ({"url": "http://a:1", "sise": 3}, r"has no argument 'sise' \(did you mean 'size'\?\)"),
+    ({"url": "http://a:1", "reward_range": [1, 0]}, "whose first number is not below its second"),
+])  # fmt: skip
 def test_mistakes_are_told_in_one_line(arguments, message):
     with pytest.raises(UsageError, match=message):
         OpenEnv(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("observation", "field", "contents"),
-    [
-        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, None, ["a", "b"]),
-        ({"messages": [{"sender_id": -1, "content": "x"}, {"sender_id": 0, "content": "y"}]}, None, ["x\ny"]),
-        ({"board": [1, 2], "metadata": {}}, None, ['{"board": [1, 2]}']),
-        ({"board": {"rows": ["a b", "c d"]}}, "board.rows", ["a b\nc d"]),
-        ("plain", None, ["plain"]),
-    ],
-)
+@pytest.mark.parametrize(("observation", "field", "contents"), [
+    ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}, None, ["a", "b"]),
+    ({"messages": [{"sender_id": -1, "content": "x"}, {"sender_id": 0, "content": "y"}]}, None, ["x\ny"]),
+    ({"board": [1, 2], "metadata": {}}, None, ['{"board": [1, 2]}']),
+    ({"board": {"rows": ["a b", "c d"]}}, "board.rows", ["a b\nc d"]),
+    ("plain", None, ["plain"]),
+])  # fmt: skip
 def test_observations_as_messages(observation, field, contents):
     assert [message["content"] for message in messages_of(observation, field)] == contents
 

@@ -62,18 +62,15 @@ def test_several_tasks_by_weight():
     assert graded(both, word, word.answer).total_reward == 1
 
 
-@pytest.mark.parametrize(
-    ("id", "arguments", "message"),
-    [
-        ("chain_sun", {}, r"has no data set 'chain_sun' \(did you mean 'chain_sum'\?\)"),
-        ("chain_sum", {"min_term": 3}, r"chain_sum has no argument 'min_term' \(did you mean 'min_terms'\?\)"),
-        ("chain_sum", {"min_terms": 9}, "chain_sum does not take this config: max_terms must be >= min_terms"),
-        ([], {}, r'id is \[\]: type the name of a data set, such as id = "chain_sum"'),
-        (["chain_sum", "chain_sum"], {}, "id names chain_sum more than once"),
-        ([{"name": "gcd", "weight": 0}], {}, "an item of id: weight is 0: Input should be greater than 0"),
-        ([{"name": "gcd", "config": {"seed": 1}}], {}, "gcd has no argument 'seed'"),
-    ],
-)
+@pytest.mark.parametrize(("id", "arguments", "message"), [
+    ("chain_sun", {}, r"has no data set 'chain_sun' \(did you mean 'chain_sum'\?\)"),
+    ("chain_sum", {"min_term": 3}, r"chain_sum has no argument 'min_term' \(did you mean 'min_terms'\?\)"),
+    ("chain_sum", {"min_terms": 9}, "chain_sum does not take this config: max_terms must be >= min_terms"),
+    ([], {}, r'id is \[\]: type the name of a data set, such as id = "chain_sum"'),
+    (["chain_sum", "chain_sum"], {}, "id names chain_sum more than once"),
+    ([{"name": "gcd", "weight": 0}], {}, "an item of id: weight is 0: Input should be greater than 0"),
+    ([{"name": "gcd", "config": {"seed": 1}}], {}, "gcd has no argument 'seed'"),
+])  # fmt: skip
 def test_mistakes_are_told_in_one_line(id, arguments, message):
     with pytest.raises(UsageError, match=message) as raised:
         ReasoningGym(id, **arguments)

@@ -285,16 +285,13 @@ def test_tokens_need_a_tokenizer():
     assert episode.result().total_reward == 0.5 + 0.5 * 2
 
 
-@pytest.mark.parametrize(
-    ("written", "arguments", "error", "message"),
-    [
-        (Letters, {}, PluginError, "Letters is no environment: it has none of problems and start; load_dataset and"),
-        (Talk, {"word": "ab"}, PluginError, "Talk is one episode .* and takes no seed"),
-        (lambda: Builder(Talk, "ab"), {}, PluginError, "is one problem .* with get_batch and __len__"),
-        (Squares, {"largst": 3}, UsageError, "args: got an unexpected keyword argument 'largst'"),
-        (Squares, {"heldout": "x"}, UsageError, "Squares: heldout is 'x': Input should be a valid integer"),
-    ],
-)
+@pytest.mark.parametrize(("written", "arguments", "error", "message"), [
+    (Letters, {}, PluginError, "Letters is no environment: it has none of problems and start; load_dataset and"),
+    (Talk, {"word": "ab"}, PluginError, "Talk is one episode .* and takes no seed"),
+    (lambda: Builder(Talk, "ab"), {}, PluginError, "is one problem .* with get_batch and __len__"),
+    (Squares, {"largst": 3}, UsageError, "args: got an unexpected keyword argument 'largst'"),
+    (Squares, {"heldout": "x"}, UsageError, "Squares: heldout is 'x': Input should be a valid integer"),
+])  # fmt: skip
 def test_what_is_no_environment_is_told(written, arguments, error, message):
     with pytest.raises(error, match=message) as raised:
         adapted(written, **arguments)

@@ -57,18 +57,11 @@ def test_a_call_is_read():
 
 
 ANSWERS = [
-    "",
-    'The object {"name": "add", "arguments": {"a": 1}} is a call in JSON.',
-    f"Here it is:\n{ADD_JSON}",
-    '{"name": "Ada", "age": 36}',
-    '{"name": "ResNet", "parameters": {"layers": 50}, "year": 2015}',
-    "[1, 2, 3]",
-    "```json\n" + ADD_JSON + "\n```",
-    "```python\nadd(a=1, b=2)\n```",
-    "add(a=1, b=2)",
-    "Use the ```tool fence``` well",
+    "", 'The object {"name": "add", "arguments": {"a": 1}} is a call in JSON.', f"Here it is:\n{ADD_JSON}",
+    '{"name": "Ada", "age": 36}', '{"name": "ResNet", "parameters": {"layers": 50}, "year": 2015}', "[1, 2, 3]",
+    "```json\n" + ADD_JSON + "\n```", "```python\nadd(a=1, b=2)\n```", "add(a=1, b=2)", "Use the ```tool fence``` well",
     '{"name": ["x"], "arguments": {}}',
-]
+]  # fmt: skip
 THOUGHTS = [
     f"<think><tool_call>{ADD_JSON}</tool_call></think>The answer is 3.",
     f"I might write <tool_call>{ADD_JSON}</tool_call> here</think>The answer is 3.",
@@ -130,14 +123,10 @@ def test_calls_and_faults_keep_their_order():
 
 def test_calls_and_characters_of_one_message_are_bounded():
     texts = [
-        f"<tool_call>{NOW_JSON}</tool_call>" * 40,
-        "[" + ", ".join([NOW_JSON] * 40) + "]",
-        ";".join([NOW_JSON] * 40),
-        "now{}" * 40,
-        "[TOOL_CALLS]" + "[" + ", ".join([NOW_JSON] * 40) + "]",
-        "<tool_call>" + "<function=now></function>" * 40 + "</tool_call>",
-        "```tool\n" + "now()\n" * 40 + "```",
-    ]
+        f"<tool_call>{NOW_JSON}</tool_call>" * 40, "[" + ", ".join([NOW_JSON] * 40) + "]", ";".join([NOW_JSON] * 40),
+        "now{}" * 40, "[TOOL_CALLS]" + "[" + ", ".join([NOW_JSON] * 40) + "]",
+        "<tool_call>" + "<function=now></function>" * 40 + "</tool_call>", "```tool\n" + "now()\n" * 40 + "```",
+    ]  # fmt: skip
     for text in texts:
         found = parse(text).items
         assert 0 < len(found) <= calls.MAX_CALLS + 1
@@ -202,12 +191,10 @@ def test_what_templates_write_is_read_back(written, ascii_only):
     objects = [dumps({"name": name, "arguments": arguments}) for name, arguments in written]
     llama = [dumps({"name": name, "parameters": arguments}) for name, arguments in written]
     texts = [
-        "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects),
-        "; ".join(llama),
-        f"[TOOL_CALLS] [{', '.join(objects)}]",
-        f"[{', '.join(objects)}]",
+        "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects), "; ".join(llama),
+        f"[TOOL_CALLS] [{', '.join(objects)}]", f"[{', '.join(objects)}]",
         "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in written),
         "".join(f"<function={name}>{dumps(arguments)}</function>" for name, arguments in written),
-    ]
+    ]  # fmt: skip
     for text in texts:
         assert parse(text).items == expected

@@ -88,11 +88,10 @@ def test_documents_of_the_same_score_come_by_id(corpus):
         assert ids(Search(path, k=4)("same")) == ["2", "9", "10", "a"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "characters", "shown"),
-    [(["one"], 100, "one two three four five two six"), (["one"], 8, "one two …"), (["six"], 10, "… two six"),
-     (["two", "five"], 13, "… five two six"), (["none"], 7, "one two …"), (["two"], 3, "… two …")],
-)  # fmt: skip
+@pytest.mark.parametrize(("wanted", "characters", "shown"), [
+    (["one"], 100, "one two three four five two six"), (["one"], 8, "one two …"), (["six"], 10, "… two six"),
+    (["two", "five"], 13, "… five two six"), (["none"], 7, "one two …"), (["two"], 3, "… two …"),
+])  # fmt: skip
 def test_passages(wanted, characters, shown):
     assert passage(" one two three four five two six ", wanted, characters) == shown
     long = "alpha beta gamma delta " * 10_000
@@ -110,17 +109,14 @@ def test_the_index_is_made_once_and_again_when_the_file_changes(corpus):
     assert ids(first("mat")) == ["cat"]  # an episode keeps what it began with
 
 
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [
-        ([{"text": "a"}, "{"], r"corpus\.jsonl:2 is no JSON"),
-        ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no document .*valid dictionary"),
-        ([{"title": "a"}], r'corpus\.jsonl:1 is no document .*"text": Field required'),
-        ([{"text": "a", "id": 2}, {"text": "b"}], r"corpus\.jsonl:2 has the id '2' of line 1"),
-        ([{"text": "?!"}], "has no words"),
-        (["[" * 100_000], r"corpus\.jsonl:1 is no JSON"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "error"), [
+    ([{"text": "a"}, "{"], r"corpus\.jsonl:2 is no JSON"),
+    ([{"text": "a"}, "", "[1]"], r"corpus\.jsonl:3 is no document .*valid dictionary"),
+    ([{"title": "a"}], r'corpus\.jsonl:1 is no document .*"text": Field required'),
+    ([{"text": "a", "id": 2}, {"text": "b"}], r"corpus\.jsonl:2 has the id '2' of line 1"),
+    ([{"text": "?!"}], "has no words"),
+    (["[" * 100_000], r"corpus\.jsonl:1 is no JSON"),
+])  # fmt: skip
 @needs_bm25s
 def test_a_corpus_that_is_none(corpus, lines, error):
     with pytest.raises(DataError, match=error):

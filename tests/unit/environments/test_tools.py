@@ -142,18 +142,15 @@ def test_a_schema_is_that_of_transformers():
         jsonschema.validate({"to": {"y": 1}}, parameters)
 
 
-@pytest.mark.parametrize(
-    ("source", "fault"),
-    [
-        ("def f(a: int): return a", "no docstring"),
-        ("def f(a): 'Do.'", "'a' of f has no type; write a: str"),
-        ("def f(a: 'Missing'): 'Do.'", "cannot be resolved: NameError"),
-        ("def f(a: range): 'Do.'", "a type that JSON has no form for"),
-        ("def f(a: int):\n  '''Do.\n\n  Args:\n    b: nothing\n  '''", "describes 'b', which is no argument"),
-        ("async def f(a: int): 'Do.'", "asynchronous"),
-        ("class f: 'Do.'", "no method __call__"),
-    ],
-)
+@pytest.mark.parametrize(("source", "fault"), [
+    ("def f(a: int): return a", "no docstring"),
+    ("def f(a): 'Do.'", "'a' of f has no type; write a: str"),
+    ("def f(a: 'Missing'): 'Do.'", "cannot be resolved: NameError"),
+    ("def f(a: range): 'Do.'", "a type that JSON has no form for"),
+    ("def f(a: int):\n  '''Do.\n\n  Args:\n    b: nothing\n  '''", "describes 'b', which is no argument"),
+    ("async def f(a: int): 'Do.'", "asynchronous"),
+    ("class f: 'Do.'", "no method __call__"),
+])  # fmt: skip
 def test_what_cannot_be_a_tool(source, fault):
     made: dict[str, Any] = {}
     exec(source, made)
@@ -195,16 +192,13 @@ def test_arguments_are_taken_as_models_write_them():
     assert odd_names(**odd.checked({"schema": "1", "model_config": "x", "_hidden": True})) == "1 x 7  True"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "fault"),
-    [
-        ({}, "the argument 'city' is missing; the argument 'seats' is missing"),
-        ({"seat": 3}, "there is no argument 'seat' (did you mean 'seats'?)"),
-        ({"seats": "two"}, "seats: Input should be a valid integer"),
-        ({"city": ["Rome"]}, "city: Input should be a valid string"),
-        ({"days": "[" * 100_000}, "days: Input should be a valid list"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "fault"), [
+    ({}, "the argument 'city' is missing; the argument 'seats' is missing"),
+    ({"seat": 3}, "there is no argument 'seat' (did you mean 'seats'?)"),
+    ({"seats": "two"}, "seats: Input should be a valid integer"),
+    ({"city": ["Rome"]}, "city: Input should be a valid string"),
+    ({"days": "[" * 100_000}, "days: Input should be a valid list"),
+])  # fmt: skip
 def test_wrong_arguments_are_named(arguments, fault):
     given = {"city": "Rome", "seats": 2} | arguments if arguments else {}
     with pytest.raises(ToolError) as raised:
@@ -235,30 +229,17 @@ def test_arguments_of_any_kind_are_checked_or_refused(arguments):
 
 
 RESULTS = {
-    "0.1 + 0.2": "0.3",
-    "-2 ** 2": "-4",
-    "2 ** -2": "0.25",
-    "-2 / 3": "-2/3 ≈ -0.666666666666667",
-    "10 ** 20 / 3": "100000000000000000000/3 ≈ 3.33333333333333E+19",
-    "1 / 7 ** 60": "≈ 1.96841923011760E-51",
-    "3 × 4 ÷ 2 − 1": "5",
-    "1,234,567.5 × 2": "2469135",
-    "(-1) ** (10 ** 500 + 1)": "-1",
-    "1" + " + 1" * 300: "301",
-}
+    "0.1 + 0.2": "0.3", "-2 ** 2": "-4", "2 ** -2": "0.25", "-2 / 3": "-2/3 ≈ -0.666666666666667",
+    "10 ** 20 / 3": "100000000000000000000/3 ≈ 3.33333333333333E+19", "1 / 7 ** 60": "≈ 1.96841923011760E-51",
+    "3 × 4 ÷ 2 − 1": "5", "1,234,567.5 × 2": "2469135", "(-1) ** (10 ** 500 + 1)": "-1", "1" + " + 1" * 300: "301",
+}  # fmt: skip
 FAULTS = {
-    "1 % 0": "division by zero",
-    "2 ^ 3": "write ** for a power",
-    "2 + 2 =": "without an equals sign",
-    "__import__('os')": "is not part of arithmetic",
-    "٣ + 1": "is not part of arithmetic",
-    " \n": "is empty",
-    "2 ** 0.5": "not a whole number",
-    "9 ** 9 ** 9 ** 9": "more than 1000 digits",
-    "1." + "1" * 1500: "more than 1000 digits",
-    "1" * 2001: "more than 2000 characters",
+    "1 % 0": "division by zero", "2 ^ 3": "write ** for a power", "2 + 2 =": "without an equals sign",
+    "__import__('os')": "is not part of arithmetic", "٣ + 1": "is not part of arithmetic", " \n": "is empty",
+    "2 ** 0.5": "not a whole number", "9 ** 9 ** 9 ** 9": "more than 1000 digits",
+    "1." + "1" * 1500: "more than 1000 digits", "1" * 2001: "more than 2000 characters",
     "(" * 500 + "1" + ")" * 500: "cannot be read",
-}
+}  # fmt: skip
 
 
 def test_the_calculator():
@@ -317,13 +298,9 @@ def test_the_numbers_of_an_episode_by_hand():
     assert set(result.sample_metrics) == set(episode.environment.metrics_ranges)
     assert (result.sample_metrics.pop("tools/tool_time") or 0) > 0
     assert result.sample_metrics == {
-        "tools/total_tool_calls": 6.0,
-        "tools/tool_success_rate": 2 / 6,
-        "tools/tool_errors": 4.0,
-        "tools/calls/kinds": 1.0,
-        "tools/calls/fails": 1.0,
-        "tools/calls/calculator": 2.0,
-    }
+        "tools/total_tool_calls": 6.0, "tools/tool_success_rate": 2 / 6, "tools/tool_errors": 4.0,
+        "tools/calls/kinds": 1.0, "tools/calls/fails": 1.0, "tools/calls/calculator": 2.0,
+    }  # fmt: skip
     idle = begun("calculator")
     assert send(idle, "46").done
     assert idle.result().sample_metrics["tools/tool_success_rate"] is None
@@ -331,23 +308,18 @@ def test_the_numbers_of_an_episode_by_hand():
 
 def test_whatever_a_tool_does_is_an_answer():
     faults = {
-        "value": "Error: ValueError: no such thing",
-        "tool": "Error: say it otherwise",
-        "exit": "Error: SystemExit: the tool tried to exit",
-        "mute": "Error: Mute",
+        "value": "Error: ValueError: no such thing", "tool": "Error: say it otherwise",
+        "exit": "Error: SystemExit: the tool tried to exit", "mute": "Error: Mute",
         "deep": "Error: RecursionError: maximum recursion depth exceeded",
-    }
+    }  # fmt: skip
     episode = begun(fails)
     for how, fault in faults.items():
         assert answers(episode, call("fails", how=how))[0].startswith(fault)
     assert episode.errors == len(faults)
     results = {
-        "none": "(no result)",
-        "list": '[1, "é"]',
-        "surrogate": "?!",
-        "object": '{"at": "x=1 y=0"}',
+        "none": "(no result)", "list": '[1, "é"]', "surrogate": "?!", "object": '{"at": "x=1 y=0"}',
         "long": "x" * 4000 + "\n[cut: 1,000 more characters]",
-    }
+    }  # fmt: skip
     episode = begun(gives)
     assert {what: answers(episode, call("gives", what=what))[0] for what in results} == results
     assert answers(begun(gives, result_characters=10), "<tool_call>")[0].startswith("Error: A t\n[cut: ")
@@ -362,17 +334,14 @@ def test_whatever_a_tool_does_is_an_answer():
     assert send(episode, text).messages[0]["tool_call_id"] == "abcdef123"
 
 
-@pytest.mark.parametrize(
-    ("entry", "fault"),
-    [
-        ("calculater", "tool 'calculater' is none of calculator, python, search (did you mean 'calculator'?)"),
-        ("nothing:here", "tool 'nothing:here': no module 'nothing'"),
-        ("json:nothing", "has no function 'nothing'"),
-        ({"start": 1}, 'write tool = "calculator" in its table'),
-        ({"tool": "calculator", "digits": 3}, "tool 'calculator': a function has no settings, such as 'digits'"),
-        ("retrain.environments.tools.calculator:calculator", "two tools are named 'calculator'"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "fault"), [
+    ("calculater", "tool 'calculater' is none of calculator, python, search (did you mean 'calculator'?)"),
+    ("nothing:here", "tool 'nothing:here': no module 'nothing'"),
+    ("json:nothing", "has no function 'nothing'"),
+    ({"start": 1}, 'write tool = "calculator" in its table'),
+    ({"tool": "calculator", "digits": 3}, "tool 'calculator': a function has no settings, such as 'digits'"),
+    ("retrain.environments.tools.calculator:calculator", "two tools are named 'calculator'"),
+])  # fmt: skip
 def test_tools_that_cannot_be_loaded(entry, fault):
     with pytest.raises(PluginError) as raised:
         ToolUse(["calculator", entry])

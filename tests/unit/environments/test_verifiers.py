@@ -401,15 +401,12 @@ def test_a_harness_that_cannot_continue_is_stopped(inversion, fault):
     assert not inversion.endpoint.channels
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "arguments"),
-    [
-        (f"<think>two</think> Now. {call('add', a=1)}", "<think>two</think>\n\nNow.", {"a": 1}),
-        ("<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "", {"a": 1}),
-        (call("add", a="one", b="2"), "", {"a": "one", "b": "2"}),
-        ("no call", "no call", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "content", "arguments"), [
+    (f"<think>two</think> Now. {call('add', a=1)}", "<think>two</think>\n\nNow.", {"a": 1}),
+    ("<function=add>\n<parameter=a>\n1\n</parameter>\n</function>", "", {"a": 1}),
+    (call("add", a="one", b="2"), "", {"a": "one", "b": "2"}),
+    ("no call", "no call", None),
+])  # fmt: skip
 def test_calls_are_read_in_the_formats_of_open_models(text, content, arguments):
     expected = [] if arguments is None else [Call("add", arguments)]
     assert read_calls(text, [TOOL]) == (content, expected)

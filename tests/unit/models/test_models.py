@@ -2,11 +2,10 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.campaigns import run_cli
-from helpers.models import TINY_RUN
+from helpers.models import TINY_RUN, set_config
 
 from retrain.errors import ModelError
 from retrain.models.directory import bundled_model_path, directory_fault, model_fault
@@ -14,11 +13,6 @@ from retrain.policy.base import load_base
 
 BUNDLED = bundled_model_path("tiny-reasoner")
 WEIGHTS = "model.safetensors"
-
-
-def set_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def sharded(folder: Path, *present: str) -> None:
@@ -70,13 +64,10 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(tmp_path, fault, d
     assert fault in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        lambda folder: set_config(folder, hidden_size="wide"),
-        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # no pickle
-    ],
-)
+@pytest.mark.parametrize("work", [
+    lambda folder: set_config(folder, hidden_size="wide"),
+    lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),  # no pickle
+])  # fmt: skip
 def test_what_only_loading_finds_is_one_line_too(tmp_path, work):
     model = Path(shutil.copytree(str(BUNDLED), tmp_path / "model"))
     work(model)
@@ -85,18 +76,15 @@ def test_what_only_loading_finds_is_one_line_too(tmp_path, work):
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Qwen/Qwen3-8B", ""),
-        ("tiny-reasoner", ""),
-        (str(BUNDLED), ""),
-        ("tiny-resoner", 'did you mean "tiny-reasoner"'),
-        ("Qwen/Qwen3 8B", "it is neither a directory nor a hub name"),
-        ("a/b/c", "there is no such directory"),
-        ("~/no/such/model", "there is no such directory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("Qwen/Qwen3-8B", ""),
+    ("tiny-reasoner", ""),
+    (str(BUNDLED), ""),
+    ("tiny-resoner", 'did you mean "tiny-reasoner"'),
+    ("Qwen/Qwen3 8B", "it is neither a directory nor a hub name"),
+    ("a/b/c", "there is no such directory"),
+    ("~/no/such/model", "there is no such directory"),
+])  # fmt: skip
 def test_names(name, expected):
     fault = model_fault(name)
     assert (expected in fault) if expected else fault == ""

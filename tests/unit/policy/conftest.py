@@ -61,6 +61,5 @@ def build(family: str, dtype: torch.dtype, size: float = 1.0) -> BaseModel:
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., BaseModel]:
-    """Build a model of a family: ``tiny(family, dtype, size)``. Size 0 keeps the weights of transformers'
-    initialisation; otherwise layers change what they read, as trained ones do."""
+    """Build a model of a family. Size 0 keeps transformers' initialisation, under which layers change little."""
     return build

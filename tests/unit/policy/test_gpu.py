@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.campaigns import campaign, continue_training, train
-from helpers.lanes import AS_ON_A_GPU, requests, sample, trained
+from helpers.lanes import AS_ON_A_GPU, requests, sample, tokens, trained
 from helpers.models import qwen3_directory, toy_base
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,6 @@ from retrain.training.inputs import machine_changes
 
 STICKY = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 CAPTURING = "CUDA error: operation not permitted when stream is capturing"
-
 
 aten = torch.ops.aten
 REFUSED = {
@@ -52,8 +51,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operation with its tensors and numbers, and refuses those for which the host reads the device or
-    the device reads the host."""
+    """Records every operation; refuses those for which host and device wait for each other."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +188,7 @@ def test_memory_that_runs_out_in_a_capture_halves_the_rows_and_graphs_stay(base,
     asked, adapters = requests(max_tokens=30), [trained(lanes, 0)]
     groups = sample(engine_of(base, lanes, lambda: capture, messages.append), asked, adapters)
     eager = sample(engine_of(base, lanes), asked, adapters)
-    assert [[c.token_ids for c in group] for group in groups] == [[c.token_ids for c in group] for group in eager]
+    assert tokens(groups) == tokens(eager)
     assert messages == ["out of memory while decoding: continuing with 6 sequences at once"]
     assert emulator.replays > 10
 
@@ -210,17 +208,14 @@ def test_a_step_that_cannot_be_captured_goes_on_eagerly_and_says_so_once(base, l
     assert len(attempts) == 1
 
 
-@pytest.mark.parametrize(
-    ("message", "is_lost"),
-    [
-        (STICKY, True),
-        ("CUDA error: an illegal memory access was encountered", True),
-        ("CUDA error: uncorrectable ECC error encountered", True),
-        ("CUDA error: out of memory", False),
-        (CAPTURING, False),
-        ("CUDA error: no kernel image is available for execution on the device", False),
-    ],
-)
+@pytest.mark.parametrize(("message", "is_lost"), [
+    (STICKY, True),
+    ("CUDA error: an illegal memory access was encountered", True),
+    ("CUDA error: uncorrectable ECC error encountered", True),
+    ("CUDA error: out of memory", False),
+    (CAPTURING, False),
+    ("CUDA error: no kernel image is available for execution on the device", False),
+])  # fmt: skip
 def test_only_errors_after_which_the_context_is_dead_count_as_lost(message, is_lost):
     error, outer = RuntimeError(message), ValueError("while reporting it")
     outer.__cause__ = error

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers.masking_utils
 from helpers.campaigns import Heard, campaign, train
-from helpers.lanes import local_policy, objective, requests, rollout, sample, totals, trained
+from helpers.lanes import assert_same, local_policy, objective, requests, rollout, sample, totals, trained
 from helpers.models import toy_base
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -145,8 +145,7 @@ def test_rows_of_an_8b_cohort_on_80_gib_are_those_counted_by_hand(host_memory, t
 
 @pytest.fixture
 def machine(monkeypatch, host_memory):
-    """Give this machine a memory size and a micro-batch budget; record how many rows are decoded at once and how many
-    micro-batches an update has."""
+    """Set memory size and micro-batch budget; record the rows decoded at once and the micro-batches of updates."""
     begin, compute = SlotBatch.__init__, accumulating.GradientAccumulator.compute
     shapes: list[tuple[str, int]] = []
 
@@ -179,8 +178,7 @@ def results(out):
 
 
 def test_a_resumed_campaign_computes_in_the_same_shapes_on_any_machine(model, tmp_path, machine):
-    """Bit by bit the same results where another process has twice the memory. Shapes that do not fit are planned anew,
-    with a message."""
+    """Twice the memory changes no bit. Shapes that do not fit are planned anew, with a message."""
     keys = ["campaign.seeds=[1]", "squeeze.enabled=false", "evaluation.problems=0", "training.eval_every=0"]
 
     def train_to(name, steps, observer):
@@ -238,10 +236,7 @@ def test_prompts_prefilled_in_parts_sample_the_same(base, lanes, reads):
     small = CPU_DECODING._replace(prefill_bytes=3 * 4 * 9 * per_token)
     parts = sample(LocalEngine(base, lanes, settings=small), asked, adapters)
     assert [rows for rows, _ in reads["prefill"]] == [3 * 6, 3 * 4, 3 * 2]
-    for one, other in zip(whole, parts, strict=True):
-        assert [c.token_ids for c in one] == [c.token_ids for c in other]
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_allclose(a.logprobs_T, b.logprobs_T, atol=1e-5)
+    assert_same(whole, parts, 1e-5)
 
 
 CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -295,8 +290,7 @@ def engine_and_policy(lanes: Lanes) -> tuple[LocalEngine, LocalPolicy]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_run_in_which_memory_runs_out_gives_what_it_would_have_given(undisturbed, monkeypatch, place):
-    """Once in the first step. The optimizer allocates again: bit by bit the same; elsewhere a smaller shape takes over,
-    which rounds differently."""
+    """The optimizer allocates again, and no bit changes; elsewhere a smaller shape rounds differently."""
     lanes, (ids, logprobs, weights, learnt) = undisturbed
     owner, name, at, error = PLACES[place]
     function, calls = getattr(owner, name), []
@@ -347,8 +341,7 @@ def test_a_step_that_has_begun_to_change_weights_is_not_made_again(base, lanes):
 
 
 def test_adamw_as_one_kernel_goes_on_from_a_checkpoint(base, lanes, fuse_on_cpu, tmp_path):
-    """The third update after saving and loading is the third of three, bit by bit, and equals the plain optimizer's up
-    to rounding. On a GPU the step count is on the device."""
+    """Loading changes no bit, fusing only rounds. On a GPU the step count is on the device."""
     plain, samples = local_policy(base, lanes), rollout(base, lanes, trained(lanes, 0))
     fuse_on_cpu()
     fused, later = local_policy(base, lanes), local_policy(base, lanes, 1)

@@ -1,5 +1,4 @@
-"""Half precision: sampler and trainer round alike, logits keep the digits of their sums, a wrong decoder is refused,
-and no sum has an order that a GPU chooses."""
+"""Half precision: sampler and trainer round alike, and no sum has an order that a GPU chooses."""
 
 import warnings
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from retrain.types import Sample, SampleRequest
 
 BF16 = torch.bfloat16
 needs_packing = pytest.mark.skipif(not arithmetic.packs("cpu", BF16), reason="this torch cannot lay weights out anew")
-
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 """Families that the dense decoder takes."""
@@ -80,11 +78,8 @@ def gradients(function, inputs, grad):
 
 
 @pytest.mark.parametrize(("fused", "plain", "shapes"), [
-    (
-        lambda x: rms_norm(x, torch.linspace(0.5, 2.0, 64).to(BF16), 1e-6),
-        lambda x: F.rms_norm(x, (64,), torch.linspace(0.5, 2.0, 64).to(BF16).to(x), 1e-6),
-        [(40, 64)],
-    ),
+    (lambda x: rms_norm(x, torch.linspace(0.5, 2.0, 64).to(BF16), 1e-6),
+     lambda x: F.rms_norm(x, (64,), torch.linspace(0.5, 2.0, 64).to(BF16).to(x), 1e-6), [(40, 64)]),
     (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), 3 * [(2, 4, 30, 16)]),
     (partial(attention, scale=0.3), partial(causal_attention, scale=0.3), [(2, 4, 30, 16), *2 * [(2, 2, 30, 16)]]),
 ], ids=["norm", "attention", "attention with shared heads"])  # fmt: skip
@@ -239,8 +234,7 @@ def test_a_sound_decoder_is_admitted_and_one_with_a_fault_is_refused(tiny, famil
 
 
 class Deterministic(TorchDispatchMode):
-    """Refuses what torch refuses on CUDA under ``use_deterministic_algorithms``, and sums into repeated places, whose
-    order a GPU chooses."""
+    """Refuses what ``use_deterministic_algorithms`` refuses on CUDA, and sums into repeated places."""
 
     REFUSED = ("aten.cumsum.default", "aten.histc.default", "aten.bincount.default", "aten.median.dim",
                "aten.put_.default", "aten.kthvalue.default")  # fmt: skip

@@ -56,15 +56,19 @@ def test_the_ratio_on_policy_stays_near_one_for_every_split(base, lanes):
         assert torch.equal(flat, gradient(lanes, samples, seed, bfloat16=seed % 2 == 1)[0])
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}, {"dropout": 0.3}], ids=str)
-def test_side_by_side_or_computed_twice_no_bit_changes(base, lanes, options):
+def test_side_by_side_or_computed_twice_no_bit_changes(base, lanes, options, bfloat16):
     samples, results = rollout(base, lanes, trained(lanes, 0)), []
-    for count, twice in ((1, False), *([] if options.get("dropout") else [(3, False)]), (1, True)):
+    for count, twice in ((1, False), *([] if options.get("dropout") else [(3, False), (3, True)]), (1, True)):
         workers = Workers(count)  # with dropout a run has one worker
         budget = Budget(80, checkpointing=twice)
-        results.append(gradient(lanes, samples, bfloat16=True, budget=budget, workers=workers, **options)[0])
+        keys = {"bfloat16": bfloat16, "budget": budget, "workers": workers, **options}
+        flat, metrics = gradient(lanes, samples, **keys)
+        results.append((flat, metrics["loss"], metrics["val/ratio"]))
         workers.close()
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    (flat, *numbers), *others = results
+    assert all(torch.equal(flat, other) and rest == numbers for other, *rest in others)
 
 
 def test_scores_are_computed_as_the_update_computes_them(base, lanes):

@@ -30,7 +30,6 @@ from retrain.policy.backbone import backbone_of, collate, token_logprobs
 from retrain.policy.lora import Lanes
 from retrain.policy.packing import Budget, split_microbatches
 from retrain.rng import generator
-from retrain.threads import Workers
 from retrain.types import Denominators, Sample
 
 LOSSES = ("ppo", "reinforce", "gspo", "cispo")
@@ -113,17 +112,10 @@ def test_gradient_is_that_of_the_plain_formula(lanes, samples, turns):
 ALL_TERMS = {"correction": TIS, "kl_coef": 0.7, "entropy_coef": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "options"),
-    [
-        ("tokens", {"dual_clip": 1.5, "clip_eps_high": 0.1}),
-        ("tokens", {"correction": ICEPOP}),
-        ("tokens", ALL_TERMS),
-        ("sequences", ALL_TERMS),
-        ("constant", ALL_TERMS),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("normalizer", "options"), [
+    ("tokens", {"dual_clip": 1.5, "clip_eps_high": 0.1}), ("tokens", {"correction": ICEPOP}), ("tokens", ALL_TERMS),
+    ("sequences", ALL_TERMS), ("constant", ALL_TERMS),
+], ids=str)  # fmt: skip
 def test_every_micro_batch_split_gives_the_same_gradient(lanes, off_policy, normalizer, options):
     settings = {"normalizer": normalizer, "max_tokens": 12}
     whole, metrics = gradient(lanes, off_policy, **settings, **options)
@@ -345,32 +337,10 @@ def test_dropout_repeats_for_the_same_stream_and_differs_between_micro_batches(l
         assert difference > 0.1 if dropout else difference < 1e-5
 
 
-def test_updates_side_by_side_equal_one_after_the_other(lanes, samples):
-    """Each lane's update in a thread of its own, and the micro-batches of one update in several: no bit changes."""
-    settings = {"micro_batch_tokens": 60, "kl_coef": 0.1}
-
-    def results(seed: int, workers: Workers | None = None):
-        adapter = trained(lanes, seed)
-        metrics = update(lanes, adapter, samples[:8], **settings, workers=workers)
-        return adapter.flat.grad.clone(), adapter.flat.detach().clone(), metrics["loss"], metrics["val/ratio"]
-
-    one_by_one = [results(seed) for seed in range(4)]
-    workers = Workers(3)
-    side_by_side = workers.map(results, range(4))
-    shared = [results(0, workers)]
-    workers.close()
-    for alone, other in zip([*one_by_one, one_by_one[0]], side_by_side + shared, strict=True):
-        for expected, value in zip(alone, other, strict=True):
-            assert torch.equal(torch.as_tensor(expected), torch.as_tensor(value))
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "message", "is_retried"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), RunFailed, r"one sequence .* not fit .* max_tokens", True),
-        (RuntimeError("shapes cannot be multiplied"), RuntimeError, "shapes cannot be multiplied", False),
-    ],
-)
+@pytest.mark.parametrize(("error", "kind", "message", "is_retried"), [
+    (torch.OutOfMemoryError("CUDA out of memory"), RunFailed, r"one sequence .* not fit .* max_tokens", True),
+    (RuntimeError("shapes cannot be multiplied"), RuntimeError, "shapes cannot be multiplied", False),
+])  # fmt: skip
 def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(
     base, lanes, samples, error, kind, message, is_retried
 ):
@@ -392,19 +362,15 @@ def test_one_sequence_at_a_time_then_layers_twice_then_a_clear_end(
     assert budget.checkpointing == any("computed twice" in note for note in budget.take_notes()) == is_retried
 
 
-@pytest.mark.parametrize(
-    ("options", "workers"), [({"dropout": 0.3}, 1), ({"kl_coef": 0.2, "entropy_coef": 0.1}, 1), ({}, 2)], ids=str
-)
-def test_layers_computed_twice_give_the_same_gradient_and_keep_less(lanes, samples, options, workers):
+@pytest.mark.parametrize("options", [{"dropout": 0.3}, {"kl_coef": 0.2, "entropy_coef": 0.1}], ids=str)
+def test_layers_computed_twice_give_the_same_gradient_and_keep_less(lanes, samples, options):
     results = []
     for twice in (False, True):
-        kept, pool = [], Workers(workers)
+        kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(t.numel()), t)[1], lambda t: t):
             budget = Budget(80, checkpointing=twice)
-            flat, _ = gradient(lanes, samples, stream=("s",), budget=budget, workers=pool, **options)
-        pool.close()
+            flat, _ = gradient(lanes, samples, stream=("s",), budget=budget, **options)
         results.append((flat, sum(kept)))
     (once, much), (again, little) = results
     assert torch.equal(once, again)
-    if workers == 1:
-        assert little < 0.7 * much
+    assert little < 0.7 * much

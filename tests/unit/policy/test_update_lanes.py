@@ -1,5 +1,4 @@
-"""One cohort of runs with one update per batch, with four, with a critic of its own and with a shared one: each equals
-the run alone, and an update that is not finite affects its own run only."""
+"""Runs of one cohort with several kinds of updates and critics: each equals the run alone."""
 
 import json
 from dataclasses import replace
@@ -87,8 +86,7 @@ def poison(monkeypatch, *faults: tuple[str, int, int]) -> None:
 
 
 def test_updates_that_are_not_finite_are_left_out_then_fail_their_run_alone(cohort, model, tmp_path, monkeypatch):
-    """A run that fails in the middle of a batch is not saved as if it had not begun the step. The others stop and
-    resume, and the failed run can be tried again."""
+    """A run that fails within a batch is saved with the step begun. It can be tried again."""
     out = tmp_path / "bad/out"
     with monkeypatch.context() as patch:
         poison(patch, ("four", 1, 1), ("own", 1, 0), ("four", 2, 1))

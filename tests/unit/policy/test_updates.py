@@ -221,10 +221,9 @@ def test_the_extremes_are_those_of_all_updates_and_an_update_left_out_counts_in_
     assert row["val/ratio"] == pytest.approx((2 * 1 + 16 * 4) / 18)  # over tokens
 
 
-@pytest.mark.parametrize(
-    ("moved", "target", "expected"),
-    [((0.0, 0.3), 0.1, True), ((0.0, 0.3), 0.15, False), ((0.0, 0.3), None, False), ((None,), 1e-9, False)],
-)
+@pytest.mark.parametrize(("moved", "target", "expected"), [
+    ((0.0, 0.3), 0.1, True), ((0.0, 0.3), 0.15, False), ((0.0, 0.3), None, False), ((None,), 1e-9, False),
+])  # fmt: skip
 def test_passes_end_early_once_the_policy_has_moved_far_enough(moved, target, expected):
     assert exceeds_target_kl([made({"policy/approxkl_avg": kl}, 4) for kl in moved], target) == expected
 

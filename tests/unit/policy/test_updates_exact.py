@@ -48,8 +48,7 @@ def batch_of(policy, target: float = 1.0) -> StepBatch:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_critic_learns_from_all_tokens_also_where_few_train_the_policy(base, lanes, share):
-    """With `entropy_mask` the policy loss is divided by few tokens; the value loss stays a mean over all sampled ones,
-    or its gradient would grow with every token that is masked."""
+    """The value loss is a mean over all sampled tokens, whatever `entropy_mask` leaves out of the policy loss."""
     (policy, objective), (masked_policy, _) = (critic_policy(base, lanes, share_adapter=share) for _ in range(2))
     batch = batch_of(policy)
     first = [one.loss_mask & (np.cumsum(one.loss_mask) == 1) for one in batch.samples]

@@ -237,14 +237,9 @@ def test_tokens_carry_surprisal_advantage_planning_and_the_values_of_a_critic():
     assert [numbers["v"] for _, numbers in attributes_of(text)] == [[10**15, -(10**15), 0], [0, 500]]
 
 
-@pytest.mark.parametrize(
-    ("text", "folded", "rest"),
-    [
-        ("<think>a b</think>c", "<think>a b</think>", "c"),
-        ("<think>no end", "<think>no end", ""),
-        ("plain", "", "plain"),
-    ],
-)
+@pytest.mark.parametrize(("text", "folded", "rest"), [
+    ("<think>a b</think>c", "<think>a b</think>", "c"), ("<think>no end", "<think>no end", ""), ("plain", "", "plain"),
+])  # fmt: skip
 def test_thinking_is_folded(text, folded, rest):
     made = with_action(group([1.0], [3]), text=text)
     part = rollout_page(batch([made]), 1).split('class="text sample">')[1].split("</article>")[0].split("\n")[0]

@@ -26,15 +26,11 @@ def episode() -> CreditedRollout:
     message = {"role": "tool", "content": "<script>é\u2028" + "x" * 300_000}
     turns = (Turn((7, 8, 9), said), Turn((5,), then, (message,), reward=0.5, metrics={"calls": 1.0}))
     return CreditedRollout(
-        Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)),
-        turns,
-        RewardResult(1.0),
-        advantage=2.0,
-        token_advantages_T=np.arange(5.0),
-        planning_T=np.array([0, 1, 0, 0, 0], bool),
+        Prompt(Problem("p", "ask", "42", ("t",)), "ask", (7, 8, 9)), turns, RewardResult(1.0), advantage=2.0,
+        token_advantages_T=np.arange(5.0), planning_T=np.array([0, 1, 0, 0, 0], bool),
         loss_mask_T=np.array([1, 1, 1, 1, 0], bool),
         old_logprobs_T=np.array([-1.5, -2.0, -3.0, -4.0, -5.0], np.float32),
-    )
+    )  # fmt: skip
 
 
 def batch(split: str, groups: list[CreditedGroup], **more) -> Batch:
@@ -46,16 +42,11 @@ def test_a_rollout_comes_back_token_for_token_with_its_whole_text(tmp_path):
     path = write_tokens(tmp_path, batch(TRAIN, [group([1.0, 0.0, None], [3, 4, 2]), CreditedGroup(one.prompt, (one,))]))
     assert path.name == "tokens_000010.safetensors"
     expected = {
-        "ids": [7, 8, 9, 0, 1, 5, 2, 3, 4],
-        "action": [0, 0, 0, 1, 1, 0, 1, 1, 1],
-        "logprobs": [-1, -2, -3, -4, -5],
-        "trainer_logprobs": [-1.5, -2, -3, -4, -5],
-        "entropy": pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]),
-        "advantages": [0, 1, 2, 3, 4],
-        "planning": [0, 1, 0, 0, 0],
-        "trained": [1, 1, 1, 1, 0],
+        "ids": [7, 8, 9, 0, 1, 5, 2, 3, 4], "action": [0, 0, 0, 1, 1, 0, 1, 1, 1], "logprobs": [-1, -2, -3, -4, -5],
+        "trainer_logprobs": [-1.5, -2, -3, -4, -5], "entropy": pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5]),
+        "advantages": [0, 1, 2, 3, 4], "planning": [0, 1, 0, 0, 0], "trained": [1, 1, 1, 1, 0],
         "versions": [3, 3, 4, 4, 4],
-    }
+    }  # fmt: skip
     with TokenFile(path) as file:
         found, ungraded = file.rollout(3), file.rollout(2)
         for name, values in expected.items():

@@ -45,13 +45,10 @@ EXPECTED = {
 def wandb_context():
     pytest.importorskip("wandb")
     cfg = config(
-        logging={"wandb_project": "house", "wandb_mode": "offline"},
-        algorithm={"transform_mode": "gtpo_sepa"},
-        gtpo={"beta": 0.1},
-        hicra={"alpha": 0.2},
-        sepa={"steps": 50, "delay_steps": 5, "correct_rate_gate": 0.1},
+        logging={"wandb_project": "house", "wandb_mode": "offline"}, algorithm={"transform_mode": "gtpo_sepa"},
+        gtpo={"beta": 0.1}, hicra={"alpha": 0.2}, sepa={"steps": 50, "delay_steps": 5, "correct_rate_gate": 0.1},
         backend={"backend": "local"},
-    )
+    )  # fmt: skip
     return context(config=cfg, condition="maxrl+gtpo_sepa", run_id="maxrl+gtpo_sepa_s3", seed=3, is_campaign=True)
 
 
@@ -103,16 +100,13 @@ def test_names_outside_a_campaign_and_in_one():
     assert named(True) == ("grpo+none_s1", "grpo+none", ["grpo+none", "seed1"])
 
 
-@pytest.mark.parametrize(
-    ("asked", "names"),
-    [
-        ('report_to = "tensorboard, mine:make"', ["tensorboard", "mine:make"]),
-        ('report_to = ["tensorboard"]\nwandb_project = "p"', ["tensorboard", "wandb"]),
-        ('report_to = "all"', ["wandb", "tensorboard"]),
-        ('report_to = "none"\nwandb_project = "p"', []),
-        ("", []),
-    ],
-)
+@pytest.mark.parametrize(("asked", "names"), [
+    ('report_to = "tensorboard, mine:make"', ["tensorboard", "mine:make"]),
+    ('report_to = ["tensorboard"]\nwandb_project = "p"', ["tensorboard", "wandb"]),
+    ('report_to = "all"', ["wandb", "tensorboard"]),
+    ('report_to = "none"\nwandb_project = "p"', []),
+    ("", []),
+])  # fmt: skip
 def test_the_trackers_that_are_asked_for(monkeypatch, asked, names):
     monkeypatch.setitem(sys.modules, "trackio", None)
     logging = parse_dict(tomllib.loads(f"[logging]\n{asked}")).logging
@@ -129,16 +123,13 @@ def test_a_tracker_that_is_not_installed_stops_the_run(tmp_path, monkeypatch):
             RunRecorder(tmp_path / name, settings).start()
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        ("    class Closed:\n        def start(self, run, state):\n            raise ConnectionError('no route')\n"
-         "        def log(self, step, values):\n            pass\n    return Closed()",
-         "mine:make could not start: ConnectionError: no route"),
-        ("    return object()", "returned object, which has no method start"),
-        ("    raise OSError('disk')", "raised OSError: disk"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "message"), [
+    ("    class Closed:\n        def start(self, run, state):\n            raise ConnectionError('no route')\n"
+     "        def log(self, step, values):\n            pass\n    return Closed()",
+     "mine:make could not start: ConnectionError: no route"),
+    ("    return object()", "returned object, which has no method start"),
+    ("    raise OSError('disk')", "raised OSError: disk"),
+])  # fmt: skip
 def test_a_plug_in_that_cannot_start_stops_the_run(tmp_path, monkeypatch, import_path, function, message):
     (tmp_path / "mine.py").write_text(f"def make(folder):\n{function}\n")
     monkeypatch.delitem(sys.modules, "mine", raising=False)

@@ -78,8 +78,7 @@ def test_what_cannot_be_written_fails_the_run_at_its_next_record(tmp_path):
 
 
 class Collecting:
-    """A tracker that records its calls; it hangs until ``gate`` opens and then raises ``error``, in ``log`` or in
-    ``start``."""
+    """A tracker that records its calls, hangs until ``gate`` opens and raises ``error`` in ``log`` or ``start``."""
 
     def __init__(self, gate: threading.Event | None = None, error: BaseException | None = None, hangs_in: str = "log"):
         self.gate, self.error, self.hangs_in = gate, error, hangs_in
@@ -126,17 +125,13 @@ def test_a_slow_tracker_holds_back_neither_training_nor_files(tmp_path):
     assert tracker.threads == {"tracker slow"}  # libraries keep the current run in thread-local storage
 
 
-@pytest.mark.parametrize(
-    ("limits", "tracker", "steps", "warning"),
-    [
-        ({"WAITING_ROWS": 3, "FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 8,
-         "slow is 3 rows behind; it gets no further rows, training goes on"),
-        ({"FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 1, "slow has not finished after 0.1 s"),
-        ({}, {"error": ConnectionError("gone")}, 4,
-         "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"),
-    ],
-    ids=["never answers", "does not finish", "fails"],
-)  # fmt: skip
+@pytest.mark.parametrize(("limits", "tracker", "steps", "warning"), [
+    ({"WAITING_ROWS": 3, "FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 8,
+     "slow is 3 rows behind; it gets no further rows, training goes on"),
+    ({"FINISH_SECONDS": 0.1}, {"gate": threading.Event()}, 1, "slow has not finished after 0.1 s"),
+    ({}, {"error": ConnectionError("gone")}, 4,
+     "slow failed in log: ConnectionError('gone'); it gets no further rows, training goes on"),
+], ids=["never answers", "does not finish", "fails"])  # fmt: skip
 def test_a_tracker_that_hangs_or_fails_is_left_behind_with_one_warning(
     tmp_path, monkeypatch, limits, tracker, steps, warning
 ):

@@ -51,16 +51,10 @@ def test_the_question_holds_task_reference_and_response(server: JudgeServer) -> 
     assert len(question(CAPITAL, "x" * 1_000_000)[-1]["content"]) < 30_000
 
 
-@pytest.mark.parametrize(
-    ("text", "score"),
-    [
-        ("1", 1.0),
-        ("<think>0.2 or 0.9?</think>\n0.9", 0.9),
-        ("1.5", None),
-        ("Score: 1", None),
-        ("<think>never ends 1", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "score"), [
+    ("1", 1.0), ("<think>0.2 or 0.9?</think>\n0.9", 0.9), ("1.5", None), ("Score: 1", None),
+    ("<think>never ends 1", None),
+])  # fmt: skip
 def test_scores_are_read_strictly(text: str, score: float | None) -> None:
     assert parse_score(text) == score
 
@@ -69,15 +63,12 @@ CUT_OFF = json.loads(chat("1"))
 CUT_OFF["choices"][0]["finish_reason"] = "length"
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        (chat("It is a fine answer."), "not a number between 0 and 1"),
-        (json.dumps(CUT_OFF).encode(), "was cut off (2048 tokens"),
-        (b"[" * 100_000, "not a chat completion"),
-        (b"x" * (2 << 20), "more than"),
-    ],
-)
+@pytest.mark.parametrize(("body", "reason"), [
+    (chat("It is a fine answer."), "not a number between 0 and 1"),
+    (json.dumps(CUT_OFF).encode(), "was cut off (2048 tokens"),
+    (b"[" * 100_000, "not a chat completion"),
+    (b"x" * (2 << 20), "more than"),
+])  # fmt: skip
 def test_nonsense_is_null_and_not_asked_again(server: JudgeServer, body: bytes, reason: str) -> None:
     server.respond = lambda handler, request: (200, body, {})
     (result,) = judged(server)

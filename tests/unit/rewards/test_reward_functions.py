@@ -1,5 +1,4 @@
-"""Reward functions as users have them: written for TRL, asynchronous, as classes, several at once; and what is wrong
-with their parameters is found before anything is loaded."""
+"""Reward functions as users have them: written for TRL, asynchronous, as classes, several at once."""
 
 import json
 from pathlib import Path
@@ -105,18 +104,15 @@ TALKS = [(TALK, "yes"), (TALK, "no")]
 TEXTS = [(asked(), CompletionText("yes", [1, 2, 3])), (asked(), CompletionText("no", [4]))]
 
 
-@pytest.mark.parametrize(
-    ("function", "items", "expected"),
-    [
-        ("lengths", TEXTS, [3.0, 1.0]),
-        ("referenced", TEXTS, [1.0, 0.0]),
-        # prompts, completion_ids, log_extra, log_metric; answer, tags and the two columns
-        ("every", TEXTS, [8.0, 8.0]),
-        ("spoken", TALKS, [1.0, 0.0]),
-        ("Counts", TEXTS, [6.0, 4.0]),
-        ("both", TEXTS, [9.0, 5.0]),
-    ],
-)
+@pytest.mark.parametrize(("function", "items", "expected"), [
+    ("lengths", TEXTS, [3.0, 1.0]),
+    ("referenced", TEXTS, [1.0, 0.0]),
+    # prompts, completion_ids, log_extra, log_metric; answer, tags and the two columns
+    ("every", TEXTS, [8.0, 8.0]),
+    ("spoken", TALKS, [1.0, 0.0]),
+    ("Counts", TEXTS, [6.0, 4.0]),
+    ("both", TEXTS, [9.0, 5.0]),
+])  # fmt: skip
 def test_functions_of_trl_classes_objects_and_lists_are_rewards(module, function, items, expected):
     assert totals(graded(module, function, items)) == expected
 
@@ -136,10 +132,9 @@ def test_what_does_not_apply_is_left_out_of_the_sum(module):
     assert [result.error for result in results] == [None, None, "no reward applies to this completion"]
 
 
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [("too_few", "returned 1 rewards, not a list of 2"), ("no_number", "returned str, not a number")],
-)
+@pytest.mark.parametrize(("function", "reason"), [
+    ("too_few", "returned 1 rewards, not a list of 2"), ("no_number", "returned str, not a number"),
+])  # fmt: skip
 def test_a_function_that_goes_wrong_costs_the_answers_of_its_call(module, function, reason):
     results = graded(module, function, [(asked(), "a"), (asked(), "b")])
     assert totals(results) == [None, None]

@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers.campaigns import run_cli
-from helpers.models import TINY_RUN, qwen3_directory
+from helpers.models import TINY_RUN, qwen3_directory, set_config
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
-)
 
 from retrain.campaign.planning.changes import version_changes
 from retrain.campaign.planning.plan import Plan
@@ -38,13 +31,14 @@ ANSWERS = ["7", "3 + 4 = 7, so the answer is \\boxed{7}", "", "I do not know. " 
 
 def classifier(path: Path, *, pad: int | None = 0, labels: int = 1, seed: int = 0, llama: bool = False) -> Path:
     """A classifier of random weights with the tokenizer of the bundled model, as ``save_pretrained`` writes it."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BUNDLED)
     torch.manual_seed(seed)
-    config = (LlamaConfig if llama else Qwen2Config)(
+    config = (transformers.LlamaConfig if llama else transformers.Qwen2Config)(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=160, num_labels=labels, pad_token_id=pad,
     )  # fmt: skip
-    model = (LlamaForSequenceClassification if llama else Qwen2ForSequenceClassification)(config)
+    family = "Llama" if llama else "Qwen2"
+    model = getattr(transformers, f"{family}ForSequenceClassification")(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(4)  # scores that differ by far more than rounding
@@ -69,8 +63,8 @@ def graded(path: Path, items: list[Item], **keys) -> list[float | None]:
 
 def by_hand(path: Path, *texts: str) -> list[float]:
     """Scores by transformers alone: one row at a time, nothing padded."""
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path), AutoTokenizer.from_pretrained(path)
-    model.eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     with torch.no_grad():
         rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
         return [float(model(input_ids=row).logits[0, 0]) for row in rows]
@@ -79,7 +73,7 @@ def by_hand(path: Path, *texts: str) -> list[float]:
 @pytest.mark.parametrize(("pad", "llama", "problem"), [(0, False, ADD), (None, True, TALK), (1, False, TALK)])
 def test_a_batch_scores_what_transformers_scores_row_by_row(tmp_path, pad, llama, problem):
     path = classifier(tmp_path / "model", pad=pad, llama=llama)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     prompt = [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else list(problem.prompt)
     talks = [[*prompt, {"role": "assistant", "content": answer}] for answer in ANSWERS]
     expected = by_hand(path, *(tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks))
@@ -152,17 +146,12 @@ def test_beside_match_the_answer_decides_what_is_correct(scorer):
     assert str(long.error).startswith("taste: the conversation has")
 
 
-def with_config(path: Path, **keys) -> None:
-    config = read_json(path / "config.json") | keys
-    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
 BROKEN = {
     "labels": (lambda path: classifier(path, labels=2), "it has 2 labels, and a reward model has one, its score"),
     "language": (lambda path: qwen3_directory(path, ["3 + 4"]), "it is a Qwen3ForCausalLM"),
     "weights": (lambda path: (path / "model.safetensors").unlink(), "it has no weights"),
     "tokenizer": (lambda path: (path / "tokenizer.json").unlink(), "it has no tokenizer"),
-    "code": (lambda path: with_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
+    "code": (lambda path: set_config(path, model_type="mine", auto_map={"A": "b.C"}), "comes with its own code"),
     "gone": (shutil.rmtree, "there is no such directory"),
     "damaged": (lambda path: (path / "tokenizer.json").write_text("{}"), "it cannot be read"),
 }
@@ -222,15 +211,11 @@ def home(tmp_path, scorer) -> Path:
     return tmp_path
 
 
-def command(*arguments: object):
-    return run_cli(*arguments)
-
-
 def test_a_run_trains_on_the_scores(home):
-    words = command("explain", home / "sum.toml")
+    words = run_cli("explain", home / "sum.toml")
     assert words.exit_code == 0
     assert "score that the reward model" in words.output
-    result = command("train", home / "sum.toml", "--out", home / "out")
+    result = run_cli("train", home / "sum.toml", "--out", home / "out")
     assert result.exit_code == 0, result.output
     rows = read_jsonl(home / "out/metrics.jsonl")
     assert len(rows) == 2
@@ -258,10 +243,10 @@ def test_commands_refuse_a_reward_model_that_cannot_be_used(home):
     breaks, words = BROKEN["labels"]
     breaks(home / "taste")
     file = home / "sum.toml"
-    checked = command("check", file)
+    checked = run_cli("check", file)
     assert checked.exit_code == 2
     assert re.search(r"sum\.toml:\d+ +reward\.components\[2\]\.reward_model +is ", checked.stderr)
     assert words in checked.stderr
-    trained = command("train", file, "--out", home / "out")
+    trained = run_cli("train", file, "--out", home / "out")
     assert (trained.exit_code, words in trained.stderr, "Traceback" in trained.output) == (2, True, False)
     assert not list((home / "out").rglob("metrics.jsonl"))

@@ -5,6 +5,7 @@ import subprocess
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -39,8 +40,7 @@ def grader():
         yield grader
 
 
-def problem(answer: str) -> Problem:
-    return Problem("p", "?", answer)
+problem = partial(Problem, "p", "?")
 
 
 def boxed(answer: str) -> str:
@@ -80,12 +80,10 @@ def test_what_text_decides_agrees_with_math_verify():
 def test_text_is_never_evaluated(grader, tmp_path):
     target = tmp_path / "made"
     attacks = [
-        f"__import__('os').system('touch {target}')",
-        f"open('{target}', 'w')",
+        f"__import__('os').system('touch {target}')", f"open('{target}', 'w')",
         rf"\text{{__import__('os').system('touch {target}')}}",
-        f"1+eval(\"__import__('os').system('touch {target}')\")",
-        rf"\input{{{target}}}",
-    ]
+        f"1+eval(\"__import__('os').system('touch {target}')\")", rf"\input{{{target}}}",
+    ]  # fmt: skip
     pairs = [(problem(a), boxed("1")) for a in attacks] + [(problem("1"), boxed(a)) for a in attacks]
     results = grader.grade(pairs)
     assert all(result.correct is False for result in results)
@@ -179,14 +177,10 @@ def custom(module: Path, function: str, **limits) -> Grader:
 @pytest.mark.usefixtures("nothing_left")
 def test_a_reward_that_misbehaves_costs_its_completion_only(module, capfd):
     expected = {
-        "raise": "ValueError: boom second line (my_rewards.py:",
-        "exit": "exit status 3",
-        "nan": "returned nan",
-        "flood": "sent an invalid reply",
-        "hang": "longer than 1 s",
-        "stubborn": "longer than 1 s",
+        "raise": "ValueError: boom second line (my_rewards.py:", "exit": "exit status 3", "nan": "returned nan",
+        "flood": "sent an invalid reply", "hang": "longer than 1 s", "stubborn": "longer than 1 s",
         "children": "longer than 1 s",
-    }
+    }  # fmt: skip
     completions = [completion for name in expected for completion in (name, "yes", "no")]
     with custom(module, "by_completion", timeout_s=1.0, workers=2) as grader:
         results = grader.grade([(problem("yes"), completion) for completion in completions])

@@ -1,6 +1,7 @@
 import math
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -20,9 +21,7 @@ from retrain.util.answers import normalise, reference_answer
 ADD = Problem("p", "6*7=?", "42", ("easy",))
 MEGABYTE = 1 << 20
 
-
-def problem(answer: str) -> Problem:
-    return Problem("p", "?", answer)
+problem = partial(Problem, "p", "?")
 
 
 def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardResult:
@@ -30,42 +29,36 @@ def graded(reward: Reward, completion: str = "", item: Problem = ADD) -> RewardR
     return result
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "strict", "loose"),
-    [
-        (r"\boxed{\$1,450}", "1450", 1, 1),
-        (r"\boxed{4 2}", "42", 1, 1),
-        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1, 1),
-        (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1, 1),
-        (r"$\boxed 5$ units", "5", 1, 1),
-        (r"\boxed{−1,234.50}", "-1234.5", 1, 1),
-        (r"\boxed{1} and \boxed{2", "2", 0, 0),
-        (r"\boxedness{3}", "3", 0, 1),
-        ("between 3-5", "5", 0, 1),
-        (r"\boxed{12}", "1,2", 0, 0),
-        (r"\boxed{41} no: 42", "42", 0, 0),  # the box decides, not what is said after it
-        (r"42 \boxed{42", "42", 0, 0),  # truncated in the box
-        ("6*7 = 42", "42", 0, 1),  # without any box the last number counts, unless strict
-        ("42, or is it 43?", "42", 0, 0),
-        ("The capital is\nParis.", "Paris", 0, 1),
-    ],
-)
+@pytest.mark.parametrize(("completion", "answer", "strict", "loose"), [
+    (r"\boxed{\$1,450}", "1450", 1, 1),
+    (r"\boxed{4 2}", "42", 1, 1),
+    (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1, 1),
+    (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1, 1),
+    (r"$\boxed 5$ units", "5", 1, 1),
+    (r"\boxed{−1,234.50}", "-1234.5", 1, 1),
+    (r"\boxed{1} and \boxed{2", "2", 0, 0),
+    (r"\boxedness{3}", "3", 0, 1),
+    ("between 3-5", "5", 0, 1),
+    (r"\boxed{12}", "1,2", 0, 0),
+    (r"\boxed{41} no: 42", "42", 0, 0),  # the box decides, not what is said after it
+    (r"42 \boxed{42", "42", 0, 0),  # truncated in the box
+    ("6*7 = 42", "42", 0, 1),  # without any box the last number counts, unless strict
+    ("42, or is it 43?", "42", 0, 0),
+    ("The capital is\nParis.", "Paris", 0, 1),
+])  # fmt: skip
 def test_match(completion, answer, strict, loose):
     assert graded(MatchReward(), completion, problem(answer)).total_reward == strict
     with build_grader(tasks.RewardSection(type="match", strict=False)) as grader:
         assert grader.grade([(problem(answer), completion)])[0].total_reward == loose
 
 
-@pytest.mark.parametrize(
-    ("completion", "correct", "format_ok"),
-    [
-        ("9 a day, 9*2=18\n#### 18", True, True),
-        ("#### 17\nNo.\n#### $18.00", True, True),
-        (r"#### 17 \boxed{18}", True, True),  # a box decides
-        ("####", False, False),
-        ("the line #### 18", False, False),  # GSM8K begins a line with it
-    ],
-)
+@pytest.mark.parametrize(("completion", "correct", "format_ok"), [
+    ("9 a day, 9*2=18\n#### 18", True, True),
+    ("#### 17\nNo.\n#### $18.00", True, True),
+    (r"#### 17 \boxed{18}", True, True),  # a box decides
+    ("####", False, False),
+    ("the line #### 18", False, False),  # GSM8K begins a line with it
+])  # fmt: skip
 def test_the_marker_of_the_data_set_marks_an_answer(completion, correct, format_ok):
     row = {"question": "Ducks?", "answer": "9 * 2 = <<9*2=18>>18\n#### 18"}
     ducks = problem_of_row("gsm8k.jsonl:1", row, ProblemColumns("question", "answer"))
@@ -83,15 +76,12 @@ def test_an_empty_answer_never_equals_an_empty_reference():
 
 
 HOSTILE = {
-    "digits": "9" * MEGABYTE,
-    "boxes": r"\boxed{" * (MEGABYTE // 7),
-    "deep and open": r"\boxed{" + "{" * 500_000,
-    "backslashes": r"\boxed{" + "\\" * MEGABYTE,
-    "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
+    "digits": "9" * MEGABYTE, "boxes": r"\boxed{" * (MEGABYTE // 7), "deep and open": r"\boxed{" + "{" * 500_000,
+    "backslashes": r"\boxed{" + "\\" * MEGABYTE, "box of digits": r"\boxed{" + "7" * MEGABYTE + "}",
     "hashes": "####" * (MEGABYTE // 4),
     "control characters": "".join(map(chr, range(32))) * 1000 + r"\boxed{42}" + "\x1b[2J",
     "surrogates": "\ud800\udfff" * 1000 + r"\boxed{" + "\udc80" + "}",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -134,19 +124,16 @@ def test_numbers_of_any_kind_are_rewards(value):
     assert (result.components, result.error) == ({"says": float(value)}, None)
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (math.nan, "nan"),
-        (1.7e308, "the reward returned 1.7e+308, not a number within ±1e30"),
-        (RewardResult(None, error="no verdict"), "no verdict"),
-        (RewardResult(1.0, sample_metrics={"length": "long"}), "length"),  # type: ignore[dict-item]
-        (None, "NoneType"),
-        (ValueError("boom"), "ValueError: boom (test_rewards.py:"),
-        (MemoryError(), "MemoryError"),
-        (ValueError("a\nb\x1b[31m\x07" + "x" * 10_000), "a b"),
-    ],
-)
+@pytest.mark.parametrize(("value", "reason"), [
+    (math.nan, "nan"),
+    (1.7e308, "the reward returned 1.7e+308, not a number within ±1e30"),
+    (RewardResult(None, error="no verdict"), "no verdict"),
+    (RewardResult(1.0, sample_metrics={"length": "long"}), "length"),  # type: ignore[dict-item]
+    (None, "NoneType"),
+    (ValueError("boom"), "ValueError: boom (test_rewards.py:"),
+    (MemoryError(), "MemoryError"),
+    (ValueError("a\nb\x1b[31m\x07" + "x" * 10_000), "a b"),
+])  # fmt: skip
 def test_what_is_no_reward_gives_null_and_a_printable_reason(value, reason):
     result = graded(Says(value))
     assert (result.total_reward, result.components, result.is_correct) == (None, {"says": None}, False)
@@ -184,10 +171,9 @@ def test_a_weighted_sum_records_its_components():
     assert both.tags == ("x", "y")
 
 
-@pytest.mark.parametrize(
-    ("completion", "total", "correct", "format_ok"),
-    [(r"\boxed{42}", 1.0, True, True), (r"\boxed{41}", 0.0, False, True), (r"\boxed{ }", -0.1, False, False)],
-)
+@pytest.mark.parametrize(("completion", "total", "correct", "format_ok"), [
+    (r"\boxed{42}", 1.0, True, True), (r"\boxed{41}", 0.0, False, True), (r"\boxed{ }", -0.1, False, False),
+])  # fmt: skip
 def test_the_gsm8k_recipe(completion, total, correct, format_ok):
     parts = [{"type": "match", "name": "correct"}, {"type": "format", "weight": 0.1, "offset": -1.0}]
     with build_grader(tasks.RewardSection.model_validate({"type": "weighted", "components": parts})) as grader:

@@ -30,29 +30,23 @@ def grader_of(server: JudgeServer, **keys: Any):
     return build_grader(parse_dict({"reward": JUDGE | {"judge_url": server.url, "criteria": CRITERIA} | keys}).reward)
 
 
-@pytest.mark.parametrize(
-    ("weights", "met", "share"),
-    [
-        ((1, 1, 0.7, 0.3, 0.9), (1, 0, 1, 0, 1), 0.666667),
-        ((1, 1, 0.7, 0.3, -0.9), (1, 0, 1, 0, 1), 0.205128),  # Σ w would give .380952
-    ],
-)
+@pytest.mark.parametrize(("weights", "met", "share"), [
+    ((1, 1, 0.7, 0.3, 0.9), (1, 0, 1, 0, 1), 0.666667),
+    ((1, 1, 0.7, 0.3, -0.9), (1, 0, 1, 0, 1), 0.205128),  # Σ w would give .380952
+])  # fmt: skip
 def test_the_weighted_share(weights, met, share):
     assert share_met(weights, met) == pytest.approx(share, abs=5e-7)
 
 
-@pytest.mark.parametrize(
-    ("text", "met"),
-    [
-        ('{"1": 1, "2": 0}', [1.0, 0.0]),
-        ('```json\n{"1": true, "2": 0.5}\n```', [1.0, 0.5]),
-        ('<think>{"1": 0, "2": 0}</think> {"1": 1, "2": 1}', [1.0, 1.0]),
-        ('{"1": 1}', r"the judge said nothing of criterion 2 \(b\)"),
-        ('{"1": 2, "2": 0}', r"said 2 of criterion 1 \(a\), not 0 or 1"),
-        ('The response says {"1": 1, "2": 1}, but no: {"1": 0, "2": 1}', "not one JSON object"),
-        ('<think>as in {"1": 1, "2": 0}', "not one JSON object"),
-    ],
-)
+@pytest.mark.parametrize(("text", "met"), [
+    ('{"1": 1, "2": 0}', [1.0, 0.0]),
+    ('```json\n{"1": true, "2": 0.5}\n```', [1.0, 0.5]),
+    ('<think>{"1": 0, "2": 0}</think> {"1": 1, "2": 1}', [1.0, 1.0]),
+    ('{"1": 1}', r"the judge said nothing of criterion 2 \(b\)"),
+    ('{"1": 2, "2": 0}', r"said 2 of criterion 1 \(a\), not 0 or 1"),
+    ('The response says {"1": 1, "2": 1}, but no: {"1": 0, "2": 1}', "not one JSON object"),
+    ('<think>as in {"1": 1, "2": 0}', "not one JSON object"),
+])  # fmt: skip
 def test_replies_are_read_strictly(text, met):
     two = [Criterion("a", "A", 1.0), Criterion("b", "B", 1.0)]
     if isinstance(met, list):
@@ -70,11 +64,9 @@ def test_criteria_of_data_sets():
         {"title": "Essential", "description": "Is right.", "weight": 5},
     ]
     want = [
-        Criterion("own_1", "Says why.", 1.0),
-        Criterion("source", "Names a source.", 0.3),
-        Criterion("own_3", "Gives a dose.", -4.0),
-        Criterion("own_4", "Is right.", 5.0),
-    ]
+        Criterion("own_1", "Says why.", 1.0), Criterion("source", "Names a source.", 0.3),
+        Criterion("own_3", "Gives a dose.", -4.0), Criterion("own_4", "Is right.", 5.0),
+    ]  # fmt: skip
     assert read_criteria(rows) == read_criteria(json.dumps(rows)) == want
     for wrong, words in (
         ({"a": 1}, "are dict, not a list"),
@@ -143,15 +135,12 @@ def test_implicitly_one_score_counts(server):
 BELOW = "has negative weights: totals can lie below 0, for which maxrl is not defined"
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        (JUDGE | {"criteria": CRITERIA}, BELOW),
-        ({"type": "weighted", "components": [JUDGE | {"criteria": CRITERIA, "weight": 0.5}]}, BELOW),
-        (JUDGE | {"criteria": CRITERIA, "rubric": "implicit"}, ""),
-        (JUDGE | {"rubric_column": "r"}, "may hold negative weights"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "says"), [
+    (JUDGE | {"criteria": CRITERIA}, BELOW),
+    ({"type": "weighted", "components": [JUDGE | {"criteria": CRITERIA, "weight": 0.5}]}, BELOW),
+    (JUDGE | {"criteria": CRITERIA, "rubric": "implicit"}, ""),
+    (JUDGE | {"rubric_column": "r"}, "may hold negative weights"),
+])  # fmt: skip
 def test_an_advantage_for_rewards_from_0_to_1_takes_no_rubric_below(reward, says):
     try:
         config = parse_dict({"reward": reward, "algorithm": {"advantage_mode": "maxrl"}})

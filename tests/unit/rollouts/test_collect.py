@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.episodes import TwoTurns, TwoTurnsEpisode
 from helpers.models import word_tokenizer
 
 from retrain.config.evaluation import HELDOUT, HeldOut
@@ -16,7 +17,7 @@ from retrain.config.training import Sampling
 from retrain.data.prompts import Renderer
 from retrain.engines import LocalEngine
 from retrain.environments.build import SplitEnvironment
-from retrain.environments.protocol import EpisodeLimits, Observation, Step
+from retrain.environments.protocol import EpisodeLimits
 from retrain.errors import ModelError, RunFailed
 from retrain.rewards import Grader, RewardResult
 from retrain.rollouts.collect import RolloutRequest, collect, require_graded
@@ -63,8 +64,7 @@ def graded(grader: Grader) -> SplitEnvironment:
 
 
 class Scripted:
-    """Answers with texts by problem, in the order in which the engine is done with them, and with "more" in later
-    turns. ``between`` is called after each problem."""
+    """Answers by problem, in the order of the script, then with "more". Calls ``between`` after each problem."""
 
     gives_entropy, exact, is_concurrent = True, False, False
 
@@ -168,41 +168,6 @@ def test_ctrl_c_waits_for_no_slow_grader():
     assert not worker.is_alive()
 
 
-class TwoTurns:
-    """Asks for more, once by default. An answer of "fail" is not foreseen, nor is a problem without a name."""
-
-    exact = True
-
-    def __init__(self, turns: int = 2):
-        self.turns, self.ranges, self.graded = turns, {}, []
-
-    def start(self, problem, seed):
-        if problem.id == "unknown":
-            raise LookupError("no such problem")
-        return TwoTurnsEpisode(problem, self.turns)
-
-    def results(self, episodes):
-        self.graded += [episode.problem.id for episode in episodes]
-        return [RewardResult(float(len(episode.said))) for episode in episodes]
-
-
-class TwoTurnsEpisode:
-    def __init__(self, problem, turns):
-        self.problem, self.turns, self.said = problem, turns, []
-
-    def observe(self):
-        return Observation(({"role": "user", "content": self.problem.id},))
-
-    def step(self, action):
-        if action.text == "fail":
-            raise RuntimeError("an environment with a mistake")
-        if action.text == "exit":
-            sys.exit("enough")
-        self.said.append(action.text)
-        done = action.text == "last" or len(self.said) == self.turns
-        return Step(() if done else ({"role": "user", "content": "more?"},), done)
-
-
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_later_turns_are_drawn_by_the_newest_weights_where_that_is_asked_for(in_flight):
     newest = iter([PolicyRef("run", 5), PolicyRef("run", 6)])
@@ -264,7 +229,7 @@ class Unlike(TwoTurns):
 
     def start(self, problem, seed):
         self.begun = getattr(self, "begun", 0) + 1
-        return TwoTurnsEpisode(replace(problem, id=f"{problem.id}{'b' * self.begun}"), 1)
+        return TwoTurnsEpisode(replace(problem, prompt=problem.id + "b" * self.begun), 1)
 
 
 def test_episodes_that_begin_otherwise_have_prompts_of_their_own():

@@ -1,5 +1,4 @@
-"""What the policy reads in episodes of several turns under chat templates with the habits of well-known ones, and that
-it trains on the very tokens it sampled."""
+"""The policy reads several turns under the templates of well-known models and trains on what it sampled."""
 
 import copy
 import json
@@ -8,24 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.credit import batch_of
+from helpers.episodes import TwoTurns
 from helpers.lanes import fresh_logprobs, trained
 from helpers.models import word_tokenizer
 
-from retrain.algorithms.algorithm import samples_of, samples_of_rollout, scores_by_rollout, training_samples
-from retrain.algorithms.losses import PPO
+from retrain.algorithms.algorithm import samples_of, samples_of_rollout, scores_by_rollout
 from retrain.config import parse_dict
 from retrain.config.tasks import Data
 from retrain.config.training import Sampling
 from retrain.data.prompts import Conversation, Renderer, tools_text
 from retrain.engines import LocalEngine
-from retrain.environments.protocol import Observation, Step
 from retrain.errors import ModelError
 from retrain.policy.local import LocalPolicy
-from retrain.policy.objective import Objective, PolicyTerm
 from retrain.rollouts.collect import RolloutRequest, collect
 from retrain.threads import Workers
-from retrain.types import Action, Denominators, Group, PolicyRef, Problem, RewardResult, StepBatch, Want
+from retrain.types import Action, PolicyRef, Problem, Want
 
 _TOOLS = "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>{% endif %}"
 _ANSWERS = (
@@ -99,14 +95,10 @@ BUNDLED = (
 """That of the model that ships with the package."""
 
 TEMPLATES = {
-    "qwen2.5": (QWEN_2_5, "<|im_end|>"),
-    "qwen3": (QWEN_3, "<|im_end|>"),
-    "llama3": (LLAMA_3, "<|eot_id|>"),
-    "mistral": (MISTRAL, "</s>"),
-    "bundled": (BUNDLED, "<|end|>"),
-}
+    "qwen2.5": (QWEN_2_5, "<|im_end|>"), "qwen3": (QWEN_3, "<|im_end|>"), "llama3": (LLAMA_3, "<|eot_id|>"),
+    "mistral": (MISTRAL, "</s>"), "bundled": (BUNDLED, "<|end|>"),
+}  # fmt: skip
 """With the text of the token that ends an answer."""
-
 
 ASKED = [{"role": "user", "content": "12+34=?"}]
 AGAIN = [{"role": "user", "content": "let me check"}]
@@ -226,15 +218,12 @@ def test_end_tokens_are_read_once_and_the_text_of_an_action_changes_nothing(name
         assert begun(made)[0].reply(Action([9], text, np.zeros(1), None, "stop"), AGAIN) == expected
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        # The last message alone; the system prompt before the last question, wherever that is.
-        "<turn>{{ messages[-1]['content'] }}<turn>",
-        "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
-        "{{ m['content'] }}{% endfor %}<turn>",
-    ],
-)
+@pytest.mark.parametrize("template", [
+    # The last message alone; the system prompt before the last question, wherever that is.
+    "<turn>{{ messages[-1]['content'] }}<turn>",
+    "{% for m in messages[1:] %}<turn>{% if loop.last %}{{ messages[0]['content'] }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}<turn>",
+])  # fmt: skip
 def test_a_template_that_rewrites_earlier_turns_is_read_anew(template):
     made = word_tokenizer(["12+34=46 let me check"])
     made.chat_template = template
@@ -287,54 +276,14 @@ def test_tools_are_described_whole_also_where_the_template_cannot_show_them(name
         assert messages[0]["content"] == "Be brief.\n\nCall add."
 
 
-class Asking:
-    """Asks back once, with the length of the answer; rewards the length of both."""
-
-    exact = True
-
-    def __init__(self):
-        self.seeds, self.ranges = [], {}
-
-    def problems(self, split):
-        return [Problem(f"p{i}", f"{i}2+34=?", "46") for i in range(3)]
-
-    def start(self, problem, seed):
-        self.seeds.append(seed)
-        return AskingEpisode(problem)
-
-    def results(self, episodes):
-        return [episode.result() for episode in episodes]
-
-
-class AskingEpisode:
-    def __init__(self, problem: Problem):
-        self.problem, self.said = problem, []
-
-    def observe(self):
-        return Observation(({"role": "user", "content": str(self.problem.prompt)},))
-
-    def step(self, action):
-        self.said.append(action.text)
-        done = len(self.said) == 2
-        return Step(() if done else ({"role": "user", "content": f"check {len(action.text)}"},), done)
-
-    def result(self):
-        return RewardResult(float(sum(map(len, self.said))))
-
-
 REF = PolicyRef("run", 5)
 
 
-def asking(environment: Asking, base) -> list[RolloutRequest]:
+def asking(environment: TwoTurns, base) -> list[RolloutRequest]:
     renderer, sampling = Renderer(base.tokenizer, Data()), Sampling(7, 1.0)
-    return [
-        RolloutRequest(environment, renderer, problem, REF, 4, sampling, ("turns", i))
-        for i, problem in enumerate(environment.problems("train"))
-    ]
-
-
-def two_turns(engine: LocalEngine, base) -> list[Group]:
-    return collect(engine, asking(Asking(), base)).groups
+    problems = [Problem(f"p{i}", f"{i}2+34=?", "46") for i in range(3)]
+    return [RolloutRequest(environment, renderer, problem, REF, 4, sampling, ("turns", i))
+            for i, problem in enumerate(problems)]  # fmt: skip
 
 
 @pytest.fixture
@@ -353,58 +302,12 @@ def engine(base, lanes, policy) -> LocalEngine:
     return engine
 
 
-def test_a_sample_is_what_the_model_read_and_sampled(base, engine):
-    """The toy's template ends no turn: what is read begins where the action stopped, sampled end or not."""
-    end = base.tokenizer.eos_token_id
-    for group in two_turns(engine, base):
-        assert len(group.rollouts) == 4
-        for rollout in group.rollouts:
-            first, second = rollout.turns
-            assert (first.observation_ids, first.messages) == (group.prompt.token_ids, group.prompt.messages)
-            (question,) = second.messages
-            assert question["content"] == f"check {len(first.action.text)}"
-            assert base.tokenizer.decode(second.observation_ids) == f"<turn>{question['content']}<turn>"
-            for turn in rollout.turns:
-                assert turn.action.policy_version == 5
-                assert 1 <= len(turn.action) <= 7
-                assert (turn.action.token_ids[-1] == end) == (turn.action.stop_reason == "stop")
-            assert rollout.reward.total_reward == sum(len(turn.action.text) for turn in rollout.turns)
-            (sample,) = samples_of_rollout(rollout)
-            parts = [first.observation_ids, first.action.token_ids, second.observation_ids, second.action.token_ids]
-            assert sample.token_ids.tolist() == [token for part in parts for token in part]
-            assert sample.action_mask.tolist() == [k % 2 == 1 for k, part in enumerate(parts) for _ in part]
-            assert sample.logprobs[sample.action_mask].tolist() == rollout.logprobs_T.tolist()
-            assert set(sample.versions[sample.action_mask]) == {5}
-            assert set(sample.versions[~sample.action_mask]) == {-1}
-            assert not sample.logprobs[~sample.action_mask].any()
-
-
-def test_an_update_takes_the_tokens_of_all_actions_and_no_others(base, policy, engine):
-    """Ratios of 1 between sampler and trainer, and a change of what was read that moves nothing."""
-    rollouts = batch_of(two_turns(engine, base)).rollouts
-    samples = [
-        sample
-        for k, rollout in enumerate(rollouts)
-        for sample in training_samples(replace(rollout, token_advantages_T=np.full(len(rollout), k % 4 - 1.5)))
-    ]
-    tokens = sum(map(len, rollouts))
-    assert sum(int(sample.loss_mask.sum()) for sample in samples) == tokens
-    batch = StepBatch(samples, Denominators(tokens, len(samples)), 0, ("turns",))
-    numbers = policy.update(batch, Objective((PolicyTerm(PPO()),)), 1e-3).metrics
-    assert numbers["num_datums"] == 12
-    assert numbers["val/ratio"] == pytest.approx(1, abs=1e-5)
-    assert abs(numbers["kl_sample_train_v1"]) < 1e-5
-    assert numbers["optim/grad_norm"] > 0
-    expected = -sum(float(s.advantages[s.action_mask].sum()) for s in samples) / tokens
-    assert numbers["loss"] == pytest.approx(expected, abs=1e-4)
-
-
 def test_turns_are_sampled_from_streams_of_their_own(base, engine):
     """The same rollouts whatever else is asked for beside them."""
-    environment = Asking()
+    environment = TwoTurns()
     together = collect(engine, asking(environment, base)).groups
     assert [environment.seeds.count(seed) for seed in dict.fromkeys(environment.seeds)] == [4, 4, 4]  # one per group
-    for index, request in enumerate(asking(Asking(), base)):
+    for index, request in enumerate(asking(TwoTurns(), base)):
         (alone,) = collect(engine, [request], max_rows=2).groups
         for mine, theirs in zip(alone.rollouts, together[index].rollouts, strict=True):
             assert mine.token_ids == theirs.token_ids
@@ -422,7 +325,7 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
     tokenizer.chat_template = template
     settings = Data(chat_template_kwargs={"enable_thinking": False}) if rewrites else Data()
     renderer = Renderer(tokenizer, settings)
-    requests = [replace(request, renderer=renderer) for request in asking(Asking(), base)]
+    requests = [replace(request, renderer=renderer) for request in asking(TwoTurns(), base)]
     groups = collect(engine, requests).groups
     assert len(groups) == 3
     for rollout in (one for group in groups for one in group.rollouts):
@@ -430,11 +333,16 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
         assert second.fresh == rewrites
         samples = samples_of_rollout(rollout)
         assert len(samples) == 1 + rewrites
+        for sample in samples:
+            assert (sample.versions == np.where(sample.action_mask, 5, -1)).all()
+            assert not sample.logprobs[~sample.action_mask].any()
+        drawn_T = np.concatenate([sample.logprobs[sample.action_mask] for sample in samples])
+        assert drawn_T.tolist() == rollout.logprobs_T.tolist()
         before = [] if rewrites else [*first.observation_ids, *first.action.token_ids]
         for turn, history in ((first, []), (second, before)):
             read = [*history, *turn.observation_ids]
             expected, entropy = fresh_logprobs(base, lanes, policy.adapter, read, turn.action.token_ids, 1.0)
-            assert turn.action.logprobs_T == pytest.approx(expected, abs=2e-5)
+            assert turn.action.logprobs_T == pytest.approx(expected, abs=5e-5)
             assert turn.action.entropy_T == pytest.approx(entropy, abs=2e-4)
         said = [{"role": "assistant", "content": first.action.text}]
         written = renderer.text([*rollout.prompt.messages, *said, *second.messages[-1:]])
@@ -446,4 +354,4 @@ def test_trainer_and_engine_agree_turn_by_turn_under_every_template(name, base, 
         assert plain[0] == plain[1]
     scores = scores_by_rollout(policy.score(samples_of(groups), frozenset({Want.LOGPROBS})), groups).logprobs
     for rollout, own_T in zip((one for group in groups for one in group.rollouts), scores, strict=True):
-        assert own_T == pytest.approx(rollout.logprobs_T, abs=2e-5)
+        assert own_T == pytest.approx(rollout.logprobs_T, abs=5e-5)

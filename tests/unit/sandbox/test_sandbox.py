@@ -210,17 +210,13 @@ if __name__ == '__main__':
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        (WRITES, "['/tmp/touched', '/dev/shm/touched']\n"),
-        (PROCESSES, "ProcessLookupError\n[-1, -1] 1\n" + "PermissionError\n" * 3 + "True\n"),
-        (PRIVILEGES, "0 0 0 1 2 True\nsandbox /tmp\nrefused\n"),
-        (LIBRARY, "a child\n\n[1, 2]\n"),
-        (system_calls(), "{}\n1 38\n"),
-    ],
-    ids=["writes", "processes", "privileges", "library", "system calls"],
-)
+@pytest.mark.parametrize(("code", "expected"), [
+    (WRITES, "['/tmp/touched', '/dev/shm/touched']\n"),
+    (PROCESSES, "ProcessLookupError\n[-1, -1] 1\n" + "PermissionError\n" * 3 + "True\n"),
+    (PRIVILEGES, "0 0 0 1 2 True\nsandbox /tmp\nrefused\n"),
+    (LIBRARY, "a child\n\n[1, 2]\n"),
+    (system_calls(), "{}\n1 38\n"),
+], ids=["writes", "processes", "privileges", "library", "system calls"])  # fmt: skip
 def test_code_reaches_no_further_than_the_sandbox(run, code, expected):
     assert run(code)[0][0] == expected
 

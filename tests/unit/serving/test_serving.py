@@ -340,14 +340,10 @@ MALFORMED_CHATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("path", "sound", "malformed"),
-    [
-        ("/v1/completions", {"prompt": [5, 6]}, MALFORMED),
-        ("/v1/chat/completions", {"messages": [USER]}, MALFORMED_CHATS),
-    ],
-    ids=["completions", "chats"],
-)
+@pytest.mark.parametrize(("path", "sound", "malformed"), [
+    ("/v1/completions", {"prompt": [5, 6]}, MALFORMED),
+    ("/v1/chat/completions", {"messages": [USER]}, MALFORMED_CHATS),
+], ids=["completions", "chats"])  # fmt: skip
 def test_malformed_requests_are_refused_in_openai_s_words(world, path, sound, malformed):
     for param, values in malformed.items():
         for value in values:

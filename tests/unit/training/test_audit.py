@@ -165,17 +165,14 @@ def run_of(seed: int, reward: list[float], audit: list[float | None]) -> RunResu
 RISING = [[0.2, 0.5, 0.9], [0.2, 0.6, 0.8]]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "audits", "standing", "step"),
-    [
-        (RISING, [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
-        (RISING, [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
-        (RISING, [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
-        (RISING, [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
-        ([[0.2, 0.5, 0.1], [0.2, 0.6, 0.2]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.4]], "unpaid", None),
-        (RISING[:1], [[0.5, 0.4, 0.1]], "cannot tell", 10),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "audits", "standing", "step"), [
+    (RISING, [[0.5, 0.4, 0.1], [0.5, 0.5, 0.2]], "hacked", 10),
+    (RISING, [[0.5, 0.6, 0.1], [0.5, 0.7, 0.2]], "hacked", 20),
+    (RISING, [[0.5, 0.6, 0.8], [0.5, 0.6, 0.9]], "together", None),
+    (RISING, [[0.5, 0.6, 0.4], [0.5, 0.6, 0.6]], "apart", None),
+    ([[0.2, 0.5, 0.1], [0.2, 0.6, 0.2]], [[0.5, 0.6, 0.4], [0.5, 0.6, 0.4]], "unpaid", None),
+    (RISING[:1], [[0.5, 0.4, 0.1]], "cannot tell", 10),
+])  # fmt: skip
 def test_what_two_curves_say(rewards, audits, standing, step):
     pairs = list(zip(rewards, audits, strict=True)) * (1 if len(rewards) == 1 else 4)
     (found,) = audited([run_of(seed, *pair) for seed, pair in enumerate(pairs)], ["a"])

@@ -36,25 +36,20 @@ PEAKED = [1, 2, 4, 8, 16, 24, 32, 48, 64]
 """Loads on both sides of the peak of ``curve``, n* = 22.1."""
 
 
-@pytest.mark.parametrize(
-    ("loads", "throughputs", "load", "limits", "expected"),
-    [
-        pytest.param([], [], 8, LIMITS, ("warmup", "hold", 8), id="nothing measured"),
-        pytest.param([8] * 20, [5.0] * 20, 8, LIMITS, ("warmup", "increase", 16), id="one load"),
-        pytest.param(LOADS[:8], CISCO[:8], 8, LIMITS, ("explore", "increase", 16), id="below the peak"),
-        pytest.param(LOADS, CISCO, 32, LIMITS, ("explore", "increase", 45), id="the peak of 35.6 beyond all loads"),
-        pytest.param([40, 44, 48, 56, 64], None, 64, LIMITS, ("explore", "throttle", 18), id="the peak below them"),
-        pytest.param(PEAKED, None, 64, LIMITS, ("fit", "throttle", 19), id="far above the peak"),
-        pytest.param(PEAKED, None, 23, LIMITS, ("fit", "throttle", 19), id="above the peak"),
-        pytest.param(PEAKED, None, 22, LIMITS, ("fit", "hold", 22), id="at the peak"),
-        pytest.param(PEAKED, None, 2, LIMITS, ("fit", "increase", 19), id="below 0.85 of the peak"),
-        pytest.param(PEAKED, None, 64, PressureLimits(1, 10, warmup_steps=3), ("fit", "hold", 10), id="at most 10"),
-        pytest.param(
-            PEAKED, None, 64, PressureLimits(30, 64, warmup_steps=3), ("fit", "throttle", 30), id="at least 30"
-        ),
-        pytest.param([8, 16, 32, 64], [8.0, 16.0, 32.0, 64.0], 64, LIMITS, ("unbounded", "hold", 64), id="the maximum"),
-    ],
-)
+@pytest.mark.parametrize(("loads", "throughputs", "load", "limits", "expected"), [
+    pytest.param([], [], 8, LIMITS, ("warmup", "hold", 8), id="nothing measured"),
+    pytest.param([8] * 20, [5.0] * 20, 8, LIMITS, ("warmup", "increase", 16), id="one load"),
+    pytest.param(LOADS[:8], CISCO[:8], 8, LIMITS, ("explore", "increase", 16), id="below the peak"),
+    pytest.param(LOADS, CISCO, 32, LIMITS, ("explore", "increase", 45), id="the peak of 35.6 beyond all loads"),
+    pytest.param([40, 44, 48, 56, 64], None, 64, LIMITS, ("explore", "throttle", 18), id="the peak below them"),
+    pytest.param(PEAKED, None, 64, LIMITS, ("fit", "throttle", 19), id="far above the peak"),
+    pytest.param(PEAKED, None, 23, LIMITS, ("fit", "throttle", 19), id="above the peak"),
+    pytest.param(PEAKED, None, 22, LIMITS, ("fit", "hold", 22), id="at the peak"),
+    pytest.param(PEAKED, None, 2, LIMITS, ("fit", "increase", 19), id="below 0.85 of the peak"),
+    pytest.param(PEAKED, None, 64, PressureLimits(1, 10, warmup_steps=3), ("fit", "hold", 10), id="at most 10"),
+    pytest.param(PEAKED, None, 64, PressureLimits(30, 64, warmup_steps=3), ("fit", "throttle", 30), id="at least 30"),
+    pytest.param([8, 16, 32, 64], [8.0, 16.0, 32.0, 64.0], 64, LIMITS, ("unbounded", "hold", 64), id="the maximum"),
+])  # fmt: skip
 def test_decisions(loads, throughputs, load, limits, expected):
     decision = decide(loads, throughputs or curve(loads), load, limits)
     assert (decision.basis, decision.action, decision.load) == expected

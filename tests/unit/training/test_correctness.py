@@ -90,17 +90,14 @@ def test_each_condition_has_its_own_threshold(tmp_path, model):
         assert read_jsonl(run / "evals.jsonl")[-1]["eval/heldout/correct_rate"] == share
 
 
-@pytest.mark.parametrize(
-    ("result", "correct"),
-    [
-        pytest.param(RewardResult(9.0, {"correct": 1.0}, correct=False), False, id="the reward itself"),
-        pytest.param(RewardResult(9.0, {"correct": 0.0}), False, id="its metric"),
-        pytest.param(RewardResult(0.0, {"correct": 0.0}, components={"correct": 1.0}), True, id="a component first"),
-        pytest.param(RewardResult(0.9, {"correct": None}), True, id="a metric that does not apply"),
-        pytest.param(RewardResult(0.5), False, id="the total at the threshold"),
-        pytest.param(RewardResult(None, error="broken"), False, id="no grade"),
-    ],
-)
+@pytest.mark.parametrize(("result", "correct"), [
+    pytest.param(RewardResult(9.0, {"correct": 1.0}, correct=False), False, id="the reward itself"),
+    pytest.param(RewardResult(9.0, {"correct": 0.0}), False, id="its metric"),
+    pytest.param(RewardResult(0.0, {"correct": 0.0}, components={"correct": 1.0}), True, id="a component first"),
+    pytest.param(RewardResult(0.9, {"correct": None}), True, id="a metric that does not apply"),
+    pytest.param(RewardResult(0.5), False, id="the total at the threshold"),
+    pytest.param(RewardResult(None, error="broken"), False, id="no grade"),
+])  # fmt: skip
 def test_what_decides(result, correct):
     class Fixed(Reward):
         def grade(self, problem, completion):
@@ -110,17 +107,12 @@ def test_what_decides(result, correct):
     assert graded.is_correct is correct
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[reward]\ncorrect_above = 2\n", 'correct_above  has no effect: type = "match" itself decides'),
-        ('[environment]\ncorrect_metric = "won"\n', "correct_metric  has no effect without a provider"),
-        (
-            '[environment]\nprovider = "games:Game"\ncorrect_metric = "won"\n',
-            "there is no metric 'won' (correct_metric) among solved",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("[reward]\ncorrect_above = 2\n", 'correct_above  has no effect: type = "match" itself decides'),
+    ('[environment]\ncorrect_metric = "won"\n', "correct_metric  has no effect without a provider"),
+    ('[environment]\nprovider = "games:Game"\ncorrect_metric = "won"\n',
+     "there is no metric 'won' (correct_metric) among solved"),
+])  # fmt: skip
 def test_check_finds_what_could_decide_nothing(tmp_path, text, words):
     result = run_cli("check", write(tmp_path, text))
     assert result.exit_code == 2

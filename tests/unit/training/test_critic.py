@@ -37,21 +37,7 @@ from retrain.policy.local import LocalPolicy
 from retrain.policy.objective import value_loss
 from retrain.records.tokens import TokenFile
 from retrain.threads import Workers
-from retrain.types import (
-    Action,
-    CreditedBatch,
-    Denominators,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Rollout,
-    Sample,
-    Scores,
-    StepBatch,
-    Turn,
-    Want,
-)
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Rollout, Sample, Scores, StepBatch, Turn, Want
 
 PPO = {"advantage_mode": "gae"}
 SEVERAL = {"training": {"num_iterations": 2, "minibatches": 2, "keep_last": 0}, "logging": {"rollouts_every": 1}}
@@ -72,7 +58,7 @@ def ppo_policy(base, lanes, **critic) -> LocalPolicy:
 
 def batch_of(samples: list[Sample], step: int = 0) -> StepBatch:
     counted = totals(samples)
-    return StepBatch(samples, Denominators(counted.tokens, counted.sequences, False, counted.tokens), step, ("ppo",))
+    return StepBatch(samples, replace(counted, action_tokens=counted.tokens), step, ("ppo",))
 
 
 def ppo_batch(policy: LocalPolicy) -> list[Sample]:
@@ -226,7 +212,7 @@ def episode(lengths: tuple[int, ...], total: float | None, rewards: tuple[float 
     return Rollout(PROMPT, turns, RewardResult(total))
 
 
-def credited(rollouts: list[Rollout], scores: Scores, algorithm=None, **sections) -> CreditedBatch:
+def credited(rollouts: list[Rollout], scores: Scores, algorithm=None, **sections):
     base = {"algorithm": PPO | {"transform_mode": "none"} | (algorithm or {}), "critic": {"whiten": False}}
     return credit([Group(PROMPT, tuple(rollouts))], base | sections, scores=scores)
 
@@ -283,8 +269,7 @@ def test_kl_in_the_reward_and_what_is_logged_of_it():
 
 
 def test_token_weights_act_on_each_tokens_own_advantage():
-    """GTPO's weights and HICRA's gain are functions of one token's advantage, so a critic's go with them. One
-    completion for a prompt is enough."""
+    """GTPO's weights and HICRA's gain are functions of one token's advantage; one completion is enough."""
     surprisal_T = np.array([0.1, 2.0, 0.4, 1.5])
     action = Action([3] * 4, "", -surprisal_T, None, "stop")
     one = Rollout(PROMPT, (Turn(PROMPT.token_ids, action),), RewardResult(1.0))

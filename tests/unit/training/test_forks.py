@@ -31,8 +31,7 @@ def model(tmp_path_factory) -> Path:
 
 
 def toy(folder: Path, model: Path, *conditions: tuple[str, str], last: str = "", **keys: Any) -> Path:
-    """A campaign file; ``last`` is a line of the last condition. The toy model is never right: its metric is the mean
-    reward."""
+    """A campaign file; ``last`` is a line of the last condition. Its metric is the mean reward: no answer is right."""
     path = folder / "toy.toml"
     keys = {"seeds": [1], "max_steps": STEPS, "primary_metric": "final:reward_mean", "allow_confounded": True, **keys}
     head = campaign_head(*conditions, **keys)
@@ -103,8 +102,7 @@ def test_the_command_ranks_the_conditions_and_writes_nothing(trained: tuple[Path
 
 
 def test_schedules_and_moments_go_on_as_in_a_resumed_campaign(tmp_path: Path, trained: tuple[Path, Path], report):
-    """Before the end and to the end: the learning rate falls over all steps of the file, and SEPA's λ rises over
-    them."""
+    """To the end: the learning rate falls over all steps of the file, and SEPA's λ rises over them."""
     path, checkpoint = trained
     train(path, tmp_path / "out", f"resume.from={str(checkpoint)!r}", "campaign.seeds=[1001, 1002]")
     to_the_end = forked(path, checkpoint, steps=STEPS - AT)
@@ -166,24 +164,18 @@ def test_seeds_are_beyond_all_that_are_in_use(trained: tuple[Path, Path]):
     assert plan_fork(plan, checkpoint, 1, 3).seeds == [1008, 1009, 1010]
 
 
-@pytest.mark.parametrize(
-    ("options", "sets", "message"),
-    [
-        (["--fork", "2"], [], "--fork and --at belong together"),
-        (["--at", "{at}"], [], "--fork and --at belong together"),
-        (["--fork", "2", "--at", "{at}", "--batches", "4"], [], "--batches is for a probe without --fork"),
-        (["--seeds", "3"], [], "--seeds is for --fork"),
-        (["--fork", "2", "--at", "{at}/nowhere"], [], "nowhere is no checkpoint"),
-        (["--fork", "4", "--at", "{at}"], [], "is at step 3 of 6: --fork 4 goes beyond the end"),
-        (["--fork", "2", "--at", "{at}"], ["model.model=tiny-reasoner"], "trains tiny-reasoner: name one of its own"),
-        (["--fork", "2", "--at", "{at}"], ["campaign.vary=init"], "makes all seeds of a fork alike"),
-        (
-            ["--fork", "2", "--at", "{at}"],
-            ["evaluation.problems=0", "training.eval_every=0"],
-            "no held-out problems to rank by",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "sets", "message"), [
+    (["--fork", "2"], [], "--fork and --at belong together"),
+    (["--at", "{at}"], [], "--fork and --at belong together"),
+    (["--fork", "2", "--at", "{at}", "--batches", "4"], [], "--batches is for a probe without --fork"),
+    (["--seeds", "3"], [], "--seeds is for --fork"),
+    (["--fork", "2", "--at", "{at}/nowhere"], [], "nowhere is no checkpoint"),
+    (["--fork", "4", "--at", "{at}"], [], "is at step 3 of 6: --fork 4 goes beyond the end"),
+    (["--fork", "2", "--at", "{at}"], ["model.model=tiny-reasoner"], "trains tiny-reasoner: name one of its own"),
+    (["--fork", "2", "--at", "{at}"], ["campaign.vary=init"], "makes all seeds of a fork alike"),
+    (["--fork", "2", "--at", "{at}"], ["evaluation.problems=0", "training.eval_every=0"],
+     "no held-out problems to rank by"),
+])  # fmt: skip
 def test_mistakes_are_one_line(trained: tuple[Path, Path], options: list[str], sets: list[str], message: str):
     path, checkpoint = trained
     words = [word.format(at=checkpoint) for word in options]

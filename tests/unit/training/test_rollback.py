@@ -81,8 +81,7 @@ def test_a_run_that_fails_in_its_credit_is_saved_as_it_was_before_the_step(cohor
 
 
 def test_a_checkpoint_brings_back_all_that_a_run_remembers(model, tmp_path):
-    """Steps in a row that went wrong and what memory and back pressure have taught, too. Of later checkpoints nothing
-    stays: they would be taken for the run's newest."""
+    """Also failures in a row, learnt memory and back pressure. Later checkpoints would be taken for the newest."""
     with assembled(tmp_path, model) as cohort:
         cohort.step(cohort.runs)
         run = cohort.runs[1]

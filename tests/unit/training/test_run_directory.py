@@ -27,13 +27,10 @@ def problems(split):
 """
 HEAD = campaign_head(("grpo", "none"), ("maxrl", "gtpo_sepa"), seeds=[1], max_steps=3)
 SECTIONS = {
-    "training": {"batch_size": 2, "max_tokens": 8, "save_every": 2, "eval_every": 2},
-    "evaluation": {"problems": 3},
-    "data": {"source": "sums:problems", "tags_column": "tags"},
-    "sepa": {"steps": 2, "delay_steps": 0},
-    "squeeze": {"enabled": None},
-    "logging": {"log_kl": True},
-}
+    "training": {"batch_size": 2, "max_tokens": 8, "save_every": 2, "eval_every": 2}, "evaluation": {"problems": 3},
+    "data": {"source": "sums:problems", "tags_column": "tags"}, "sepa": {"steps": 2, "delay_steps": 0},
+    "squeeze": {"enabled": None}, "logging": {"log_kl": True},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -180,8 +180,7 @@ class Slow:
 
 @pytest.fixture
 def collecting():
-    """Return what is collected, in order, events for which steps wait, and what collects; a request is the number of
-    its step."""
+    """Return what is collected in order, events for which steps wait, and a collector; requests are step numbers."""
     order, held = [], {}
 
     def collect(engine, requests, rows=None):
@@ -277,12 +276,10 @@ def test_missing_groups_are_drawn_within_the_rounds_and_no_problem_twice():
 
 def test_why_a_group_teaches_nothing():
     cases = {
-        None: [MIXED, [0.1, 0.2], [1.0, None, 0.0]],
-        "all_right": [RIGHT, [1.0, None]],
+        None: [MIXED, [0.1, 0.2], [1.0, None, 0.0]], "all_right": [RIGHT, [1.0, None]],
         "all_wrong": [WRONG, [0.0, 0.0, None], [0.3, 0.3 + 1e-12]],
-        "alike": [[RewardResult(0.4, correct=True), RewardResult(0.4, correct=False)]],
-        "ungraded": [[None, None]],
-    }
+        "alike": [[RewardResult(0.4, correct=True), RewardResult(0.4, correct=False)]], "ungraded": [[None, None]],
+    }  # fmt: skip
     assert {*cases} == {None, *REASONS}
     for reason, own in cases.items():
         assert [no_signal_reason(each) for each in groups_of(*own)] == [reason] * len(own)

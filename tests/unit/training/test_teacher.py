@@ -52,20 +52,7 @@ from retrain.policy.packing import with_prompt
 from retrain.policy.teaching import teacher_source
 from retrain.policy.update import without_advantages
 from retrain.training.bases import Bases
-from retrain.types import (
-    Action,
-    CreditedBatch,
-    Group,
-    Problem,
-    Prompt,
-    RewardResult,
-    Rollout,
-    Sample,
-    Scores,
-    StepBatch,
-    Turn,
-    single_turn,
-)
+from retrain.types import Action, Group, Problem, Prompt, RewardResult, Sample, Scores, StepBatch, Turn, single_turn
 
 GRPO = {"advantage_mode": "grpo", "transform_mode": "none"}
 PROMPT = Prompt(Problem("1", "a question", "3"), "a question", (1, 2))
@@ -89,9 +76,7 @@ def opinions(groups: list[Group], seed: int = 0) -> list[np.ndarray]:
     return [-noise.exponential(size=len(rollout_)) for group_ in groups for rollout_ in group_.rollouts]
 
 
-def credited(
-    groups: list[Group], opinions: list[np.ndarray], trainer: list[np.ndarray] | None = None, **distillation
-) -> CreditedBatch:
+def credited(groups: list[Group], opinions: list[np.ndarray], trainer: list[np.ndarray] | None = None, **distillation):
     sections = {"algorithm": GRPO, "distillation": {"teacher": "base", **distillation}}
     return credit(groups, sections, scores=Scores(logprobs=trainer, teacher=opinions))
 
@@ -186,7 +171,8 @@ def groups_of(samples) -> list[Group]:
             action = Action(sample.token_ids[begin:end].tolist(), "", sample.logprobs[begin:end], None, "stop")
             turns.append(Turn(tuple(sample.token_ids[at:begin].tolist()), action))
             at = end
-        groups.append(Group(PROMPT, (Rollout(PROMPT, tuple(turns), RewardResult(1.0)),)))
+        one = group(1.0)
+        groups.append(replace(one, rollouts=(replace(one.rollouts[0], turns=tuple(turns)),)))
     return groups
 
 

@@ -11,14 +11,10 @@ def read(path):
     return spectra(path / "adapter_model.safetensors", path / "adapter_config.json")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "settings", "scale"),
-    [
-        (torch.float32, {}, 2.0),
-        (torch.bfloat16, {"use_rslora": True}, 4.0),
-        (torch.float16, {"alpha_pattern": {"q_proj": 1}}, None),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "settings", "scale"), [
+    (torch.float32, {}, 2.0), (torch.bfloat16, {"use_rslora": True}, 4.0),
+    (torch.float16, {"alpha_pattern": {"q_proj": 1}}, None),
+])  # fmt: skip
 def test_spectra_are_those_of_squeeze(tmp_path, dtype, settings, scale):
     factors = adapter(tmp_path / "a", dtype=dtype, **settings)
     found = read(tmp_path / "a")

@@ -20,15 +20,12 @@ from retrain.ui.numbers import Pool
 from retrain.ui.places import Places
 
 
-@pytest.mark.parametrize(
-    ("text", "copied"),
-    [
-        ("adapter at /home/me/x y/final.", "adapter at …/x y/final."),
-        ('"/home/me/runs/a": ("/tmp/b/c.py", line 3)', '"…/a": ("…/c.py", line 3)'),
-        ("file:///home/me/a and ~/a/b and https://me.org/a/b", "file://…/a and ~/a/b and https://me.org/a/b"),
-        ("and/or, 3 / 4, ../a/b, --- /dev/null", "and/or, 3 / 4, ../a/b, --- /dev/null"),
-    ],
-)
+@pytest.mark.parametrize(("text", "copied"), [
+    ("adapter at /home/me/x y/final.", "adapter at …/x y/final."),
+    ('"/home/me/runs/a": ("/tmp/b/c.py", line 3)', '"…/a": ("…/c.py", line 3)'),
+    ("file:///home/me/a and ~/a/b and https://me.org/a/b", "file://…/a and ~/a/b and https://me.org/a/b"),
+    ("and/or, 3 / 4, ../a/b, --- /dev/null", "and/or, 3 / 4, ../a/b, --- /dev/null"),
+])  # fmt: skip
 def test_of_a_path_of_the_machine_the_last_part_is_told(text, copied):
     assert without_paths({"a": [text, None, 1.5], text: text}) == {"a": [copied, None, 1.5], copied: copied}
 
@@ -133,17 +130,10 @@ def test_a_module_comes_once_and_before_those_that_import_it(tmp_path):
     assert not re.search(r"^\s*(import|export)\b", script, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "main",
-    [
-        'import "./mini.js";\n',
-        'import a, {b} from "./mini.js";\n',
-        'export * from "./mini.js";\n',
-        "export let a = 1;\n",
-        'const a = await import("./mini.js");\n',
-        'import {a} from "preact";\n',
-    ],
-)
+@pytest.mark.parametrize("main", [
+    'import "./mini.js";\n', 'import a, {b} from "./mini.js";\n', 'export * from "./mini.js";\n', "export let a = 1;\n",
+    'const a = await import("./mini.js");\n', 'import {a} from "preact";\n',
+])  # fmt: skip
 def test_other_forms_of_the_module_syntax_are_refused(tmp_path, main):
     with pytest.raises(ValueError, match=r"main\.js: .* is a form that a copy of the page cannot have"):
         joined(write_modules(tmp_path, main), "main.js")

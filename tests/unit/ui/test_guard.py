@@ -82,12 +82,11 @@ def test_a_token_in_the_address_becomes_a_cookie(logs):
         assert fresh.get("/api/places", headers={"Host": host} | bearer).status_code == status
 
 
-@pytest.mark.parametrize(
-    "query",
-    ["at=" + "a" * 5000, "at=%00", "x=" + "a" * 17_000, "at=one&key=a&points=" + "9" * 200, "at=one&key=a&points=1e3",
-     "at=one&key=a&points=-5", "at=one&key=a&x=moon", "at=one&key=a&since=%D9%A3", "at=%ff%fe&key=a", "key=a",
-     "at=one&" + "&".join(f"key={i}" for i in range(40))],
-)  # fmt: skip
+@pytest.mark.parametrize("query", [
+    "at=" + "a" * 5000, "at=%00", "x=" + "a" * 17_000, "at=one&key=a&points=" + "9" * 200, "at=one&key=a&points=1e3",
+    "at=one&key=a&points=-5", "at=one&key=a&x=moon", "at=one&key=a&since=%D9%A3", "at=%ff%fe&key=a", "key=a",
+    "at=one&" + "&".join(f"key={i}" for i in range(40)),
+])  # fmt: skip
 def test_odd_queries_are_one_line_errors(client, query):
     answer = client.get(f"/api/columns?{query}")
     assert answer.status_code in (400, 404, 414)

@@ -93,12 +93,11 @@ def replaced(path, contents):
         yield content
 
 
-@pytest.mark.parametrize(
-    ("name", "recorded"),
-    [("iterations.jsonl", True), ("timing_spans.jsonl", True), ("tokens_000000.safetensors", True),
-     ("emergence/evaluations.jsonl", False), ("emergence/generations.jsonl", False),
-     ("train_iteration_000000_rollout_summaries.jsonl", False)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "recorded"), [
+    ("iterations.jsonl", True), ("timing_spans.jsonl", True), ("tokens_000000.safetensors", True),
+    ("emergence/evaluations.jsonl", False), ("emergence/generations.jsonl", False),
+    ("train_iteration_000000_rollout_summaries.jsonl", False),
+])  # fmt: skip
 def test_damaged_rollouts_cost_a_sentence(home, tmp_path, name, recorded):
     run = home / "runs/grpo+none_s1"
     if not recorded:  # what then remains is read

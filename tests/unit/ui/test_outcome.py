@@ -65,16 +65,13 @@ def test_a_banner_has_failures_with_their_last_line_and_the_command(tmp_path, mo
     assert get(client, "/api/campaign", at="one")["banner"]["resume"]["command"] == "retrain resume one --retry-failed"
 
 
-@pytest.mark.parametrize(
-    ("states", "state", "command"),
-    [
-        ({}, "done", None),
-        ({"a1": "stopped"}, "stopped", None),
-        ({"a1": "interrupted"}, "interrupted", "retrain resume one"),
-        ({"a1": "pending"}, "interrupted", "retrain resume one"),
-        ({"a1": "failed", "a2": "pending"}, "failed", "retrain resume one --retry-failed"),
-    ],
-)
+@pytest.mark.parametrize(("states", "state", "command"), [
+    ({}, "done", None),
+    ({"a1": "stopped"}, "stopped", None),
+    ({"a1": "interrupted"}, "interrupted", "retrain resume one"),
+    ({"a1": "pending"}, "interrupted", "retrain resume one"),
+    ({"a1": "failed", "a2": "pending"}, "failed", "retrain resume one --retry-failed"),
+])  # fmt: skip
 def test_the_command_continues_what_is_left(tmp_path, monkeypatch, states, state, command):
     monkeypatch.chdir(tmp_path)
     with_states(home := campaign(tmp_path / "one"), **states)

@@ -48,17 +48,14 @@ def test_iterations_with_and_without_recorded_tokens(page):
     assert plain["rollouts"][0]["text"] == "so \\boxed{4}"
 
 
-@pytest.mark.parametrize(
-    ("query", "shown"),
-    [
-        ({"reward_min": 0, "reward_max": 0.5, "sort": "length", "down": 1}, [4, 1, 3]),
-        ({"length_min": 3, "length_max": 5}, [0, 1]),
-        ({"group": 1}, [3, 4]),
-        ({"kept": "discarded", "errors": 0}, [3, 4]),
-        ({"text": "FIVE"}, [1, 2, 3, 4]),
-        ({"sort": "reward", "down": 1}, [0, 1, 3, 4, 2]),  # those without a number last
-    ],
-)
+@pytest.mark.parametrize(("query", "shown"), [
+    ({"reward_min": 0, "reward_max": 0.5, "sort": "length", "down": 1}, [4, 1, 3]),
+    ({"length_min": 3, "length_max": 5}, [0, 1]),
+    ({"group": 1}, [3, 4]),
+    ({"kept": "discarded", "errors": 0}, [3, 4]),
+    ({"text": "FIVE"}, [1, 2, 3, 4]),
+    ({"sort": "reward", "down": 1}, [0, 1, 3, 4, 2]),  # those without a number last
+])  # fmt: skip
 def test_rollouts_are_filtered_and_sorted(page, query, shown):
     found = get(page, "/api/rollouts", at=RUN, iteration=0, **query)
     assert [each["index"] for each in found["rollouts"]] == shown
@@ -121,18 +118,15 @@ def test_the_same_prompt_twice_names_the_words_and_the_first_token_that_differ(p
     assert get(page, "/api/prompt", a=RUN, b=RUN, step_a=0, step_b=3)["problem"] == "p0"
 
 
-@pytest.mark.parametrize(
-    ("url", "query", "status", "words"),
-    [
-        ("rollouts", {}, 400, "the query needs at="),
-        ("rollouts", {"at": RUN, "iteration": 99}, 400, "has no iteration 99 of train; the last is 2"),
-        ("rollouts", {"at": RUN, "split": "eval/../x"}, 400, "has sampled nothing as"),
-        ("rollouts", {"at": RUN, "reward_min": "nan"}, 400, "reward_min is a number"),
-        ("rollout", {"at": RUN, "iteration": 0, "index": 99}, 400, "there is no 99"),
-        ("problem", {"at": CAMPAIGN, "id": "nobody"}, 400, "has a problem 'nobody'"),
-        ("prompt", {"a": RUN, "b": "logs/../etc"}, 404, "there is nothing to show"),
-    ],
-)
+@pytest.mark.parametrize(("url", "query", "status", "words"), [
+    ("rollouts", {}, 400, "the query needs at="),
+    ("rollouts", {"at": RUN, "iteration": 99}, 400, "has no iteration 99 of train; the last is 2"),
+    ("rollouts", {"at": RUN, "split": "eval/../x"}, 400, "has sampled nothing as"),
+    ("rollouts", {"at": RUN, "reward_min": "nan"}, 400, "reward_min is a number"),
+    ("rollout", {"at": RUN, "iteration": 0, "index": 99}, 400, "there is no 99"),
+    ("problem", {"at": CAMPAIGN, "id": "nobody"}, 400, "has a problem 'nobody'"),
+    ("prompt", {"a": RUN, "b": "logs/../etc"}, 404, "there is nothing to show"),
+])  # fmt: skip
 def test_what_cannot_be_answered_is_told_in_a_sentence(page, url, query, status, words):
     assert words in get(page, f"/api/{url}", status, **query)["error"]
 

@@ -133,11 +133,10 @@ def test_a_trackio_project_is_read_while_it_is_written_and_stays_as_it_is(tmp_pa
     assert get(client, "/api/places")["places"][0]["conditions"][:2] == ["lab: grpo", "lab: rloo"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"log_history": 5}', '{"log_history": [5, {"step": "x", "loss": "y"}]}',
-     '{"log_history": [{"step": 1e400, "loss": 1}]}', "[" * 100_000],
-)  # fmt: skip
+@pytest.mark.parametrize("content", [
+    "", "[]", '{"log_history": 5}', '{"log_history": [5, {"step": "x", "loss": "y"}]}',
+    '{"log_history": [{"step": 1e400, "loss": 1}]}', "[" * 100_000,
+])  # fmt: skip
 def test_a_damaged_state_stops_nothing(tmp_path, content):
     (home := tmp_path / "run").mkdir()
     (home / "trainer_state.json").write_text(content)

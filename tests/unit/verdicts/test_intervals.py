@@ -89,8 +89,7 @@ def test_the_ends_are_where_tangos_statistic_reaches_the_quantile(gained, lost, 
 
 
 def test_published_intervals_and_answers_that_all_agree():
-    """Airway hyper-responsiveness before and after a transplantation, 21 children, as Fagerland, Lydersen and Laake
-    (2014) tabulate it."""
+    """Airway hyper-responsiveness around a transplantation, tabulated by Fagerland, Lydersen and Laake (2014)."""
     assert [round(end, 3) for end in ends(tango_interval(1, 7, 21))] == [-0.517, -0.026]
     found = tango_interval(0, 0, 128)
     assert found.high == -found.low == pytest.approx(Z**2 / (128 + Z**2))
