@@ -8,7 +8,7 @@ import psutil
 import pytest
 from helpers.campaigns import ROOT, Heard, campaign, eventually, suspended_writer, toy_world, train
 
-from retrain.campaign.executors.ray import slots_in
+from retrain.campaign.executors.ray_connection import slots_in
 from retrain.campaign.running.protocol import JobStarted, StepDone
 from retrain.config import parse_dict
 from retrain.errors import UsageError, WorkersLost

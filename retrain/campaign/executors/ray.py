@@ -19,17 +19,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.executors.ray_connection import connect, last_line, ray_module, sees
+from retrain.campaign.executors.ray_connection import (
+    connect, count_words, gpus_per_worker, last_line, ray_module, sees, slots_in,
+)  # fmt: skip
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import protocol
 from retrain.campaign.running.protocol import Message, WorkerDevice, WorkerEnd, command_of
 from retrain.campaign.running.tasks import WORKERS, append, events_of, home_of, newest
 from retrain.campaign.running.workers import CampaignWorkers
-from retrain.config import Config
 from retrain.errors import UsageError, plural
 from retrain.ownership import claim
-from retrain.records.schema.base import Row
 from retrain.util.processes import end_words, start_logged
 
 ROOM_SECONDS = 20.0  # Seconds without room for a worker after which the user is notified
@@ -205,7 +205,7 @@ class RayExecutor:
     def _room(self) -> str:
         total, free = ray_module().cluster_resources(), ray_module().available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
-        asks = " and ".join(_count(count, kind) for kind, count in kinds.items() if count)
+        asks = " and ".join(count_words(count, kind) for kind, count in kinds.items() if count)
         has = ", ".join(f"{free.get(kind, 0):g} of {plural(int(total.get(kind, 0)), kind)}" for kind in kinds)
         return f"it asks for {asks}, and of what the cluster has are free: {has}"
 
@@ -223,86 +223,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
         if ours:
             ray_module().shutdown()
         raise
-    executor = RayExecutor(plan, slots, _gpus_per_worker(config) if gpus else 0, config.ray.cpus, ours)
+    executor = RayExecutor(plan, slots, gpus_per_worker(config) if gpus else 0, config.ray.cpus, ours)
     launches = config.inference.launch is not None
     fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0) if launches else None
     return CampaignWorkers(executor, plan.directory, fleet)
-
-
-# Free or total resources of a node, by Ray's names (CPU, GPU)
-Resources = dict[str, float]
-
-
-def slots_in(nodes: list[Row], config: Config) -> tuple[int, bool]:
-    """Return the number of workers and whether they use GPUs. ``nodes``: from ``ray.nodes()``. Raises UsageError."""
-    workers, devices = config.campaign.workers, config.backend.devices
-    alive: list[Resources] = [node["Resources"] for node in nodes if node["Alive"]]
-    gpus = devices == "all" or (devices != "cpu" and any(int(node.get("GPU", 0)) for node in alive))
-    if not gpus and config.campaign.gpus_per_cohort != 1:
-        raise UsageError(
-            f"[campaign] gpus_per_cohort = {config.campaign.gpus_per_cohort:g} has no effect: the Ray cluster has no "
-            "GPU; remove the line, or type --set campaign.gpus_per_cohort=1"
-        )
-    if workers != "auto":
-        return workers, gpus
-    has_servers = config.inference.launch is not None
-    free = _left_by_servers(alive, config, gpus) if has_servers else alive
-    if count := sum(_room(node, config, gpus) for node in free):
-        return count, gpus
-    raise _no_room(config, gpus, has_servers and any(_room(node, config, gpus) for node in alive))
-
-
-def _no_room(config: Config, gpus: bool, servers_fill_it: bool) -> UsageError:
-    resources = _resource_words(config.ray.cpus, _gpus_per_worker(config) if gpus else 0.0)
-    if servers_fill_it:
-        return UsageError(
-            f"beside {plural(config.inference.replicas, 'server')} of [inference] launch the Ray cluster has no room "
-            f"for a worker, which asks for {resources} ([ray] cpus, [backend] devices): add a node, or give the "
-            "servers less ([ray] server_gpus, server_cpus)"
-        )
-    return UsageError(
-        f"no node of the Ray cluster has {resources}, which is what a worker asks for ([ray] cpus, [backend] devices); "
-        "where nodes come when they are asked for, say how many workers: --workers 4"
-    )
-
-
-def _room(node: Resources, config: Config, gpus: bool) -> int:
-    room = int(node.get("CPU", 0)) // config.ray.cpus
-    if not gpus:
-        return room
-    gpus_of_node, part = divmod(node.get("GPU", 0.0), 1)
-    on_parts = int(part / _gpus_per_worker(config) + 1e-9) if config.gpus_per_worker == 1 else 0
-    return min(room, config.campaign.workers_per_gpu * (int(gpus_of_node) // config.gpus_per_worker) + on_parts)
-
-
-def _left_by_servers(nodes: list[Resources], config: Config, gpus: bool) -> list[Resources]:
-    """Return the resources that launched servers leave on each node. A server is counted on the node with the most free
-    resources. Raises UsageError if a server fits on no node."""
-    free, inference = [dict(node) for node in nodes], config.inference
-    on_gpus = config.backend.devices != "cpu" and any(node.get("GPU", 0) for node in nodes)
-    asks = {"CPU": float(config.ray.server_cpus), "GPU": config.ray.server_gpus if on_gpus else 0.0}
-    for _ in range(inference.replicas):
-        room = [node for node in free if all(node.get(kind, 0) >= count for kind, count in asks.items())]
-        if not room:
-            resources = _resource_words(config.ray.server_cpus, config.ray.server_gpus if gpus else 0.0)
-            raise UsageError(
-                f"the Ray cluster has no room for {plural(inference.replicas, 'server')} of [inference] launch, "
-                f"each of which asks for {resources} ([ray] server_cpus, server_gpus); where nodes come when asked "
-                "for, say how many workers: --workers 4"
-            )
-        most = max(room, key=lambda node: (node.get("GPU", 0), node.get("CPU", 0)))
-        for kind, count in asks.items():
-            most[kind] = most.get(kind, 0) - count
-    return free
-
-
-def _gpus_per_worker(config: Config) -> float:
-    return min(config.campaign.gpus_per_cohort, 1.0) if config.gpus_per_worker == 1 else config.gpus_per_worker
-
-
-def _resource_words(cpus: int, gpus: float) -> str:
-    return f"{plural(cpus, 'CPU')} and {_count(gpus, 'GPU')}" if gpus else plural(cpus, "CPU")
-
-
-def _count(count: float, kind: str) -> str:
-    return f"{count:g} of a {kind}" if count % 1 else plural(int(count), kind)

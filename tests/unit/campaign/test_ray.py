@@ -5,7 +5,7 @@ import pytest
 from helpers.campaigns import run_cli
 from jsonschema import validate
 
-from retrain.campaign.executors.ray import slots_in
+from retrain.campaign.executors.ray_connection import slots_in
 from retrain.config import load, parse_dict
 from retrain.errors import UsageError
 

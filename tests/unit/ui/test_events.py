@@ -4,7 +4,7 @@ import threading
 
 import httpx
 import pytest
-from helpers.pages import campaign, client_of, evaluation, get, row
+from helpers.pages import campaign, client_of, evaluation, row
 
 from retrain.files import append_jsonl, read_json, write_json
 from retrain.serving.listening import HttpServer, listening_socket
