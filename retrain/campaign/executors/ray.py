@@ -19,9 +19,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from retrain.campaign.executors.ray_connection import (
-    connect, count_words, gpus_per_worker, last_line, ray_module, sees, slots_in,
-)  # fmt: skip
+from retrain.campaign.executors.ray_connection import amount, connect, gpu_share, last_line, ray_module, sees, slots_in
 from retrain.campaign.executors.ray_servers import RayFleet
 from retrain.campaign.planning.plan import Plan
 from retrain.campaign.running import protocol
@@ -205,7 +203,7 @@ class RayExecutor:
     def _room(self) -> str:
         total, free = ray_module().cluster_resources(), ray_module().available_resources()
         kinds = {"GPU": self.gpus, "CPU": self.cpus}
-        asks = " and ".join(count_words(count, kind) for kind, count in kinds.items() if count)
+        asks = " and ".join(amount(count, kind) for kind, count in kinds.items() if count)
         has = ", ".join(f"{free.get(kind, 0):g} of {plural(int(total.get(kind, 0)), kind)}" for kind in kinds)
         return f"it asks for {asks}, and of what the cluster has are free: {has}"
 
@@ -223,7 +221,7 @@ def ray_workers(plan: Plan) -> CampaignWorkers:
         if ours:
             ray_module().shutdown()
         raise
-    executor = RayExecutor(plan, slots, gpus_per_worker(config) if gpus else 0, config.ray.cpus, ours)
+    executor = RayExecutor(plan, slots, gpu_share(config) if gpus else 0, config.ray.cpus, ours)
     launches = config.inference.launch is not None
     fleet = partial(RayFleet, plan, config.ray.server_gpus if gpus else 0.0) if launches else None
     return CampaignWorkers(executor, plan.directory, fleet)
