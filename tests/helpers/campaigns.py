@@ -49,9 +49,8 @@ def toy_toml(model: Path, rewards: str = "toyrewards.py", **sections: dict[str, 
         "reward": {"type": "custom", "custom_module": str(model.parent / rewards), "workers": 1},
         "inference": {"dtype": "float32"},
         "training": {"batch_size": 3, "group_size": 4, "max_tokens": 10, "lr": 0.01, "max_examples": 500},
-        "evaluation": {"problems": 0},
-        "squeeze": {"enabled": False},
-    }
+        "evaluation": {"problems": 0}, "squeeze": {"enabled": False},
+    }  # fmt: skip
     tables = {name: toy.get(name, {}) | sections.get(name, {}) for name in {**toy, **sections}}
     return document({name: keys for name, keys in tables.items() if any(key is not None for key in keys.values())})
 

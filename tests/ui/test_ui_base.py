@@ -65,8 +65,7 @@ def test_a_failed_answer_is_said_and_asked_again(page):
     page.open(f"/notes{HOME}")
     assert "not <b>today</b>" in page.text(".state.wrong")
     failing[0] = False
-    page.page.get_by_role("button", name="Try again").click()
-    page.settle()
+    page.press_button("Try again")
     assert page.page.locator(".state.wrong").count() == 0
     page.wrong = [each for each in page.wrong if "400" not in each]
 

@@ -79,16 +79,14 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
         "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
     )
     assert len(set(dashes)) == 6, "groups of one colour differ in their dashes"
-    page.page.get_by_label("group by it alone").click()
-    page.settle()
+    page.click(page.page.get_by_label("group by it alone"))
     assert set(entries(page)) == {"lr 0.00001 (6)", "lr 0.0003 (6)", "lr not set (2)"}
     assert page.query["by"] == "training.lr"
     assert page.query["alone"] == "1"
 
 
 def test_places_are_added_left_out_and_kept_in_the_address(page, url, context):
-    page.page.get_by_role("button", name="leave out math_rl").click()
-    page.settle()
+    page.press_button("leave out math_rl")
     assert page.query["with"] == "high,grpo_out"
     field = page.page.get_by_label("add a campaign or a run")
     field.fill("high/runs/grpo+none_s1")
@@ -96,8 +94,7 @@ def test_places_are_added_left_out_and_kept_in_the_address(page, url, context):
     page.settle()
     assert page.query["with"] == f"high,grpo_out,{quote('high/runs/grpo+none_s1', safe='')}"
     assert page.page.locator(".places li").count() == 4
-    page.page.get_by_role("button", name="high · grpo+none").click()
-    page.settle()
+    page.press_button("high · grpo+none")
     assert page.page.locator(".legend .off").count() == 1
     before = page.seen()
     again = Watched(context.new_page(), url).open(page.path)

@@ -180,11 +180,9 @@ def test_a_log_is_read_a_page_at_a_time(live, home):
     page.open(f"/notes/{RUN}?q=line")
     assert page.text(".log").startswith("2026-01-01 00:00:09 info    line 200.")
     for button, has in (("Older lines", "line 0."), ("Newest lines", "line 699.")):
-        page.page.get_by_role("button", name=button).click()
-        page.settle()
+        page.press_button(button)
         assert has in page.text(".log")
-    page.page.get_by_role("button", name="Older lines").click()
-    page.settle()
+    page.press_button("Older lines")
     with open(log, "a") as file:
         file.write("2026-01-01 00:00:09 info    line 700.\n")
     page.page.wait_for_timeout(1000 * SEEN_S)

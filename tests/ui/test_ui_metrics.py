@@ -78,8 +78,7 @@ def test_a_run_has_tiles_its_command_and_marks_on_every_chart(page):
     assert copied == page.text(".runfacts pre")
     assert copied.startswith("retrain train /data/quick.toml --out ")
     assert copied.endswith("--set 'training.seed=1 2'")
-    page.page.locator(".tile").first.click()
-    page.settle()
+    page.click(page.page.locator(".tile").first)
     assert page.query["open"] == "mean_reward"
     assert page.text(".big .chartcard .heading").startswith("mean_reward")
     page.open(f"{FACTS}?keys=mean_reward,entropy&zoom=1990,2010")

@@ -78,8 +78,7 @@ def test_a_click_on_a_step_of_the_chart_opens_its_answers(page):
     area = page.page.locator(".beside .plot .u-over")
     box = area.bounding_box()
     for share, height, step, run in ((0.62, 0.05, "6", "grpo_s1"), (0.98, 0.95, "10", "worse_s1")):
-        area.click(position={"x": share * box["width"], "y": height * box["height"]})
-        page.settle()
+        page.click(area, position={"x": share * box["width"], "y": height * box["height"]})
         assert page.path.startswith(f"/rollouts/eight/runs/{run}?")
         assert page.query == {"split": "eval/heldout", "problem": "falls", "iteration": step}
         assert page.page.locator(".samples tbody tr").count() == 1
@@ -95,8 +94,7 @@ def test_a_problem_opens_at_two_steps_and_under_two_conditions(page):
         ("worse: step 0 and 10", (0, 10), ("✓ yes", "✗ no")),
     ):
         page.open("/problems/eight?id=falls")
-        page.page.get_by_role("link", name=link, exact=True).click()
-        page.settle()
+        page.click(page.page.get_by_role("link", name=link, exact=True))
         sides = [page.text(f"section.side.{side}") for side in "ab"]
         for text, step, end in zip(sides, steps, ends, strict=True):
             assert f"step {step}" in text

@@ -138,6 +138,14 @@ class Watched:
             self.settle(0.3)
         return self
 
+    def click(self, target: Any, **options: Any) -> Watched:
+        """Click a locator's element, and wait until all is drawn that this starts."""
+        target.click(**options)
+        return self.settle()
+
+    def press_button(self, name: str, **options: Any) -> Watched:
+        return self.click(self.page.get_by_role("button", name=name, **options))
+
 
 @contextmanager
 def browser_of(playwright: Any) -> Iterator[Any]:

@@ -372,11 +372,9 @@ def test_nulls_and_values_without_effect_are_accepted(world):
 def test_models_paths_and_methods_that_are_not_there(world):
     bodies = {
         "/v1/completions": {"prompt": "a", "model": "three"},
-        "/v1/chat/completions": {"messages": [USER], "model": "three"},
-        "/tokenize": {"prompt": "a", "model": "three"},
-        "/v1/unload_lora_adapter": {"lora_name": "three"},
-        "/v1/nothing": {},
-    }
+        "/v1/chat/completions": {"messages": [USER], "model": "three"}, "/tokenize": {"prompt": "a", "model": "three"},
+        "/v1/unload_lora_adapter": {"lora_name": "three"}, "/v1/nothing": {},
+    }  # fmt: skip
     for path, body in bodies.items():
         answer = world.post(path, body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, 404)
