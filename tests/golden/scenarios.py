@@ -282,19 +282,14 @@ def campaign(session: Session) -> None:
 
 @scenario
 def interim_analysis(session: Session) -> None:
-    runs: list[Condition] = [("grpo", "none", {}), ("grpo", "none", {"lr": 0.5})]
-    keys = {"equivalence_margin": 0.2}
-    train(session, conditions(*runs, seeds=tuple(range(1, 9)), max_steps=1, **keys) + BASE + QUIET)
+    head = conditions(*variants({}, {"lr": 0.5}), seeds=tuple(range(1, 9)), max_steps=1, equivalence_margin=0.2)
+    train(session, head + BASE + QUIET)
     session.run("compare", "out", "--json")
 
 
 @scenario
 def a_failing_run(session: Session) -> None:
-    runs: list[Condition] = [
-        ("grpo", "none", {}),
-        ("grpo", "none", {"reward.custom_function": "hopeless"}),
-        ("rloo", "none", {}),
-    ]
+    runs = [*variants({}, {"reward.custom_function": "hopeless"}), ("rloo", "none", {})]
     train(session, conditions(*runs, max_steps=4) + BASE + QUIET)
     session.run("status", "out")
     session.run("resume", "out", "--retry-failed")

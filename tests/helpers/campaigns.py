@@ -83,9 +83,8 @@ class StopAfter(NullObserver):
 def toy_world(folder: Path) -> Path:
     """A model directory in ``folder``, with the rewards of its campaigns beside it."""
     (folder / "toyrewards.py").write_text(REWARDS)
-    return qwen3_directory(
-        folder / "model", ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
-    )
+    texts = ["12+34=? 7*46-58+23=? the answer is \\boxed{46}", "let me check 0 2 4 6 8"]
+    return qwen3_directory(folder / "model", texts)
 
 
 def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, lanes: int | str = "auto",
@@ -93,10 +92,8 @@ def campaign(tmp_path: Path, model: Path, name: str = "toy", *, steps: int = 4, 
     """A file of two conditions and two seeds; ``condition`` has further keys of the second."""
     head = campaign_head(*CONDITIONS, seeds=[1, 2], max_steps=steps, lanes=lanes)
     path = tmp_path / f"{name}.toml"
-    training, evaluation = {"save_every": 2, "eval_every": 2}, {"problems": 5}
-    rest = toy_toml(
-        model, inference={"dtype": dtype}, training=training, evaluation=evaluation, squeeze={"enabled": None}
-    )
+    sections = {"training": {"save_every": 2, "eval_every": 2}, "evaluation": {"problems": 5}}
+    rest = toy_toml(model, inference={"dtype": dtype}, squeeze={"enabled": None}, **sections)
     path.write_text(f"{head}\n{condition}\n{rest}")
     return path
 

@@ -83,10 +83,8 @@ def test_a_chart_reads_out_the_steps_own_value_and_the_smoothed_one(kit):
     kit.page.get_by_label("save this chart").click()
     with kit.page.expect_download() as saved:
         kit.page.get_by_role("button", name="CSV").click()
-    with open(saved.value.path()) as file:
-        assert file.read().splitlines() == [
-            "step,grpo raw,grpo,maxrl", "0,0,0.1,0.4", "1,0.5,0.2,0.3", "2,0.25,0.3,0.2",
-        ]  # fmt: skip
+    lines = saved.value.path().read_text().splitlines()
+    assert lines == ["step,grpo raw,grpo,maxrl", "0,0,0.1,0.4", "1,0.5,0.2,0.3", "2,0.25,0.3,0.2"]
     kit.page.get_by_label("save this chart").click()
     kit.page.get_by_role("button", name="copy as PNG").click()
     kit.until("document.getElementById('toast').textContent === 'Picture copied'", "the picture in the clipboard")

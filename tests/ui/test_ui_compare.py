@@ -19,9 +19,8 @@ def url(tmp_path_factory):
         path = campaign(home / name, seeds=3, steps=12)
         for number, run in enumerate(sorted((path / "runs").iterdir())):
             settings = read_json(run / "config.json")
-            write_json(
-                run / "config.json", settings | {"training": settings["training"] | {"lr": rate, "note": SCRIPT}}
-            )
+            settings["training"] |= {"lr": rate, "note": SCRIPT}
+            write_json(run / "config.json", settings)
             rows = [row(step, mean_reward=(step + number) / 30 + 100 * rate * step) for step in range(12)]
             (run / "metrics.jsonl").unlink()
             append_jsonl(run / "metrics.jsonl", rows)
@@ -39,10 +38,8 @@ def page(page):
 
 def entries(page):
     """Return the texts of the legend and the index of the colour of each."""
-    found = page.page.locator(".legend button").evaluate_all(
-        "(all) => all.map((each) => [each.innerText.trim(), each.querySelector('line').getAttribute('stroke')])"
-    )
-    return dict(found)
+    looks = "(all) => all.map((each) => [each.innerText.trim(), each.querySelector('line').getAttribute('stroke')])"
+    return dict(page.page.locator(".legend button").evaluate_all(looks))
 
 
 def test_groups_of_campaigns_and_tools_stand_on_one_chart(page):
@@ -68,12 +65,10 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
     page.settle()
     groups = entries(page)
     assert len(groups) == 6
-    by_rate = {name.partition(" ·")[0]: set() for name in groups}
+    rates = {name.partition(" ·")[0]: set() for name in groups}
     for name, colour in groups.items():
-        by_rate[name.partition(" ·")[0]].add(colour)
-    assert {name: len(colours) for name, colours in by_rate.items()} == {
-        "lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1,
-    }  # fmt: skip
+        rates[name.partition(" ·")[0]].add(colour)
+    assert {name: len(colours) for name, colours in rates.items()} == {"lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1}
     assert len(set(groups.values())) == 3
     dashes = page.page.locator(".legend button line").evaluate_all(
         "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"

@@ -45,11 +45,11 @@ def url(tmp_path_factory):
         yield url
 
 
+KEYS = ".samples tbody tr", "(all) => all.map((row) => row.dataset.key)"
+
+
 def shown(page):
-    return [
-        int(row)
-        for row in page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
-    ]
+    return [int(row) for row in page.page.eval_on_selector_all(*KEYS)]
 
 
 def test_rollouts_are_sorted_by_advantage_length_and_reward(page):
@@ -85,8 +85,7 @@ def test_words_are_found_in_answers_and_in_prompts(page):
 
 def found(page):
     """Return the rollouts of all steps in their order: (step, index)."""
-    keys = page.page.eval_on_selector_all(".samples tbody tr", "all => all.map((row) => row.dataset.key)")
-    return [tuple(map(int, key.split()[2:])) for key in keys]
+    return [tuple(map(int, key.split()[2:])) for key in page.page.eval_on_selector_all(*KEYS)]
 
 
 def test_words_are_found_in_all_steps(page):
