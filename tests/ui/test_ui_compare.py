@@ -70,9 +70,8 @@ def test_groups_are_coloured_by_a_key_and_put_together_by_it(page):
         rates[name.partition(" ·")[0]].add(colour)
     assert {name: len(colours) for name, colours in rates.items()} == {"lr 0.00001": 1, "lr 0.0003": 1, "lr not set": 1}
     assert len(set(groups.values())) == 3
-    dashes = page.page.locator(".legend button line").evaluate_all(
-        "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
-    )
+    looks = "(all) => all.map((each) => each.getAttribute('stroke') + each.getAttribute('stroke-dasharray'))"
+    dashes = page.page.locator(".legend button line").evaluate_all(looks)
     assert len(set(dashes)) == 6, "groups of one colour differ in their dashes"
     page.click(page.page.get_by_label("group by it alone"))
     assert set(entries(page)) == {"lr 0.00001 (6)", "lr 0.0003 (6)", "lr not set (2)"}

@@ -158,9 +158,8 @@ def browser_of(playwright: Any) -> Iterator[Any]:
 
 def links(page: Any, within: str = "body") -> list[str]:
     """The page's own links, each address once, as they stand."""
-    found = page.evaluate(
-        f"() => [...document.querySelectorAll('{within} a[href]')].map((each) => each.getAttribute('href'))"
-    )
+    script = f"[...document.querySelectorAll('{within} a[href]')].map((each) => each.getAttribute('href'))"
+    found = page.evaluate(script)
     return [each for each in dict.fromkeys(found) if each.startswith("/")]
 
 
